@@ -1,0 +1,271 @@
+"""Makes the backward of Megatron's local tensor-parallel linears splittable into I and W.
+
+Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes input and
+weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside it can take them
+apart; an instance attribute is the smallest thing that puts another Function in its place.
+
+Stays whole (stock's Function runs, its weight gradient comes with I) even where a split is asked for:
+
+- frozen weights: there is no weight gradient; stock saves no input for them either;
+- ``defer_embedding_wgrad_compute``: stock defers that gradient by itself, to the end of the iteration;
+- weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
+  own communication, tied to stock's backward;
+- a ``weight`` handed to forward that is not a leaf: its gradient has further to go than W reaches;
+- subclasses with a ``_forward_impl`` of their own.
+
+Expert linears split like others, for their communication (``explicit_expert_comm``) is outside ``_forward_impl``.
+Stock's local linears have no fp8 form; Transformer Engine's are other classes, untouched here.
+
+Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import layers as stock
+from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
+
+_LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
+
+
+def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
+    """Make the local linears in ``model_chunk`` put their weight gradients off into ``store`` where it says so.
+
+    A forward with ``store.current`` set (and gradients enabled) will be split; every other forward is stock's,
+    untouched. Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
+
+    Args:
+        model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
+        store: where the weight gradients wait for their W.
+
+    Returns:
+        The number of linears now bound to ``store``.
+    """
+    bound = 0
+    for module in model_chunk.modules():
+        if not isinstance(module, _LINEARS):
+            continue
+        if is_split(module):
+            del module.__dict__["_forward_impl"]
+        own = "_forward_impl" in module.__dict__ or not any(
+            type(module)._forward_impl is linear._forward_impl for linear in _LINEARS
+        )
+        if own:
+            continue
+        module._forward_impl = _ForwardImpl(module._forward_impl, store)
+        bound += 1
+    return bound
+
+
+def is_split(linear: torch.nn.Module) -> bool:
+    """Whether :func:`split_linears` has bound this linear to a store."""
+    return isinstance(linear.__dict__.get("_forward_impl"), _ForwardImpl)
+
+
+class _ForwardImpl:
+    """Stands for one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
+
+    def __init__(self, whole: Any, store: WeightGradients) -> None:
+        self._whole = whole
+        self._store = store
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Without gradients (evaluation, or the first run of a recomputed block) there is no backward to split.
+        if self._store.current is None or not torch.is_grad_enabled():
+            return self._whole(*args, **kwargs)
+        return self._split(*args, **kwargs)
+
+    def _split(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None = None,
+        wgrad_deferral_limit: int | None = None,
+        tp_group: ProcessGroup | None = None,
+        gtp_remat_size: int = 1,
+    ) -> Tensor:
+        key = self._store.current
+        splittable = (
+            weight.requires_grad
+            and weight.is_leaf
+            and (bias is None or bias.is_leaf)
+            and grad_output_buffer is None
+            and gtp_remat_size == 1
+            and not hasattr(weight, "__fsdp_param__")
+        )
+        if key is None or not splittable:
+            return self._whole(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                grad_output_buffer,
+                wgrad_deferral_limit,
+                tp_group,
+                gtp_remat_size,
+            )
+        if allreduce_dgrad or sequence_parallel:
+            tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        call = _Call(
+            self._store, key, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
+        )
+        # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks alone. If
+        # the input needs no gradient either (everything below is frozen), something else has to bring I here.
+        anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
+        return _SplitLinear.apply(
+            input, anchor, weight.detach(), None if bias is None else bias.detach(), call
+        )
+
+
+class _Call(NamedTuple):
+    """What one use of a linear takes from its forward to its I and W."""
+
+    store: WeightGradients
+    key: Key
+    weight: Tensor
+    bias: Tensor | None
+    fusion: bool
+    allreduce: bool
+    sequence_parallel: bool
+    group: ProcessGroup | None
+
+
+class _SplitLinear(torch.autograd.Function):
+    """Stock's linear, except that its backward is I only and leaves W in the store.
+
+    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out); two dimensions
+    (tokens, h) work too.
+    """
+
+    @staticmethod
+    @stock.custom_fwd
+    def forward(
+        ctx: Any, input: Tensor, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, call: _Call
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.call = call
+        total_input = input
+        if call.sequence_parallel:
+            assert call.group is not None
+            # Stock's shared buffer: the gathered input is not saved, so the next linear may overwrite it.
+            total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
+            stock.dist_all_gather_func(total_input, input, group=call.group)
+        output = torch.matmul(total_input, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @stock.custom_bwd
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        input, weight = ctx.saved_tensors
+        call: _Call = ctx.call
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _reduced(grad_output.matmul(weight), input, call)
+        work = _WeightGradient(call, input, grad_output)
+        parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
+        call.store.defer(
+            call.key,
+            work,
+            (input, grad_output),
+            parameters=parameters,
+            prefetch=work.gather if call.sequence_parallel else None,
+        )
+        return grad_input, None, None, None, None
+
+
+def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
+    return [input.size(0) * group.size(), *input.shape[1:]]
+
+
+def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> Tensor:
+    """The input gradient summed over the tensor-parallel ranks, scattered to the input's shape where that is split.
+
+    I waits here: stock hides this behind its weight gradient, which I does not have. The schedule hides it instead.
+    """
+    if call.sequence_parallel:
+        assert not call.allreduce
+        scattered = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group)
+        return scattered
+    if call.allreduce:
+        torch.distributed.all_reduce(grad_input, group=call.group)
+    return grad_input
+
+
+class _WeightGradient:
+    """W of one use of a linear: the closure that waits in the store."""
+
+    def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
+        self._call = call
+        self._input = input
+        self._grad_output = grad_output
+        self._gathered: Tensor | None = None
+        self._gathering: Any = None
+        # Inside backward, where custom_bwd has set the forward's autocast state again.
+        self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+
+    def gather(self) -> None:
+        """Start gathering the input along the sequence over the tensor-parallel ranks."""
+        group = self._call.group
+        assert group is not None
+        # A buffer of its own: it is filled while another W still reads its gathered input.
+        shape = _gathered_shape(self._input, group)
+        self._gathered = torch.empty(shape, dtype=self._input.dtype, device=self._input.device)
+        self._gathering = stock.dist_all_gather_func(self._gathered, self._input, group=group, async_op=True)
+
+    def __call__(self) -> list[Tensor | None]:
+        call = self._call
+        total_input = self._input
+        if self._gathered is not None:
+            self._gathering.wait()
+            total_input = self._gathered
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
+        autocast = (
+            contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
+        )
+        with autocast:
+            if call.fusion:
+                gradients = [_fused(call.weight, total_input, grad_output)]
+            else:
+                gradients = [grad_output.t().matmul(total_input)]
+            if call.bias is not None:
+                gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
+        return gradients
+
+
+def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:
+    """Add the weight gradient to ``weight.main_grad`` in the matrix product itself (gradient accumulation fusion).
+
+    Returns what stock's backward hands to autograd in its place: under Megatron's data parallelism a tensor that
+    only serves to fire the hooks (zeros where ``zero_out_wgrad`` has it added), otherwise None.
+    """
+    kernels = stock.fused_weight_gradient_mlp_cuda
+    main_grad = weight.main_grad
+    if main_grad.dtype == torch.float32:
+        kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)
+    elif main_grad.dtype in (torch.float16, torch.bfloat16):
+        kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
+    else:
+        raise RuntimeError(f"gradient accumulation fusion cannot add to a main_grad of {main_grad.dtype}")
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = getattr(weight, "zero_out_wgrad", False)
+    if stock.HAVE_TE:
+        return stock.get_dummy_wgrad(list(main_grad.shape), total_input.dtype, zero=zero)
+    make = torch.zeros if zero else torch.empty
+    return make(main_grad.shape, dtype=total_input.dtype, device=total_input.device)

@@ -1,0 +1,103 @@
+"""Costs: how long each pass takes, and what it holds, per stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.placement import Placement
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What each stage of one placement costs.
+
+    Args:
+        forward, input_grad, weight_grad: time of each stage's F, I and W (B takes I plus W), any unit.
+        activation: what one microbatch on each stage holds from the start of F to the end of W, in
+            microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
+        comm: time of one hop between two ranks; a hop within a rank takes none.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    activation: tuple[float, ...]
+    comm: float
+
+    def of(self, work: Pass) -> float:
+        """The duration of ``work``."""
+        return self.durations[work.kind][work.stage]
+
+    @property
+    def durations(self) -> dict[Kind, tuple[float, ...]]:
+        """Kind -> duration by stage."""
+        whole = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=True))
+        return {Kind.F: self.forward, Kind.I: self.input_grad, Kind.W: self.weight_grad, Kind.B: whole}
+
+    def work(self, placement: Placement, rank: int) -> float:
+        """Time rank ``rank`` computes for one microbatch."""
+        held = placement.stages_of(rank)
+        return sum(self.forward[s] + self.input_grad[s] + self.weight_grad[s] for s in held)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one pass over half a rank's layers, and of one hop between ranks: ``--costs F,B,W,COMM``.
+
+    ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
+    the same work. ``stage_weights`` (optional, one number a stage) scales single stages, for an embedding or an
+    output layer that makes the ends heavier; ``stage_activations`` does the same for what they hold.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    comm: float = 0.0
+    stage_weights: tuple[float, ...] | None = None
+    stage_activations: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        times = (self.forward, self.input_grad, self.weight_grad)
+        if not all(math.isfinite(t) and t > 0 for t in times):
+            raise PlanError(f"costs F,B,W must be positive numbers, not {','.join(f'{t:g}' for t in times)}")
+        if not (math.isfinite(self.comm) and self.comm >= 0):
+            raise PlanError(f"the cost of a hop must be zero or a positive number, not {self.comm:g}")
+        for scale in (self.stage_weights, self.stage_activations):
+            if scale is not None and not all(math.isfinite(x) and x >= 0 for x in scale):
+                raise PlanError("per-stage weights must be zero or positive numbers")
+
+    @staticmethod
+    def parse(text: str) -> Costs:
+        """Read ``F,B,W`` or ``F,B,W,COMM``; raises :class:`PlanError` saying what is wrong."""
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (3, 4):
+            raise PlanError(f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}")
+        return Costs(*numbers)
+
+    def on(self, placement: Placement) -> StageCosts:
+        """These costs for every stage of ``placement``."""
+        share = 2 / placement.chunks
+        weights = _per_stage(self.stage_weights, placement, "weights")
+        held = _per_stage(self.stage_activations, placement, "activations")
+        return StageCosts(
+            forward=tuple(self.forward * share * w for w in weights),
+            input_grad=tuple(self.input_grad * share * w for w in weights),
+            weight_grad=tuple(self.weight_grad * share * w for w in weights),
+            activation=tuple(h / placement.chunks for h in held),
+            comm=self.comm,
+        )
+
+
+def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
+    if values is None:
+        return (1.0,) * placement.stages
+    if len(values) != placement.stages:
+        raise PlanError(f"{len(values)} stage {what} given for {placement}, which has {placement.stages} stages")
+    return values

@@ -1,0 +1,33 @@
+"""Interleaved 1F1B: several chunks a rank, for any number of microbatches (arXiv 2104.04473, section 2.2)."""
+
+from __future__ import annotations
+
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.placement import interleaved
+from megatron.schedules.planning.schedule import Schedule
+
+
+def interleaved_1f1b(request: Request) -> Schedule:
+    """Microbatches pass through chunk after chunk in groups of d; the last group is what remains of n.
+
+    Rank r runs 2 (d - 1 - r) + (v - 1) d forwards ahead, then one forward and one backward in turn.
+    """
+    d, n, v = request.ranks, request.microbatches, request.chunks
+    if v < 2:
+        raise PlanError(f"interleaved-1f1b needs at least 2 chunks a rank, not {v}; with 1 chunk ask for 1f1b")
+    placement, rows = interleaved(d, v), []
+    for rank in range(d):
+        stages = placement.stages_of(rank)
+        forwards, backwards = [], []
+        for first in range(0, n, d):
+            group = range(first, min(first + d, n))
+            forwards += [Pass(stage, Kind.F, m) for stage in stages for m in group]
+            backwards += [Pass(stage, Kind.B, m) for stage in reversed(stages) for m in group]
+        warm = min(n * v, 2 * (d - 1 - rank) + (v - 1) * d)
+        row = forwards[:warm]
+        for index, backward in enumerate(backwards):
+            row += [*forwards[warm + index : warm + index + 1], backward]
+        rows.append(tuple(row))
+    return Schedule(request.schedule, placement, n, tuple(rows))

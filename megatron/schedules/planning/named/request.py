@@ -1,0 +1,28 @@
+"""What a person asks of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.schedules.planning.costs import Costs
+
+
+@dataclass(frozen=True)
+class Request:
+    """A schedule by name, for so many ranks and microbatches, under these costs.
+
+    Args:
+        schedule: one of :data:`megatron.schedules.planning.registry.NAMES`.
+        ranks: d, the pipeline's size.
+        microbatches: n.
+        costs: of half a rank's layers, see :class:`Costs`.
+        chunks: stages a rank holds, where the schedule leaves that open (``interleaved-1f1b``).
+        csv: the text of a compute-only CSV, for ``file``.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    costs: Costs = field(default_factory=Costs)
+    chunks: int = 2
+    csv: str | None = None

@@ -1,0 +1,59 @@
+"""Polishing: from a base order to the schedule that is handed out.
+
+The base order is squeezed and its warm-up and cool-down reordered under the costs given, within the memory limit; then
+every I and W that stand together, and that nobody waits between, become one whole backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.reorder import Policy, improve
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import Timeline, simulate
+
+# Playing a pass once takes some ten microseconds: this many keep every plan within a second or two, and a plan of
+# any size is played at least a few times.
+_PLAYS = 120_000
+_FEWEST = 2
+
+
+def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
+    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and join what need not be split."""
+    on_stages = costs.on(base.placement)
+    # A window of two microbatches a rank reaches everything a rank could sensibly start ahead of its turn.
+    window = max(16, 2 * base.ranks)
+    policies = [Policy(window, False, patience) for patience in (0.0, 0.5, 1.0)]
+    policies.append(Policy(window, True, 0.5))
+    size = sum(map(len, base.order))
+    affordable = max(_FEWEST, _PLAYS // (2 * size))
+    best = improve(base, on_stages, [limit] * base.ranks, policies, rounds=affordable)
+    return join(simulate(best, on_stages))
+
+
+def join(timeline: Timeline) -> Schedule:
+    """Make one B of every I directly followed by its W whose result nobody waits for before the W has ended.
+
+    Nothing moves in time; the whole backward spares the runtime the price of the split.
+    """
+    schedule, costs = timeline.schedule, timeline.costs
+    rank_of = schedule.placement.rank_of
+    start = {
+        work: at for row, times in zip(schedule.order, timeline.start, strict=True) for work, at in zip(row, times, strict=True)
+    }
+    rows = []
+    for row, ends in zip(schedule.order, timeline.end, strict=True):
+        joined: list[Pass] = []
+        for work, end in zip(row, ends, strict=True):
+            stage, kind, m = work
+            if kind is Kind.W and joined and joined[-1] == Pass(stage, Kind.I, m):
+                waiting = start.get(Pass(stage - 1, Kind.I, m)) if stage else None
+                hop = costs.comm if stage and rank_of[stage - 1] != rank_of[stage] else 0.0
+                if waiting is None or waiting + 1e-9 >= end + hop:
+                    joined[-1] = Pass(stage, Kind.B, m)
+                    continue
+            joined.append(work)
+        rows.append(tuple(joined))
+    return replace(schedule, order=tuple(rows))

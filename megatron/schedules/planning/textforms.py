@@ -1,0 +1,100 @@
+"""Text forms of a schedule: torch.distributed.pipelining's compute-only CSV, and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+from megatron.schedules.planning import placement as placements
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.schedule import Order, Schedule
+from megatron.schedules.planning.validate import validate
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One row a rank, one cell a pass, no header: the form ``_PipelineScheduleRuntime._load_csv`` reads."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([str(work) for work in row] for row in schedule.order)
+    return text.getvalue()
+
+
+def from_csv(text: str, name: str = "file") -> Schedule:
+    """Read a compute-only CSV; placement and microbatches follow from it.
+
+    Empty cells (torch's idle slots) are passed over. Any placement is read in which every rank holds equally many
+    stages.
+
+    Raises:
+        PlanError: naming the row and the cell that cannot be read, or what makes the order no schedule.
+    """
+    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    if not rows:
+        raise PlanError("the schedule's CSV is empty: one row a rank is needed, its cells passes such as 0F0,0B0")
+    order: list[tuple[Pass, ...]] = []
+    for rank, row in enumerate(rows):
+        passes = []
+        for column, cell in enumerate(row):
+            if cell.strip():
+                try:
+                    passes.append(Pass.parse(cell))
+                except PlanError as error:
+                    raise PlanError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
+        order.append(tuple(passes))
+    schedule = Schedule(name, _read_placement(order), _count(order), tuple(order))
+    validate(schedule)
+    return schedule
+
+
+def _count(order: list[tuple[Pass, ...]]) -> int:
+    return 1 + max((work.microbatch for row in order for work in row), default=-1)
+
+
+def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(order):
+        for work in row:
+            if rank_of.setdefault(work.stage, rank) != rank:
+                raise PlanError(f"stage {work.stage} stands on rank {rank_of[work.stage]} and on rank {rank}; a stage has one rank")
+    stages = len(rank_of)
+    if sorted(rank_of) != list(range(stages)) or stages % len(order):
+        raise PlanError(f"stages must be numbered from 0 with equally many on each of the {len(order)} ranks, not {sorted(rank_of)}")
+    found = tuple(rank_of[stage] for stage in range(stages))
+    if any(found.count(rank) * len(order) != stages for rank in range(len(order))):
+        raise PlanError(f"every rank must hold equally many stages; the CSV gives {[found.count(r) for r in range(len(order))]}")
+    chunks = stages // len(order)
+    for known in (placements.interleaved, placements.zigzag):
+        if known(len(order), chunks).rank_of == found:
+            return known(len(order), chunks) if chunks > 1 else placements.sequential(len(order))
+    return Placement("custom", found)
+
+
+def to_json(schedule: Schedule, extra: dict[str, Any] | None = None) -> str:
+    """The schedule as one JSON object; ``extra`` (costs, results) is added under its own keys."""
+    return json.dumps(
+        {
+            "name": schedule.name,
+            "placement": {"name": schedule.placement.name, "rank_of": list(schedule.placement.rank_of)},
+            "microbatches": schedule.microbatches,
+            **(extra or {}),
+            "order": [[str(work) for work in row] for row in schedule.order],
+        },
+        indent=None,
+    )
+
+
+def from_json(text: str) -> Schedule:
+    """Read what :func:`to_json` wrote; raises :class:`PlanError` for anything else."""
+    try:
+        data = json.loads(text)
+        placement = Placement(data["placement"]["name"], tuple(data["placement"]["rank_of"]))
+        order: Order = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
+        schedule = Schedule(data["name"], placement, data["microbatches"], order)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"this JSON is not a schedule: {error}") from None
+    validate(schedule)
+    return schedule
