@@ -1,20 +1,21 @@
 """Makes the backward of Megatron's local tensor-parallel linears splittable into I and W.
 
-Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes input and
-weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside it can take them
-apart; an instance attribute is the smallest thing that puts another Function in its place.
+Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes
+input and weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside
+it can take them apart; an instance attribute is the smallest thing that puts another Function in its place.
 
 Stays whole (stock's Function runs, its weight gradient comes with I) even where a split is asked for:
 
 - frozen weights: there is no weight gradient; stock saves no input for them either;
 - ``defer_embedding_wgrad_compute``: stock defers that gradient by itself, to the end of the iteration;
-- weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
-  own communication, tied to stock's backward;
+- weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient
+  has its own communication, tied to stock's backward;
 - a ``weight`` handed to forward that is not a leaf: its gradient has further to go than W reaches;
 - subclasses with a ``_forward_impl`` of their own.
 
-Expert linears split like others, for their communication (``explicit_expert_comm``) is outside ``_forward_impl``.
-Stock's local linears have no fp8 form; Transformer Engine's are other classes, untouched here.
+Expert linears split like others, for their communication (``explicit_expert_comm``) is outside
+``_forward_impl``. Stock's local linears have no fp8 form; Transformer Engine's are other classes, untouched
+here.
 
 Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """
@@ -27,7 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import layers as stock
-from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
+from megatron.core.utils import (
+    get_tensor_model_parallel_group_if_none,
+    prepare_input_tensors_for_wgrad_compute,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -37,10 +41,10 @@ _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
 
 
 def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
-    """Make the local linears in ``model_chunk`` put their weight gradients off into ``store`` where it says so.
+    """Make the local linears in ``model_chunk`` put their weight gradients off into ``store`` when it asks.
 
-    A forward with ``store.current`` set (and gradients enabled) will be split; every other forward is stock's,
-    untouched. Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
+    A forward with ``store.current`` set and gradients enabled will be split; every other forward is stock's.
+    Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
 
     Args:
         model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
@@ -78,13 +82,16 @@ class _ForwardImpl:
         self._store = store
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        # Without gradients (evaluation, or the first run of a recomputed block) there is no backward to split.
-        if self._store.current is None or not torch.is_grad_enabled():
+        key = self._store.current
+        # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
+        if key is None or not torch.is_grad_enabled():
             return self._whole(*args, **kwargs)
-        return self._split(*args, **kwargs)
+        output = self._split(key, *args, **kwargs)
+        return self._whole(*args, **kwargs) if output is None else output
 
     def _split(
         self,
+        key: Key,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -95,8 +102,8 @@ class _ForwardImpl:
         wgrad_deferral_limit: int | None = None,
         tp_group: ProcessGroup | None = None,
         gtp_remat_size: int = 1,
-    ) -> Tensor:
-        key = self._store.current
+    ) -> Tensor | None:
+        """The linear with a split backward, or None where it has to stay whole. Parameters are stock's."""
         splittable = (
             weight.requires_grad
             and weight.is_leaf
@@ -105,26 +112,15 @@ class _ForwardImpl:
             and gtp_remat_size == 1
             and not hasattr(weight, "__fsdp_param__")
         )
-        if key is None or not splittable:
-            return self._whole(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-                tp_group,
-                gtp_remat_size,
-            )
+        if not splittable:
+            return None
         if allreduce_dgrad or sequence_parallel:
             tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        call = _Call(
-            self._store, key, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
-        )
-        # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks alone. If
-        # the input needs no gradient either (everything below is frozen), something else has to bring I here.
+        fusion = gradient_accumulation_fusion
+        call = _Call(self._store, key, weight, bias, fusion, allreduce_dgrad, sequence_parallel, tp_group)
+        # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks
+        # alone. If the input needs no gradient either (everything below is frozen), something else has to
+        # bring I here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(
             input, anchor, weight.detach(), None if bias is None else bias.detach(), call
@@ -147,8 +143,8 @@ class _Call(NamedTuple):
 class _SplitLinear(torch.autograd.Function):
     """Stock's linear, except that its backward is I only and leaves W in the store.
 
-    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out); two dimensions
-    (tokens, h) work too.
+    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out). Two
+    dimensions, (tokens, h), work too.
     """
 
     @staticmethod
@@ -162,7 +158,9 @@ class _SplitLinear(torch.autograd.Function):
         if call.sequence_parallel:
             assert call.group is not None
             # Stock's shared buffer: the gathered input is not saved, so the next linear may overwrite it.
-            total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
+            total_input = get_global_memory_buffer().get_tensor(
+                _gathered_shape(input, call.group), input.dtype, "mpu"
+            )
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = torch.matmul(total_input, weight.t())
         return output if bias is None else output + bias
@@ -192,9 +190,10 @@ def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
 
 
 def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> Tensor:
-    """The input gradient summed over the tensor-parallel ranks, scattered to the input's shape where that is split.
+    """The input gradient summed over the tensor-parallel ranks, and scattered if the input was gathered.
 
-    I waits here: stock hides this behind its weight gradient, which I does not have. The schedule hides it instead.
+    I waits here: stock hides this behind its weight gradient, which I does not have. The schedule hides it
+    instead.
     """
     if call.sequence_parallel:
         assert not call.allreduce
@@ -235,7 +234,9 @@ class _WeightGradient:
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
         autocast = (
-            contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
+            contextlib.nullcontext()
+            if self._autocast is None
+            else torch.autocast("cuda", dtype=self._autocast)
         )
         with autocast:
             if call.fusion:
@@ -248,10 +249,10 @@ class _WeightGradient:
 
 
 def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:
-    """Add the weight gradient to ``weight.main_grad`` in the matrix product itself (gradient accumulation fusion).
+    """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself.
 
-    Returns what stock's backward hands to autograd in its place: under Megatron's data parallelism a tensor that
-    only serves to fire the hooks (zeros where ``zero_out_wgrad`` has it added), otherwise None.
+    Returns what stock's backward hands to autograd in its place: under Megatron's data parallelism a tensor
+    that only serves to fire the hooks (zeros where ``zero_out_wgrad`` has it added), otherwise None.
     """
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad

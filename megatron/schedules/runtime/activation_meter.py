@@ -1,4 +1,4 @@
-"""Counts the bytes of activations that the autograd graph and deferred weight gradients really hold on this rank."""
+"""Counts the bytes of activations that the autograd graph and deferred weight gradients really hold."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from torch import Tensor
 class ActivationMeter:
     """Bytes of saved tensors held on this rank, now and at the worst moment, each storage counted once.
 
-    A tensor counts from the moment an operation inside :meth:`recording` saves it for its backward until the graph
-    lets it go, and from :meth:`hold` until :meth:`Hold.release`. Views share a storage and count once, with the
-    whole storage, since that is what stays allocated. What a Python function keeps as a plain attribute of its
-    ``ctx`` instead of through ``save_for_backward`` is invisible here, and so is whatever is saved under another
-    ``saved_tensors_hooks`` inside the recording (autograd applies the innermost hooks only).
+    A tensor counts from the moment an operation inside :meth:`recording` saves it for its backward until the
+    graph lets it go, and from :meth:`hold` until :meth:`Hold.release`. Views share a storage and count once,
+    with the whole storage, since that is what stays allocated. What a Python function keeps as a plain
+    attribute of its ``ctx`` instead of through ``save_for_backward`` is invisible here, and so is whatever is
+    saved under another ``saved_tensors_hooks`` inside the recording (autograd applies the innermost hooks
+    only).
 
-    Meant for tests and measurements, not for training: every saved tensor costs two calls into Python. It also
-    takes the Python identity from saved parameters, as any such hook does, so stock Megatron's fused gradient
-    accumulation, which writes attributes to the saved weight, must be off; the split linears do not depend on it.
+    Meant for tests and measurements, not for training: every saved tensor costs two calls into Python. It
+    also takes the Python identity from saved parameters, as any such hook does, so stock Megatron's fused
+    gradient accumulation, which writes attributes to the saved weight, must be off; the split linears do not
+    depend on it.
 
     Args:
-        exclude: tensors whose storages never count, usually ``model.parameters()`` and ``model.buffers()``. The
-            storages are looked up at the start of each recording, for optimizers move parameters into buffers.
+        exclude: tensors whose storages never count, usually ``model.parameters()`` and ``model.buffers()``.
+            The storages are looked up at the start of each recording, for optimizers move parameters into
+            buffers.
         timeline: also keep ``samples``, a list of (``time.perf_counter()`` seconds, bytes), one a change.
     """
 
@@ -36,8 +39,8 @@ class ActivationMeter:
         self._entries: dict[int, _Entry] = {}
         self._bytes = 0
         self._peak = 0
-        # The graph may be freed in one of autograd's own threads, and a collection may free it in the middle of
-        # our own bookkeeping: hence a lock, and one that its owner may take again.
+        # The graph may be freed in one of autograd's own threads, and a collection may free it in the middle
+        # of our own bookkeeping: hence a lock, and one that its owner may take again.
         self._lock = threading.RLock()
         self._timeline = timeline
         self.samples: list[tuple[float, int]] = []
@@ -95,8 +98,8 @@ class ActivationMeter:
     def _change(self, change: int) -> None:
         self._bytes += change
         if self._bytes > self._peak:
-            # Outputs that Megatron discards for recompute shrink after they were saved. Looking only when a new
-            # peak is claimed keeps the peak exact without a walk over all storages at each save.
+            # Outputs that Megatron discards for recompute shrink after they were saved. Looking only when a
+            # new peak is claimed keeps the peak exact without a walk over all storages at each save.
             self._measure()
             self._peak = max(self._peak, self._bytes)
         if self._timeline:
@@ -135,14 +138,15 @@ class _Entry:
 
 
 class _Saved:
-    """What stands in the graph for a saved tensor; the graph freeing it is how the meter learns of the release."""
+    """What stands in the graph for a saved tensor; its end tells the meter that the graph let go."""
 
     __slots__ = ("key", "meter", "tensor", "version")
 
     def __init__(self, meter: ActivationMeter | None, tensor: Tensor, key: int) -> None:
         self.meter = meter
-        # Without its grad_fn, which autograd keeps by itself: an output saved by its own operation would otherwise
-        # hold the operation that holds it, and never be freed. Version counters are shared with the original.
+        # Without its grad_fn, which autograd keeps by itself: an output saved by its own operation would
+        # otherwise hold the operation that holds it, and never be freed. Version counters are shared with the
+        # original.
         self.tensor = tensor.detach()
         self.key = key
         self.version = tensor._version

@@ -7,7 +7,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.schedules.runtime.program import Action, Op, Program, ProgramError, Slot, slot_filled, slot_needed
+from megatron.schedules.runtime.program import (
+    Action,
+    Op,
+    Program,
+    ProgramError,
+    Slot,
+    slot_filled,
+    slot_needed,
+)
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
 

@@ -38,11 +38,11 @@ def _fuse(row: Sequence[Pass], rank_of: Sequence[int]) -> list[Pass]:
     """``row`` with every I directly followed by its own W made a B, unless its gradient leaves the rank."""
     fused: list[Pass] = []
     for work in row:
-        if work.kind is Kind.W and fused and fused[-1] == (work.stage, Kind.I, work.microbatch):
-            if _sent_to(fused[-1], rank_of) is None:
-                fused[-1] = Pass(work.stage, Kind.B, work.microbatch)
-                continue
-        fused.append(work)
+        ahead = Pass(work.stage, Kind.I, work.microbatch)
+        if work.kind is Kind.W and fused and fused[-1] == ahead and _sent_to(ahead, rank_of) is None:
+            fused[-1] = Pass(work.stage, Kind.B, work.microbatch)
+        else:
+            fused.append(work)
     return fused
 
 

@@ -103,8 +103,8 @@ class Channel(NamedTuple):
 
 def channels_of(placement: Placement) -> tuple[Channel, ...]:
     """Every channel that schedules on ``placement`` use, sorted: both directions between neighbouring stages' ranks."""
-    hops = set(zip(placement.rank_of, placement.rank_of[1:], strict=False))
-    return tuple(sorted(Channel(*pair) for a, b in hops if a != b for pair in ((a, b), (b, a))))
+    hops = [(a, b) for a, b in zip(placement.rank_of, placement.rank_of[1:], strict=False) if a != b]
+    return tuple(sorted({Channel(*pair) for a, b in hops for pair in ((a, b), (b, a))}))
 
 
 @dataclass(frozen=True)

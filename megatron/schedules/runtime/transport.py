@@ -262,12 +262,14 @@ class _WaitedSends:
             self._thread.join()
             self._thread = None
         self.reclaim()
+        if self.count:
+            raise RuntimeError(f"the thread that waits for sends ended with {self.count} not completed")
 
     def _wait_in_order(self) -> None:
         while (entry := self._queue.get()) is not None:
             try:
                 entry[0].wait()
-            except Exception as error:
+            except RuntimeError as error:
                 self._error = error
                 return
             del entry  # not to hold the tensor while waiting for the next

@@ -1,0 +1,221 @@
+"""A stand-in for CUDA, so that stock Megatron trains on a machine without a GPU: gloo for messages, the CPU for tensors.
+
+For tests, for the demo and for a laptop. It changes nothing where CUDA exists, because there it refuses to start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_log = logging.getLogger(__name__)
+
+
+def needed() -> bool:
+    """Whether this machine has no CUDA device."""
+    return not torch.cuda.is_available()
+
+
+def enable() -> None:
+    """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process.
+
+    Raises:
+        RuntimeError: where CUDA is available.
+    """
+    if not needed():
+        raise RuntimeError("the CPU stand-in is for machines without CUDA; this one has it")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled kernels would be CUDA kernels
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
+    # Before anything is replaced: at import torch's compiler takes stock of torch's own functions.
+    import megatron.training  # noqa: F401
+
+    for name, replacement in _TORCH_CUDA.items():
+        setattr(torch.cuda, name, replacement)
+    for name, replacement in _TORCH_CUDA_RANDOM.items():
+        setattr(torch.cuda, name, replacement)
+        setattr(torch.cuda.random, name, replacement)
+    _replace_in_megatron()
+    _OnTheCpu().__enter__()
+    if os.environ.get("RANK", "0") == "0":
+        print("no CUDA device here: Megatron runs on the CPU through a stand-in (gloo, float arithmetic of the CPU)", flush=True)
+
+
+def _asked_by_megatron() -> bool:
+    """Torch itself must go on seeing that there is no CUDA; only Megatron is told otherwise."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return isinstance(name, str) and name.startswith("megatron.") and not name.startswith("megatron.schedules.")
+
+
+class _Stream:
+    """Work on the CPU is done when the call returns: streams and events have nothing to do."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class _Properties:
+    """Of the device that is not there: old enough that nothing picks a special kernel."""
+
+    name = "CPU"
+    major, minor = 8, 0
+    multi_processor_count = 1
+    total_memory = 1 << 34
+
+
+@contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _none(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+_TORCH_CUDA: dict[str, Callable[..., Any]] = {
+    "is_available": lambda: _asked_by_megatron(),
+    "device_count": lambda: 1 if _asked_by_megatron() else 0,
+    "current_device": lambda: "cpu",
+    "set_device": _none,
+    "device": _nothing,
+    "synchronize": _none,
+    "empty_cache": _none,
+    "ipc_collect": _none,
+    "Stream": _Stream,
+    "Event": _Event,
+    "stream": lambda stream: stream or _Stream(),
+    "current_stream": _Stream,
+    "default_stream": _Stream,
+    "set_stream": _none,
+    "is_current_stream_capturing": lambda: False,
+    "get_device_properties": lambda *args: _Properties(),
+    "get_device_capability": lambda *args: (8, 0),
+    "get_device_name": lambda *args: "CPU",
+    "memory_allocated": _zero,
+    "max_memory_allocated": _zero,
+    "memory_reserved": _zero,
+    "max_memory_reserved": _zero,
+    "device_memory_used": _zero,
+    "reset_peak_memory_stats": _none,
+    "memory_stats": lambda *args: dict.fromkeys(_MEMORY_STATISTICS, 0),
+    "mem_get_info": lambda *args: (1 << 34, 1 << 34),
+}
+
+_MEMORY_STATISTICS = (
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "reserved_bytes.all.peak",
+    "allocation.all.current",
+    "active_bytes.all.peak",
+    "num_alloc_retries",
+)
+
+_TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
+    "manual_seed": lambda seed: torch.random.default_generator.manual_seed(int(seed)),
+    "manual_seed_all": lambda seed: torch.random.default_generator.manual_seed(int(seed)),
+    "get_rng_state": lambda *args, **kwargs: torch.random.get_rng_state(),
+    "set_rng_state": lambda state, *args, **kwargs: torch.random.set_rng_state(state),
+    "initial_seed": torch.random.initial_seed,
+}
+
+
+def _replace_in_megatron() -> None:
+    """The three places in Megatron itself that reach below ``torch.cuda``'s functions, or need a tool not shipped."""
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.random.set_rng_state(new_state)
+
+    def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.random.get_rng_state()
+
+    megatron_random._set_cuda_rng_state = set_state
+    megatron_random._get_cuda_rng_state = get_state
+    if shutil.which("make") is None or not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
+        # The wheel holds the compiled helpers and no Makefile to compile them again.
+        dataset_utils.compile_helpers = _none
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(value: Any) -> Any:
+    return "cpu" if _is_cuda(value) else value
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Every torch call that names a CUDA device gets the CPU instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type:
+            return _type(func, args, kwargs)
+        if func is torch.Tensor.to:
+            args = tuple(map(_on_cpu, args))
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+def _type(func: Any, args: Any, kwargs: Any) -> Any:
+    """``tensor.type()`` names a CUDA type, which Megatron's optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
+    if len(args) == 1 and not kwargs:
+        return str(func(args[0])).replace("torch.", "torch.cuda.")
+    wanted = args[1]
+    if isinstance(wanted, str):
+        wanted = wanted.replace("torch.cuda.", "torch.")
+    return func(args[0], wanted, *args[2:], **kwargs)

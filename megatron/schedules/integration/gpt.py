@@ -1,0 +1,119 @@
+"""GPT pretraining on stock Megatron: its data, its batches and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+_BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Training, validation and test data as the flags describe them, on the ranks whose chunk ``vp_stage`` reads any."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+
+    def built_here() -> bool:
+        return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+
+    return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
+
+
+# Stock reads this mark on the provider: every rank calls it, and the builder decides where data are made.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """One chunk's forward on the next microbatch; the output and the loss to make of it, as stock's schedules take them."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, position_ids, attention_mask = _next_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss, loss_mask)
+
+
+def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss summed over the tokens that count, their number, and both for the report.
+
+    Args:
+        loss_mask: (microbatch, sequence), 1 where a token counts.
+        output: (microbatch, sequence), the loss of each token.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.reshape(-1).float() * mask)
+    count = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        machine = get_rerun_state_machine()
+        for rejected, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            machine.validate_result(
+                result=total,
+                rejection_func=rejected,
+                message=f"found {name} in the loss",
+                tolerance=0.0,
+                fatal=True,
+            )
+    reported = torch.cat([total.detach().reshape(1), count.reshape(1)])
+    return total, count, {"lm loss": reported}
+
+
+def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[Tensor | None, ...]:
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return (None,) * len(_BATCH)
+    args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        assert data_iterator is not None, "the first and the last stage read data"
+        found = next(data_iterator)
+        batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+    )
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return tuple(batch[key] for key in _BATCH)

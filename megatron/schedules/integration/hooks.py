@@ -1,0 +1,229 @@
+"""Every place where we touch stock Megatron, each with the reason it cannot be done from outside.
+
+Nothing else in this package replaces anything of Megatron's. Without ``--pipeline-schedule`` every replacement calls
+what it replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from megatron.core import parallel_state
+from megatron.training import arguments, training
+from megatron.training.models import dist_utils
+
+from megatron.schedules.integration import tied
+from megatron.schedules.integration.arguments import add_arguments, check
+from megatron.schedules.integration.layout import PlacedLayout
+from megatron.schedules.integration.planner import Planner
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+
+
+class Session:
+    """What the hooks of one process share: the schedule chosen on the command line, once it is parsed."""
+
+    def __init__(self) -> None:
+        self.planner: Planner | None = None
+        self.function: ScheduleFunction | None = None
+        self.args: Any = None
+        self._forwarding: int | None = None
+
+    @contextmanager
+    def forwarding(self, stage: int) -> Iterator[None]:
+        """While a stage's forward runs, Megatron's questions about first and last are about that stage."""
+        outer, self._forwarding = self._forwarding, stage
+        try:
+            yield
+        finally:
+            self._forwarding = outer
+
+    @property
+    def turned(self) -> bool:
+        """Whether the output layer is on the first rank rather than, as stock takes for granted, on the last."""
+        return self.planner is not None and self.planner.last_stage_rank == 0
+
+    def answers(self, ignore_virtual: bool) -> bool:
+        """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
+        return self.turned and (not ignore_virtual or self._forwarding is not None)
+
+    def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
+        """Whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
+        assert self.planner is not None
+        placement = self.planner.placement
+        stage = self._forwarding
+        if stage is None:
+            stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
+        return stage == 0, stage == placement.last_stage
+
+
+Replacement = Callable[..., Any]
+
+
+class Hook(NamedTuple):
+    """One name of stock's that is replaced: by ``make(stock, session)``."""
+
+    module: ModuleType
+    name: str
+    why: str
+    make: Callable[[Replacement, Session], Replacement]
+
+
+def _parse_args(stock: Replacement, session: Session) -> Replacement:
+    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def both(parser: Any) -> Any:
+            parser = add_arguments(parser)
+            return parser if extra_args_provider is None else extra_args_provider(parser)
+
+        return stock(both, *args, **kwargs)
+
+    return parse_args
+
+
+def _validate_args(stock: Replacement, session: Session) -> Replacement:
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(args, "pipeline_schedule", None) is None:
+            return stock(args, *rest, **kwargs)
+        schedule = check(args)
+        result = stock(args, *rest, **kwargs)
+        placement = schedule.placement
+        if placement.chunks > 1:
+            args.virtual_pipeline_model_parallel_size = placement.chunks
+            if placement.name != "interleaved":
+                args.pipeline_model_parallel_layout = PlacedLayout(placement, args.num_layers)
+        session.args, session.planner = args, Planner(args, schedule)
+        return result
+
+    return validate_args
+
+
+def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacement:
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        if session.planner is None:
+            return stock(*args, **kwargs)
+        if session.function is None:
+            training.print_rank_0(session.planner.summary())
+            session.function = ScheduleFunction(
+                session.planner, session.forwarding, session.args.pipeline_schedule_report_memory
+            )
+        return session.function
+
+    return get_forward_backward_func
+
+
+def _placed(build: Replacement, session: Session) -> Replacement:
+    """``build`` of one model chunk, with the embedding and the output layer where the placement has them."""
+    takes = inspect.signature(build).parameters
+
+    def build_chunk(*args: Any, **kwargs: Any) -> Any:
+        kwargs["pre_process"], kwargs["post_process"] = session.first_and_last(kwargs.get("vp_stage"))
+        known = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        return build(*args, **{k: v for k, v in kwargs.items() if known or k in takes})
+
+    return build_chunk
+
+
+def _get_model(stock: Replacement, session: Session) -> Replacement:
+    def get_model(model_provider_func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not session.turned:
+            return stock(model_provider_func, *args, **kwargs)
+        model = stock(_placed(model_provider_func, session), *args, **kwargs)
+        tied.start_equal(model)
+        return model
+
+    return get_model
+
+
+def _build_virtual_pipeline_stages(stock: Replacement, session: Session) -> Replacement:
+    def build_virtual_pipeline_stages(build_model_func: Any, *args: Any, **kwargs: Any) -> Any:
+        if not session.turned:
+            return stock(build_model_func, *args, **kwargs)
+        model = stock(_placed(build_model_func, session), *args, **kwargs)
+        tied.start_equal(model)
+        return model
+
+    return build_virtual_pipeline_stages
+
+
+def _is_pipeline_first_stage(stock: Replacement, session: Session) -> Replacement:
+    def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if session.answers(ignore_virtual):
+            return session.first_and_last(vp_stage)[0]
+        return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+
+    return is_pipeline_first_stage
+
+
+def _is_pipeline_last_stage(stock: Replacement, session: Session) -> Replacement:
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if session.answers(ignore_virtual):
+            return session.first_and_last(vp_stage)[1]
+        return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+
+    return is_pipeline_last_stage
+
+
+def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacement:
+    def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+        return [pp_ranks[0]] if session.turned else list(stock(pp_ranks))
+
+    return default_embedding_ranks
+
+
+HOOKS = (
+    Hook(arguments, "parse_args", "our flags, in any script, whatever flags of its own it adds", _parse_args),
+    Hook(
+        arguments,
+        "validate_args",
+        "bad requests end before processes meet; chunks and layout are set after stock's validation, which knows only "
+        "its own interleaving",
+        _validate_args,
+    ),
+    Hook(
+        training,
+        "get_forward_backward_func",
+        "stock chooses its schedule by pipeline size alone",
+        _get_forward_backward_func,
+    ),
+    Hook(training, "get_model", "stock puts the output layer on the last rank (scripts with a model provider)", _get_model),
+    Hook(
+        dist_utils,
+        "build_virtual_pipeline_stages",
+        "stock puts the output layer on the last rank (scripts with a model configuration)",
+        _build_virtual_pipeline_stages,
+    ),
+    Hook(
+        parallel_state,
+        "is_pipeline_first_stage",
+        "scripts ask it which data a chunk needs, some without naming the chunk",
+        _is_pipeline_first_stage,
+    ),
+    Hook(
+        parallel_state,
+        "is_pipeline_last_stage",
+        "scripts ask it where the loss and its data are, some without naming the chunk",
+        _is_pipeline_last_stage,
+    ),
+    Hook(
+        parallel_state,
+        "default_embedding_ranks",
+        "with both copies of a tied embedding on the first rank there is no group to reduce over",
+        _default_embedding_ranks,
+    ),
+)
+
+
+def install() -> Session:
+    """Put every hook in place, for this process. Installing again starts a new session and stacks nothing."""
+    session = Session()
+    for hook in HOOKS:
+        stock = getattr(hook.module, hook.name)
+        stock = getattr(stock, "megatron_schedules_stock", stock)
+        replacement = functools.wraps(stock)(hook.make(stock, session))
+        replacement.megatron_schedules_stock = stock  # type: ignore[attr-defined]
+        setattr(hook.module, hook.name, replacement)
+    return session

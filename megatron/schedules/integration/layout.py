@@ -1,0 +1,64 @@
+"""Which transformer layers each model chunk holds, in the form stock Megatron asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.schedules.planning.placement import Placement
+
+
+class PlacedLayout(PipelineParallelLayerLayout):
+    """Stock's layer layout for a placement stock does not know, such as the V: layers evenly over all stages.
+
+    Stock numbers stages as if they went round the ranks; only the three attributes and the one method below depend on
+    that. The object passes through Megatron's configuration as it is.
+
+    Args:
+        placement: where the stages live.
+        num_layers: decoder layers of the whole model; a multiple of the stages.
+    """
+
+    def __init__(self, placement: Placement, num_layers: int) -> None:
+        self.placement = placement
+        each = num_layers // placement.stages
+        by_stage = [[LayerType.decoder] * each for _ in range(placement.stages)]
+        by_stage[0].insert(0, LayerType.embedding)
+        by_stage[-1].append(LayerType.loss)
+        self.input_data = str(placement)
+        self.pipeline_model_parallel_size = placement.ranks
+        self.virtual_pipeline_model_parallel_size = placement.chunks
+        self.layout = [[by_stage[s] for s in placement.stages_of(rank)] for rank in range(placement.ranks)]
+        self.flatten_layout = [layer for stage in by_stage for layer in stage]
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """How many layers of ``layer_type`` come before chunk ``vp_stage`` of rank ``pp_rank`` in the model."""
+        if pp_rank is None:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self.placement.stages_of(pp_rank)[vp_stage or 0]
+        before = (self._of_stage(s) for s in range(stage))
+        return sum(layers.count(layer_type) for layers in before)
+
+    def _of_stage(self, stage: int) -> list[LayerType]:
+        rank = self.placement.rank_of[stage]
+        return self.layout[rank][self.placement.chunk_of(stage)]  # type: ignore[no-any-return]
+
+    # Arguments and configurations are copied freely, and this never changes.
+    def __copy__(self) -> PlacedLayout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedLayout:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Arguments are pickled into checkpoints. A process without this package must be able to load them, and a
+        # placement is this job's own choice: in a checkpoint it is None.
+        return type(None), ()

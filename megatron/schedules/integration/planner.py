@@ -1,0 +1,74 @@
+"""Plans and lowered programs for the numbers of microbatches a training run meets."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from megatron.schedules.integration.arguments import request_for
+from megatron.schedules.planning.forward_only import forward_only
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.registry import plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.program import Program
+
+
+class Planner:
+    """Makes each plan once. Every rank plans for itself: planning is deterministic.
+
+    Args:
+        args: Megatron's arguments, ours among them.
+        schedule: the plan for the number of microbatches they give.
+    """
+
+    def __init__(self, args: Any, schedule: Schedule) -> None:
+        self._args = args
+        self._schedules = {schedule.microbatches: schedule}
+        self._programs: dict[tuple[int, bool], tuple[Program, ...]] = {}
+        self.first = schedule
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages live, whatever the number of microbatches."""
+        return self.first.placement
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank with the output layer."""
+        return self.placement.rank_of[-1]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The first plan, timed under the costs given."""
+        costs = request_for(self._args, self.first.microbatches).costs
+        return simulate(self.first, costs.on(self.placement))
+
+    def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
+        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
+        key = num_microbatches, forward_only
+        if key not in self._programs:
+            programs = lower(self._schedule(*key))
+            check(programs)
+            self._programs[key] = programs
+        return self._programs[key][rank]
+
+    def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
+        request = request_for(self._args, num_microbatches)
+        if evaluating:
+            return forward_only(self.placement, num_microbatches, request.costs)
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = plan(request)
+        return self._schedules[num_microbatches]
+
+    def summary(self) -> str:
+        """One line on the plan: what idles and what is held."""
+        timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
+        share = timeline.peak / min(n, d)
+        return (
+            f"pipeline schedule {self.first.name}: {d} ranks, {n} microbatches, "
+            f"planned bubble {100 * timeline.bubble:.1f} %, "
+            f"planned peak activation memory {100 * share:.1f} % of 1F1B"
+        )

@@ -1,0 +1,158 @@
+"""The schedule function: what stock's training loop calls in place of its own forward-backward functions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron.schedules.integration import tied
+from megatron.schedules.integration.losses import LossRelay
+from megatron.schedules.integration.planner import Planner
+from megatron.schedules.integration.split_linear import split_linears
+from megatron.schedules.integration.stages import MegatronStages, Step
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.program import channels_of
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+_log = logging.getLogger(__name__)
+
+
+class ScheduleFunction:
+    """Carries out the planned schedule, once each call, with the arguments and results of stock's functions.
+
+    Making one is collective over all ranks: it makes the pipeline's process groups.
+
+    Args:
+        planner: gives the program for a number of microbatches.
+        forwarding: entered round the forward of every stage.
+        report_memory: count activations, and report every rank's peak after the first training call.
+    """
+
+    def __init__(
+        self, planner: Planner, forwarding: Callable[[int], AbstractContextManager[None]], report_memory: bool = False
+    ) -> None:
+        self._planner, self._forwarding = planner, forwarding
+        self._group = parallel_state.get_pipeline_model_parallel_group()
+        self._rank = dist.get_rank(self._group)
+        self._channels = _channels(planner, self._group)
+        self._relay = LossRelay(self._group, planner.last_stage_rank)
+        self._report_memory = report_memory
+        self._store: WeightGradients | None = None
+        self._meter: ActivationMeter | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """One step (or one evaluation step). Arguments as stock's schedule functions; ``p2p_communicator`` is not used.
+
+        Returns:
+            The losses of all microbatches on the last pipeline rank, an empty list on the others, as stock does.
+
+        Raises:
+            ValueError: for what only stock's own schedules can do.
+        """
+        if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
+            raise ValueError("collecting outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
+        chunks: Sequence[torch.nn.Module] = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        timers = config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+
+        program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+        cp_size = parallel_state.get_context_parallel_world_size()
+        step = Step(
+            forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
+        )
+        store = self._bound_store(chunks)
+        spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
+        stages = MegatronStages(program, chunks, config, step, store, self._forwarding, self._meter)
+        try:
+            run(program, stages, GroupTransport(self._channels, spec))
+        finally:
+            stages.close()
+        store.assert_empty()
+
+        losses, tokens = stages.losses, stages.tokens
+        last_rank = self._group.size() - 1
+        if self._planner.last_stage_rank != last_rank:
+            losses, tokens = self._relay(losses, tokens)
+        if not forward_only:
+            self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
+            self._report_peak()
+        if timers is not None:
+            timers("forward-backward").stop()
+        return losses if self._rank == last_rank else []
+
+    def _bound_store(self, chunks: Sequence[torch.nn.Module]) -> WeightGradients:
+        """The queue of weight gradients, which the model's linears know; made at the first call."""
+        if self._store is None:
+            if self._report_memory:
+                self._meter = ActivationMeter(p for chunk in chunks for p in chunk.parameters())
+            self._store = WeightGradients(self._meter)
+            for chunk in chunks:
+                split_linears(chunk, self._store)
+        return self._store
+
+    def _finish_gradients(
+        self, chunks: Sequence[torch.nn.Module], config: Any, tokens: torch.Tensor, pg_collection: Any, force: Any
+    ) -> None:
+        if config.finalize_model_grads_func is None:
+            return
+        config.finalize_model_grads_func(
+            list(chunks),
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=pg_collection,
+            force_all_reduce=force,
+        )
+        tied.sum_gradients(chunks)
+
+    def _report_peak(self) -> None:
+        if self._meter is None or not self._report_memory:
+            return
+        self._report_memory = False
+        peaks: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(peaks, self._meter.peak, group=self._group)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
+            print(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes", flush=True)
+
+
+def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
+    return make_channels(sorted(map(list, {tuple(ranks) for ranks in pipelines})), channels_of(planner.placement))
+
+
+def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:
+    """Every message is one microbatch's hidden states, as stock's fixed-length messages are."""
+    length = seq_length // cp_size
+    if config.sequence_parallel:
+        length //= parallel_state.get_tensor_model_parallel_world_size()
+    device = torch.empty(0, device="cuda").device
+    return MessageSpec((length, micro_batch_size, config.hidden_size), config.pipeline_dtype, device)

@@ -1,0 +1,192 @@
+"""Megatron's model chunks as the engine's stages: stock's forward step, and a backward in one or two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_step
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.program import Op, Program
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+
+class Step(NamedTuple):
+    """What one call of stock's training loop asks for: the arguments of its schedule functions that passes need.
+
+    Args:
+        forward_step_func: the user's forward step, as stock takes it.
+        data_iterators: one for each chunk of this rank.
+        num_microbatches: n.
+        forward_only: whether no backward follows.
+        collect_non_loss_data: as stock.
+        first_val_step: as stock.
+        cp_size: context-parallel ranks, for the scale of the loss.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Iterator[Any] | None]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    cp_size: int
+
+
+class _InFlight(NamedTuple):
+    """What is kept between F and the backward: the input, and where in the graph to start.
+
+    The edge, not the output: an output already sent would only take memory. The last stage's loss is the exception,
+    since the scale of the gradients is applied to its value.
+    """
+
+    activation: Tensor | None
+    start: GradientEdge | Tensor
+
+
+class MegatronStages:
+    """The model chunks of one rank during one call of the schedule.
+
+    Args:
+        program: what the rank is about to do.
+        model: its chunks, in model order.
+        config: their configuration.
+        step: what was asked for.
+        store: where split linears queue their weight gradients.
+        forwarding: entered round the forward of every stage.
+        meter: counts the activations held; None for not counting.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: Sequence[torch.nn.Module],
+        config: Any,
+        step: Step,
+        store: WeightGradients,
+        forwarding: Callable[[int], AbstractContextManager[None]],
+        meter: ActivationMeter | None = None,
+    ) -> None:
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        self._placement: Placement = program.placement
+        self._model, self._config, self._step, self._store, self._meter = model, config, step, store, meter
+        self._forwarding = forwarding
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._started = [False] * len(model)
+        self._reduction = _GradientReduction(program, model, config, step.forward_only)
+
+    def close(self) -> None:
+        """Let stock reduce gradients again; to be called however the program ended."""
+        self._reduction.close()
+
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+        """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
+        training = not self._step.forward_only
+        if activation is not None and training:
+            activation.requires_grad_()
+        with self._around(stage, microbatch, split):
+            output, tokens = forward_step(
+                self._step.forward_step_func,
+                self._step.data_iterators[chunk],
+                self._model[chunk],
+                self._step.num_microbatches,
+                activation,
+                self.losses,
+                self._config,
+                cp_group_size=self._step.cp_size,
+                collect_non_loss_data=self._step.collect_non_loss_data,
+                is_first_microbatch=self._is_first(chunk),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(self._model) > 1 else None,
+                is_last_stage=is_last,
+            )
+            self.tokens += tokens.to(self.tokens.device)
+            if is_last:
+                start: GradientEdge | Tensor = output
+            else:
+                # Stock takes the last rank for the last stage and hands back its output in fp32.
+                output = output.to(self._config.pipeline_dtype)
+                start = get_gradient_edge(output) if training else output
+        if training:
+            self._in_flight[stage, microbatch] = _InFlight(activation, start)
+        return None if is_last else output
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """B: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        result = self._backward(stage, microbatch, gradient)
+        self._reduction.after(Op.B, stage, microbatch)
+        return result
+
+    def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """I: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        with self._store.split(stage, microbatch):
+            return self._backward(stage, microbatch, gradient)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._store.run(stage, microbatch)
+        self._reduction.after(Op.W, stage, microbatch)
+
+    def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        timers = self._config.timers
+        if timers is not None:
+            timers("backward-compute", log_level=2).start()
+        activation, start = self._in_flight.pop((stage, microbatch))
+        if gradient is None and self._config.grad_scale_func is not None:
+            start = self._config.grad_scale_func(start)
+        torch.autograd.backward(start, gradient)
+        if timers is not None:
+            timers("backward-compute").stop()
+        return None if activation is None else activation.grad
+
+    def _around(self, stage: int, microbatch: int, split: bool) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(self._forwarding(stage))
+        if split:
+            stack.enter_context(self._store.split(stage, microbatch))
+        if self._meter is not None and not self._step.forward_only:
+            stack.enter_context(self._meter.recording())
+        return stack
+
+    def _is_first(self, chunk: int) -> bool:
+        first, self._started[chunk] = not self._started[chunk], True
+        # Stock's rule: weights cached for the first validation step are still good in the next ones.
+        if self._step.forward_only and self._step.first_val_step is not None:
+            return self._step.first_val_step and first
+        return first
+
+
+class _GradientReduction:
+    """Starts the data-parallel reduction of each chunk's gradients at its last weight gradient, not before.
+
+    Stock leaves ``no_sync`` for the last microbatch's backward and lets every parameter's hook count itself ready. With
+    a split backward the last microbatch's I comes before earlier ones' W, so hooks would count too early. Here the
+    hooks never count; the chunk's reduction is started as a whole, and overlaps the rest of the schedule.
+    """
+
+    def __init__(self, program: Program, model: Sequence[torch.nn.Module], config: Any, forward_only: bool) -> None:
+        no_sync = config.no_sync_func
+        self._open = ExitStack()
+        self._last: dict[tuple[Op, int, int], torch.nn.Module] = {}
+        if no_sync is None or forward_only:
+            return
+        for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:
+            self._open.enter_context(enter() or nullcontext())
+        ends = {a.stage: (a.op, a.stage, a.microbatch) for a in program.actions if a.op in (Op.W, Op.B)}
+        self._last = {end: model[program.placement.chunk_of(stage)] for stage, end in ends.items()}
+
+    def after(self, op: Op, stage: int, microbatch: int) -> None:
+        chunk = self._last.pop((op, stage, microbatch), None)
+        if chunk is not None:
+            chunk.start_grad_sync()
+
+    def close(self) -> None:
+        self._open.close()

@@ -1,0 +1,22 @@
+"""Forward passes alone, for evaluation: no memory to mind, only the pipeline to keep full."""
+
+from __future__ import annotations
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.reorder import Policy, play, tasks_of
+from megatron.schedules.planning.schedule import Schedule
+
+
+def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Schedule:
+    """All forwards of ``microbatches`` on ``placement``, each rank always doing the oldest microbatch that is ready."""
+    rows = tuple(
+        tuple(Pass(stage, Kind.F, m) for m in range(microbatches) for stage in placement.stages_of(rank))
+        for rank in range(placement.ranks)
+    )
+    base = Schedule("forward-only", placement, microbatches, rows)
+    tasks, passes = tasks_of(base, costs.on(placement))
+    policy = Policy(window=2 * placement.stages, defer_weights=False)
+    played = play(tasks, [float("inf")] * placement.ranks, policy)
+    return Schedule(base.name, placement, microbatches, tuple(tuple(passes[i] for i in row) for row in played))

@@ -1,0 +1,235 @@
+"""The checker: proves that the programs of all ranks run to their end together, before any of them starts.
+
+The model is what the transport does. A channel is a directed pair of ranks with its own process group. It buffers
+nothing: a message is through when its sender has posted the send and its receiver the receive, and the k-th send meets
+the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor is kept until its message is
+through. So a rank stops only at a pass whose message has not come.
+
+Blocking sends are not needed for that, and would be too strong: a receive is posted one pass ahead of its use, while a
+planned sender often runs several passes ahead, so with blocking sends it would have to wait for its receiver. They are
+a question one can still ask here (``blocking_sends``), as is a single hardware queue (``single_queue``), the case of
+CUDA_DEVICE_MAX_CONNECTIONS=1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.schedules.runtime.program import (
+    Action,
+    Channel,
+    Op,
+    Program,
+    ProgramError,
+    Slot,
+    slot_filled,
+    slot_needed,
+)
+
+_SENDS = (Op.SEND_F, Op.SEND_B)
+_RECEIVES = (Op.RECV_F, Op.RECV_B)
+_ARRIVES_AS = {Op.SEND_F: (Op.RECV_F, +1), Op.SEND_B: (Op.RECV_B, -1)}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What sound programs do on the wire.
+
+    Args:
+        messages: how many messages each channel carries.
+        receive_buffers: for each rank, the most receives that are posted and not yet used at once.
+    """
+
+    messages: Mapping[Channel, int]
+    receive_buffers: tuple[int, ...]
+
+
+class _Message(NamedTuple):
+    """The ``number``-th message of ``channel``."""
+
+    channel: Channel
+    number: int
+
+
+def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_queue: bool = False) -> Traffic:
+    """Prove that ``programs`` end and that both ends of every channel agree on order and meaning.
+
+    Args:
+        programs: one for each pipeline rank, in order.
+        blocking_sends: ask for more: that they end even where a send stops its rank until the receive is posted.
+        single_queue: ask for more: that they end even where posting on a channel stops a rank until the rank's
+            previous message on that channel is through, as with one hardware queue for all streams of a GPU.
+
+    Time is linear in the actions.
+
+    Raises:
+        ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never used, a
+            send that meets another receive, or ranks that wait for each other.
+    """
+    local = [_check_rank(rank, program) for rank, program in enumerate(programs)]
+    messages = _check_channels(programs)
+    _Run(programs, [waits for waits, _ in local], blocking_sends, single_queue).to_the_end()
+    return Traffic(messages, tuple(most for _, most in local))
+
+
+def _check_rank(rank: int, program: Program) -> tuple[dict[int, _Message], int]:
+    """Follow one rank's slots; which message the action at each index waits for, and the most receives open at once."""
+    if program.rank != rank:
+        raise ProgramError(f"the program of rank {program.rank} stands in the place of rank {rank}")
+    rank_of, last = program.placement.rank_of, program.placement.last_stage
+    held: dict[Slot, _Message | None] = {}
+    received: dict[Channel, int] = {}
+    waits: dict[int, _Message] = {}
+    open_now = most = 0
+    for index, action in enumerate(program.actions):
+        op, stage, _, peer = action
+        if not 0 <= stage <= last or rank_of[stage] != rank:
+            raise ProgramError(f"rank {rank}: {action}: stage {stage} is not on this rank")
+        if op in _SENDS or op in _RECEIVES:
+            other = stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
+            if not 0 <= other <= last or rank_of[other] == rank or rank_of[other] != peer:
+                raise ProgramError(f"rank {rank}: {action} to or from rank {peer}, where stage {other} is not")
+        needed, filled = slot_needed(action, last), slot_filled(action, last)
+        if needed is not None:
+            if needed not in held:
+                raise ProgramError(f"rank {rank}: {action} needs {needed}, which is not there")
+            message = held.pop(needed)
+            if message is not None:
+                if op in _SENDS:
+                    raise ProgramError(f"rank {rank}: {action} sends on what was only received")
+                waits[index] = message
+                open_now -= 1
+        if filled is not None:
+            if filled in held:
+                raise ProgramError(f"rank {rank}: {action} gives {filled}, which is already there")
+            held[filled] = None
+            if op in _RECEIVES:
+                assert peer is not None
+                channel = Channel(peer, rank)
+                number = received.get(channel, 0)
+                received[channel] = number + 1
+                held[filled] = _Message(channel, number)
+                open_now += 1
+                most = max(most, open_now)
+    if held:
+        raise ProgramError(f"rank {rank}: {next(iter(held))} is never used")
+    return waits, most
+
+
+def _check_channels(programs: Sequence[Program]) -> dict[Channel, int]:
+    """Compare both ends of every channel, message by message; the number of messages of each."""
+    sends: dict[Channel, list[Action]] = {}
+    receives: dict[Channel, list[Action]] = {}
+    for program in programs:
+        for action in program.actions:
+            if action.op in _SENDS:
+                sends.setdefault(Channel(program.rank, action.peer or 0), []).append(action)
+            elif action.op in _RECEIVES:
+                receives.setdefault(Channel(action.peer or 0, program.rank), []).append(action)
+    for channel in sorted(sends.keys() | receives.keys()):
+        sent, received = sends.get(channel, []), receives.get(channel, [])
+        for index, (send, receive) in enumerate(zip(sent, received, strict=False)):
+            op, step = _ARRIVES_AS[send.op]
+            if (op, send.stage + step, send.microbatch) != receive[:3]:
+                raise ProgramError(
+                    f"message {index} on channel {channel} is {send}, but rank {channel.destination} posts {receive}"
+                )
+        if len(sent) != len(received):
+            index = min(len(sent), len(received))
+            extra = f"{sent[index]} is never received" if len(sent) > index else f"{received[index]} is never sent"
+            raise ProgramError(f"channel {channel} has {len(sent)} sends and {len(received)} receives: {extra}")
+    return {channel: len(sent) for channel, sent in sends.items()}
+
+
+class _Run:
+    """The programs played through: every rank goes on until it has to wait, and is woken by what it waits for."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        waits: Sequence[Mapping[int, _Message]],
+        blocking_sends: bool,
+        single_queue: bool,
+    ) -> None:
+        self._programs = programs
+        self._waits = waits
+        self._blocking_sends = blocking_sends
+        self._single_queue = single_queue
+        self._next = [0] * len(programs)
+        self._last_send: list[_Message | None] = [None] * len(programs)
+        self._sent: dict[Channel, int] = {}
+        self._received: dict[Channel, int] = {}
+        self._stopped: dict[int, tuple[Action, _Message]] = {}
+
+    def to_the_end(self) -> None:
+        """Raises :class:`ProgramError` where ranks wait for each other."""
+        ready = deque(range(len(self._programs)))
+        while ready:
+            ready.extend(self._go_on(ready.popleft()))
+        if self._stopped:
+            raise ProgramError(self._describe())
+
+    def _go_on(self, rank: int) -> list[int]:
+        """Play ``rank`` until it stops; the ranks that this woke."""
+        actions, waits = self._programs[rank].actions, self._waits[rank]
+        woken: list[int] = []
+        for index in range(self._next[rank], len(actions)):
+            action = actions[index]
+            last_send, needed = self._last_send[rank], waits.get(index)
+            if self._blocking_sends and last_send is not None and not self._through(last_send):
+                self._stopped[rank] = actions[index - 1], last_send
+                break
+            self._last_send[rank] = None
+            message = self._message(rank, action)
+            if self._single_queue and message is not None and message.number:
+                needed = message._replace(number=message.number - 1)
+            if needed is not None and not self._through(needed):
+                self._stopped[rank] = action, needed
+                break
+            if message is not None:
+                self._post(rank, message)
+                if action.op in _SENDS:
+                    self._last_send[rank] = message
+                assert action.peer is not None
+                waiting = self._stopped.get(action.peer)
+                if waiting is not None and self._through(waiting[1]):
+                    del self._stopped[action.peer]
+                    woken.append(action.peer)
+            self._next[rank] = index + 1
+        return woken
+
+    def _message(self, rank: int, action: Action) -> _Message | None:
+        """The message that ``action`` would post now, None for a pass."""
+        if action.peer is None:
+            return None
+        if action.op in _SENDS:
+            channel = Channel(rank, action.peer)
+            return _Message(channel, self._sent.get(channel, 0))
+        channel = Channel(action.peer, rank)
+        return _Message(channel, self._received.get(channel, 0))
+
+    def _post(self, rank: int, message: _Message) -> None:
+        posted = self._sent if rank == message.channel.source else self._received
+        posted[message.channel] = message.number + 1
+
+    def _through(self, message: _Message) -> bool:
+        channel, number = message
+        return self._sent.get(channel, 0) > number and self._received.get(channel, 0) > number
+
+    def _describe(self) -> str:
+        """Follow who waits for whom until a rank comes up again."""
+        rank = min(self._stopped)
+        seen: list[int] = []
+        while rank not in seen and rank in self._stopped:
+            seen.append(rank)
+            channel = self._stopped[rank][1].channel
+            rank = channel.source if rank == channel.destination else channel.destination
+        circle = seen[seen.index(rank) :] if rank in seen else seen
+        lines = []
+        for stopped in circle:
+            action, message = self._stopped[stopped]
+            lines.append(f"rank {stopped} at {action} for message {message.number} of channel {message.channel}")
+        return "ranks wait for each other: " + "; ".join(lines)

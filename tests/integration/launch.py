@@ -1,0 +1,91 @@
+"""Multi-process Megatron jobs for tests: torch and Megatron are imported once, and each job forks its ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+
+class JobFailed(AssertionError):
+    """A rank failed, died or hung; the message holds every rank's output."""
+
+
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Fork ``world`` ranks that each call ``work(*args)`` with torchrun's environment set; their results by rank.
+
+    Raises:
+        JobFailed: where a rank raises, exits or is killed, or the job takes longer than ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        port = _free_port()
+        children = {_fork(rank, world, port, Path(folder), work, args): rank for rank in range(world)}
+        status: dict[int, int] = {}
+        end = time.monotonic() + timeout
+        while children and time.monotonic() < end and not any(status.values()):
+            pid, code = os.waitpid(-1, os.WNOHANG)
+            if pid in children:
+                status[children.pop(pid)] = os.waitstatus_to_exitcode(code)
+            else:
+                time.sleep(0.01)
+        hung = sorted(children.values()) if not any(status.values()) else []
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        failed = {rank: code for rank, code in status.items() if code}
+        if failed or hung:
+            output = "\n".join(f"--- rank {r}\n{_read(Path(folder) / f'{r}.log')}" for r in range(world))
+            what = f"ranks hung for {timeout:g} s: {hung}" if hung else f"exit status by rank: {failed}"
+            raise JobFailed(f"{what}\n{output}")
+        return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world)]
+
+
+def _fork(rank: int, world: int, port: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    with open(folder / f"{rank}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            with redirect_stdout(io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)):
+                with redirect_stderr(sys.stdout):
+                    result = work(*args)
+            (folder / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            traceback.print_exc(file=log)
+        log.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace")[-6000:] if path.exists() else "(no output)"

@@ -1,0 +1,278 @@
+"""Ranks as short processes with Megatron on gloo, small linears in them, and stock against split."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+SEQUENCE, BATCH = 4, 3
+TOGETHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
+SEVERAL_I_AHEAD = "F0 F1 I0 F2 I1 I2 W0 W1 W2"
+
+
+def run_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120, **state: Any
+) -> list[Any]:
+    """What ``body(*args)`` returns on each of ``world_size`` ranks, in rank order.
+
+    Args:
+        body: a module-level function. Its result must be picklable without tensors that share memory.
+        timeout: seconds for all ranks together, after which they are killed.
+        state: passed to ``parallel_state.initialize_model_parallel``.
+    """
+    # A server that has imported Megatron once and forks the ranks: a fork of this process would inherit its
+    # threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["megatron.core", "megatron.core.distributed", "megatron.schedules.integration.split_linear"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank,
+                args=(rank, world_size, f"file://{folder}/store", state, theirs, body, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        deadline = time.monotonic() + timeout
+        try:
+            return [_result(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(max(0.0, min(5.0, deadline - time.monotonic())))
+                if process.is_alive():
+                    process.kill()
+
+
+def _result(rank: int, pipe: Any, deadline: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(f"rank {rank} said nothing in time")
+    failed, value = pipe.recv()
+    if failed:
+        raise AssertionError(f"rank {rank} failed:\n{value}")
+    return value
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    address: str,
+    state: dict[str, Any],
+    pipe: Any,
+    body: Callable[..., Any],
+    args: Any,
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        without_cuda()
+        # So that models can be copied: both copies talk in the same groups.
+        torch.distributed.ProcessGroup.__deepcopy__ = lambda group, _: group
+        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(**state)
+        pipe.send((False, body(*args)))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+
+
+def without_cuda() -> None:
+    """Let stock allocate its buffers and read its generator states on the CPU, in this process."""
+    from megatron.core.tensor_parallel import random as stock_random
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    stock_random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)
+    stock_random._set_cuda_rng_state = lambda *_, **__: None
+    stock_random.get_cuda_rng_tracker().states_["model-parallel-rng"] = torch.zeros(1)
+
+
+def config(**changes: Any) -> Any:
+    """A transformer config for linears on the CPU; tensor-parallel size as initialised."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+    }
+    dtype = changes.pop("dtype", torch.float32)
+    return TransformerConfig(**settings | {"params_dtype": dtype, "bf16": dtype is torch.bfloat16} | changes)
+
+
+class Block(torch.nn.Module):
+    """Column then row parallel, something nonlinear between, then a head: (s, b, 8) -> (s, b, 16 / tp)."""
+
+    def __init__(
+        self, settings: Any, bias: bool = True, head_weight: torch.nn.Parameter | None = None
+    ) -> None:
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+        super().__init__()
+        build = partial(torch.nn.init.normal_, std=0.5)
+        common: dict[str, Any] = {"config": settings, "init_method": build, "bias": bias}
+        self.norm = torch.nn.LayerNorm(8, dtype=settings.params_dtype)
+        self.up = ColumnParallelLinear(8, 32, skip_bias_add=False, **common)
+        self.down = RowParallelLinear(32, 8, input_is_parallel=True, skip_bias_add=False, **common)
+        self.head = ColumnParallelLinear(
+            8, 16, skip_bias_add=False, skip_weight_param_allocation=head_weight is not None, **common
+        )
+        # Not registered: the head weight belongs to someone else, as a tied output weight does.
+        self.head_weight = [head_weight]
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The part before the head: (s, b, 8) -> (s, b, 8)."""
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))[0]))[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(x), weight=self.head_weight[0])[0]
+
+
+class MainGrads:
+    """What Megatron's data parallelism does when a parameter's accumulator fires, and how often it fired."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, zero_out: bool = False) -> None:
+        self.fired: dict[str, int] = {}
+        self._keep = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            parameter.grad_added_to_main_grad = False
+            parameter.zero_out_wgrad = zero_out
+            self.fired[name] = 0
+            accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            accumulator.register_hook(partial(self._hook, name, parameter))
+            self._keep.append(accumulator)
+
+    def _hook(self, name: str, parameter: Any, *_: Any) -> None:
+        assert parameter.grad is not None, f"{name}: hook fired without a gradient"
+        assert parameter.grad.grad_fn is None
+        if not parameter.grad_added_to_main_grad or parameter.zero_out_wgrad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        self.fired[name] += 1
+
+
+def inputs_of(microbatches: int, dtype: torch.dtype, sequence_parallel: bool = False) -> list[Tensor]:
+    from megatron.core import parallel_state
+
+    size, rank = 1, 0
+    if sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+    generator = torch.Generator().manual_seed(5)
+    whole = [
+        torch.randn(SEQUENCE * size, BATCH, 8, generator=generator, dtype=dtype) for _ in range(microbatches)
+    ]
+    return [x.chunk(size)[rank].clone().requires_grad_() for x in whole]
+
+
+def loss(y: Tensor) -> Tensor:
+    """Something whose gradient is neither constant nor contiguous (a sum's is one number, expanded)."""
+    return (y.float().sin() * torch.arange(1, y.numel() + 1, device=y.device).view(y.shape)).sum()
+
+
+def stock(forward: Any, inputs: list[Tensor]) -> list[Tensor]:
+    outputs = []
+    for x in inputs:
+        y = forward(x)
+        outputs.append(y.detach().clone())
+        loss(y).backward()
+    return outputs
+
+
+def split(forward: Any, inputs: list[Tensor], store: WeightGradients, order: str) -> list[Tensor]:
+    losses: dict[int, Tensor] = {}
+    outputs = []
+    for step in order.split():
+        kind, m = step[0], int(step[1:])
+        if kind == "F":
+            with store.split(0, m):
+                y = forward(inputs[m])
+            outputs.append(y.detach().clone())
+            losses[m] = loss(y)
+        elif kind == "I":
+            with store.split(0, m):
+                losses.pop(m).backward()
+        else:
+            store.run(0, m)
+    store.assert_empty()
+    return outputs
+
+
+def assert_same(name: str, ours: list[Tensor | None], stocks: list[Tensor | None]) -> None:
+    for index, (our, stock) in enumerate(zip(ours, stocks, strict=True)):
+        if our is None or stock is None:
+            assert our is stock, f"{name} {index}: {our} against stock's {stock}"
+        else:
+            assert our.dtype == stock.dtype and torch.equal(our, stock), (
+                f"{name} {index} differs from stock's"
+            )
+
+
+def compare(
+    model: Any,
+    order: str,
+    *,
+    main_grad: torch.dtype = torch.float32,
+    zero_out: bool = False,
+    forward: Any = None,
+    inputs: Any = inputs_of,
+) -> SimpleNamespace:
+    """Run stock and split side by side from one model and check that all gradients are the same bits."""
+    from megatron.schedules.integration.split_linear import split_linears
+
+    forward = forward or (lambda module, x: module(x))
+    dtype = next(model.parameters()).dtype
+    sequence_parallel = getattr(model, "sequence_parallel", False)
+    microbatches = order.count("F")
+    other = copy.deepcopy(model)
+    store = WeightGradients()
+    split_count = split_linears(other, store)
+    hooks, other_hooks = (MainGrads(module, main_grad, zero_out) for module in (model, other))
+    x, other_x = (inputs(microbatches, dtype, sequence_parallel) for _ in range(2))
+    stocks = stock(partial(forward, model), x)
+    ours = split(partial(forward, other), other_x, store, order)
+    assert_same("output", ours, stocks)
+    assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
+    names = list(hooks.fired)
+    parameters, other_parameters = dict(model.named_parameters()), dict(other.named_parameters())
+    for name in names:
+        assert parameters[name].main_grad.abs().sum() > 0, f"{name} has no gradient to compare"
+        assert_same(name, [other_parameters[name].main_grad], [parameters[name].main_grad])
+        assert other_parameters[name].grad is None
+    assert other_hooks.fired == hooks.fired == dict.fromkeys(names, microbatches)
+    return SimpleNamespace(split=split_count, model=other, store=store)
+
+
+def block(**settings: Any) -> Any:
+    torch.manual_seed(1)
+    bias = settings.pop("bias", True)
+    block = Block(config(**settings), bias=bias)
+    block.sequence_parallel = settings.get("sequence_parallel", False)
+    return block

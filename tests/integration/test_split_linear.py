@@ -1,0 +1,204 @@
+"""Megatron's linears with a split backward give, bit for bit, the gradients of stock's whole backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import split_helpers as helpers
+import torch
+from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from torch import Tensor
+
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+
+def _matrix(sequence_parallel: bool) -> None:
+    for bias, order, (dtype, main_grad) in itertools.product(
+        (True, False),
+        (TOGETHER, SEVERAL_I_AHEAD),
+        ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)),
+    ):
+        block = helpers.block(bias=bias, dtype=dtype, sequence_parallel=sequence_parallel)
+        assert helpers.compare(block, order, main_grad=main_grad).split == 3
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_gradients_are_bit_equal_to_stock(tp: int, sequence_parallel: bool):
+    helpers.run_ranks(tp, _matrix, sequence_parallel, tensor_model_parallel_size=tp)
+
+
+def _gpt(sequence_parallel: bool) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    torch.manual_seed(1)
+    # torch's norm is all that stock finds here, and it refuses sequence parallelism for the sake of the
+    # norms' own gradients (summed over ranks at the end of the iteration), which is no matter for this test.
+    WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(
+        hidden_size, eps
+    )
+    settings = helpers.config(
+        num_layers=2, sequence_parallel=sequence_parallel, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    model = GPTModel(
+        settings,
+        get_gpt_layer_local_spec(),
+        vocab_size=32,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+
+    def tokens(microbatches: int, *_: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        return [torch.randint(32, (BATCH, SEQUENCE), generator=generator) for _ in range(microbatches)]
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        return module(x, positions, mask, labels=x.roll(-1, 1))
+
+    # Per layer qkv, proj, fc1, fc2, and the output layer.
+    assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=tokens).split == 9
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_a_whole_gpt_model_is_bit_equal_to_stock(tp: int, sequence_parallel: bool):
+    helpers.run_ranks(tp, _gpt, sequence_parallel, tensor_model_parallel_size=tp)
+
+
+def _expert() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    torch.manual_seed(1)
+    common: dict[str, Any] = {
+        "config": helpers.config(expert_model_parallel_size=2, num_moe_experts=2),
+        "init_method": torch.nn.init.normal_,
+        "bias": True,
+        "skip_bias_add": True,
+        "is_expert": True,
+    }
+    up = ColumnParallelLinear(8, 16, **common)
+    down = RowParallelLinear(16, 8, input_is_parallel=True, **common)
+    assert up.explicit_expert_comm
+    model = torch.nn.Sequential(up, down)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        hidden, up_bias = module[0](x.view(-1, 8))
+        y, down_bias = module[1]((hidden + up_bias).tanh())
+        return y + down_bias
+
+    assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward).split == 2
+
+
+def test_expert_linears_split_too():
+    helpers.run_ranks(2, _expert, expert_model_parallel_size=2)
+
+
+def _prefetch_ahead() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    from megatron.schedules.integration.split_linear import split_linears
+
+    log: list[str] = []
+    gather, product = layers.dist_all_gather_func, torch.Tensor.matmul
+    model, store = helpers.block(sequence_parallel=True), WeightGradients()
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32, True)
+    with store.split(0, 0):
+        y = model(x)
+    helpers.loss(y).backward()
+
+    def logged_gather(*arguments: Any, **settings: Any) -> Any:
+        log.append("gather" if settings.get("async_op") else "blocking gather")
+        return gather(*arguments, **settings)
+
+    def logged_product(*arguments: Any) -> Tensor:
+        log.append("product")
+        return product(*arguments)
+
+    layers.dist_all_gather_func = logged_gather
+    torch.Tensor.matmul = logged_product  # type: ignore[method-assign]
+    try:
+        store.prefetch(0, 0)
+        assert log == ["gather"]
+        store.run(0, 0)
+    finally:
+        layers.dist_all_gather_func, torch.Tensor.matmul = gather, product  # type: ignore[method-assign]
+    # Queued from the top: head (gathers), down (row parallel: nothing to gather), up (gathers).
+    assert log == ["gather", "product", "gather", "product", "product"]
+
+
+def test_sequence_parallel_inputs_are_gathered_ahead_of_their_product():
+    helpers.run_ranks(2, _prefetch_ahead, tensor_model_parallel_size=2)
+
+
+def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron.schedules.integration.split_linear import split_linears
+
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        bucket_size=200,
+    )
+
+    def wrapped(model: Any) -> Any:
+        return DistributedDataParallel(helpers.config(dtype=torch.bfloat16), ddp, model)
+
+    model = helpers.block(dtype=torch.bfloat16)
+    stock, ours = wrapped(copy.deepcopy(model)), wrapped(model)
+    store = WeightGradients()
+    assert split_linears(ours, store) == 3
+    rank = torch.distributed.get_rank()
+    for iteration in range(3):
+        for chunk in (stock, ours):
+            chunk.zero_grad_buffer()
+        inputs = [x.detach() * (1 + rank + iteration) for x in helpers.inputs_of(3, torch.bfloat16)]
+        for m, x in enumerate(inputs):
+            with _sync(stock, m == 2):
+                helpers.loss(stock(x)).backward()
+        losses: dict[int, Tensor] = {}
+        for step in SEVERAL_I_AHEAD.split():
+            kind, m = step[0], int(step[1])
+            # Gradients that come with I are ready in the last I, those of the linears in the last W.
+            with _sync(ours, m == 2):
+                if kind == "F":
+                    with store.split(0, m):
+                        losses[m] = helpers.loss(ours(inputs[m]))
+                elif kind == "I":
+                    losses.pop(m).backward()
+                else:
+                    store.run(0, m)
+        if overlap and iteration:
+            assert all(group.grad_reduce_handle is not None for group in ours.bucket_groups), (
+                "reduction started in W"
+            )
+        for chunk in (stock, ours):
+            chunk.finish_grad_sync()
+        stock_parameters, our_parameters = (dict(chunk.module.named_parameters()) for chunk in (stock, ours))
+        for name, parameter in stock_parameters.items():
+            assert parameter.main_grad.abs().sum() > 0
+            helpers.assert_same(
+                f"iteration {iteration}, {name}", [our_parameters[name].main_grad], [parameter.main_grad]
+            )
+
+
+def _sync(chunk: Any, last: bool) -> Any:
+    import contextlib
+
+    return contextlib.nullcontext() if last else chunk.no_sync()
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(
+    overlap: bool, distributed_optimizer: bool
+):
+    helpers.run_ranks(2, _data_parallel, overlap, distributed_optimizer)

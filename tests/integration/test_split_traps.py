@@ -1,0 +1,320 @@
+"""What has gone wrong with split backwards before, each once: see the name of each check."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import traceback
+from typing import Any
+
+import pytest
+import split_helpers as helpers
+import torch
+from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
+from torch import Tensor
+
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+
+def nothing_current_is_stock() -> None:
+    from megatron.schedules.integration.split_linear import split_linears
+
+    model, store = helpers.block(), WeightGradients()
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    y = model(x)
+    assert "LinearWithGradAccumulation" in type(y.grad_fn).__name__
+    helpers.loss(y).backward()
+    assert model.up.weight.grad is not None
+    with store.split(0, 0), torch.no_grad():
+        model(x)
+    assert store.waiting(0, 0) == 0
+    with store.split(0, 0):
+        assert "SplitLinear" in type(model(x).grad_fn).__name__
+
+
+def frozen_parameters() -> None:
+    model = helpers.block()
+    model.up.weight.requires_grad_(False)
+    model.up.bias.requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    helpers.compare(model, SEVERAL_I_AHEAD)
+    from megatron.schedules.integration.split_linear import split_linears
+
+    store = WeightGradients()
+    split_linears(model, store)
+    with store.split(0, 0):
+        y = model(*helpers.inputs_of(1, torch.float32))
+    helpers.loss(y).backward()
+    assert store.waiting(0, 0) == 2, "a frozen weight has no W"
+
+
+def nothing_below_needs_a_gradient() -> None:
+    def no_gradients(*arguments: Any) -> list[Tensor]:
+        return [x.detach() for x in helpers.inputs_of(*arguments)]
+
+    model = helpers.block()
+    model.norm.requires_grad_(False)
+    helpers.compare(model, SEVERAL_I_AHEAD, inputs=no_gradients)
+
+
+def weight_passed_in() -> None:
+    torch.manual_seed(1)
+    settings = helpers.config()
+
+    class Owner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(16, 8))
+            self.block = helpers.Block(settings, head_weight=self.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    model = Owner()
+    assert copy.deepcopy(model).block.head.weight is None
+    helpers.compare(model, SEVERAL_I_AHEAD)
+
+
+def weight_tied_to_an_embedding() -> None:
+    from megatron.schedules.integration.split_linear import split_linears
+
+    torch.manual_seed(1)
+    gradients = []
+    tokens = [torch.randint(16, (SEQUENCE, BATCH)) for _ in range(3)]
+    weight = torch.nn.Parameter(torch.randn(16, 8))
+    model = helpers.Block(helpers.config(), head_weight=weight)
+
+    def forward(x: Tensor) -> Tensor:
+        return model(torch.nn.functional.embedding(x, weight))
+
+    helpers.stock(forward, tokens)
+    gradients.append(weight.grad)
+    weight.grad = None
+    store = WeightGradients()
+    split_linears(model, store)
+    helpers.split(forward, tokens, store, SEVERAL_I_AHEAD)
+    gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-5)
+
+
+def weight_used_several_times() -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        hidden = module.hidden(x)
+        return module.head(hidden)[0] + module.head(hidden.tanh())[0] * module.head(hidden.cos())[0]
+
+    helpers.compare(helpers.block(), SEVERAL_I_AHEAD, forward=forward)
+
+
+def recomputed_once() -> None:
+    from megatron.core import tensor_parallel
+
+    calls = []
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        def hidden(t: Tensor) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            return module.hidden(t)
+
+        return module.head(tensor_parallel.checkpoint(hidden, False, x))[0]
+
+    helpers.compare(helpers.block(), SEVERAL_I_AHEAD, forward=forward)
+    # Three microbatches, stock and split: once without gradients in F, once with in the backward.
+    assert calls.count(False) == calls.count(True) == 6
+
+
+class _Kernels:
+    """Stand for the fused CUDA kernels: the same sum, and a count of the calls."""
+
+    def __init__(self) -> None:
+        self.calls = {"fp32": 0, "fp16": 0}
+
+    def wgrad_gemm_accum_fp32(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        assert main_grad.dtype is torch.float32
+        self.calls["fp32"] += 1
+        main_grad.add_(grad_output.t().float() @ total_input.float())
+
+    def wgrad_gemm_accum_fp16(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        self.calls["fp16"] += 1
+        main_grad.add_(grad_output.t() @ total_input)
+
+
+def fused_accumulation_adds_once() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    found = layers._grad_accum_fusion_available
+    for dtype, zero_out in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        kernels = _Kernels()
+        layers.fused_weight_gradient_mlp_cuda = kernels
+        layers._grad_accum_fusion_available = True
+        model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+        helpers.compare(model, SEVERAL_I_AHEAD, main_grad=dtype, zero_out=zero_out)
+        # Twice 3 linears x 3 microbatches. Run twice within a split, main_grad would be doubled in silence.
+        assert kernels.calls["fp32" if dtype is torch.float32 else "fp16"] == 18
+    layers._grad_accum_fusion_available = found
+
+
+def memory_is_flat() -> None:
+    from megatron.schedules.integration.split_linear import split_linears
+
+    model = helpers.block()
+    meter = ActivationMeter(model.parameters())
+    store = WeightGradients(meter)
+    split_linears(model, store)
+    hooks = helpers.MainGrads(model, torch.float32)
+
+    def tensors() -> int:
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    held, alive = [], []
+    gc.collect()
+    gc.disable()
+    for m in range(50):
+        (x,) = helpers.inputs_of(1, torch.float32)
+        with store.split(0, m), meter.recording():
+            y = model(x)
+            loss = helpers.loss(y)
+        with meter.recording():
+            loss.backward()
+        del y, loss, x
+        # What the graph held for the linears lives on from I to W: three inputs and three output gradients.
+        held.append(meter.current)
+        if m >= 2:
+            store.run(0, m - 2)
+            alive.append(tensors())
+    gc.enable()
+    tokens = SEQUENCE * BATCH * 4
+    assert held[0] == tokens * ((8 + 32) + (32 + 8) + (8 + 16))
+    assert held[2:] == [3 * held[0]] * 48
+    assert len(set(alive)) == 1
+    assert hooks.fired["up.weight"] == 48
+    store.run(0, 48)
+    store.run(0, 49)
+    assert meter.current == 0
+
+
+def kept_whole() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron.schedules.integration.split_linear import is_split, split_linears
+
+    model, store = helpers.block(), WeightGradients()
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    arguments = {
+        "bias": None,
+        "gradient_accumulation_fusion": False,
+        "allreduce_dgrad": False,
+        "sequence_parallel": False,
+        "tp_group": None,
+    }
+    buffer: list[Tensor] = []
+    keep = helpers.MainGrads(model.head, torch.float32)
+    with store.split(0, 0):
+        deferring = arguments | {"gradient_accumulation_fusion": True}
+        model.head._forward_impl(
+            input=x, weight=model.head.weight, grad_output_buffer=buffer, wgrad_deferral_limit=0, **deferring
+        ).sum().backward()
+        model.up._forward_impl(input=x, weight=model.up.weight * 2, **arguments).sum().backward()
+    assert len(buffer) == keep.fired["weight"] == 1, "deferred embedding gradients stay with stock"
+    assert model.up.weight.grad is not None, "a weight that is not a leaf gets its gradient in the backward"
+    assert store.waiting(0, 0) == 0
+
+    class Own(ColumnParallelLinear):
+        def _forward_impl(self, *arguments: Any, **settings: Any) -> Tensor:
+            return super()._forward_impl(*arguments, **settings)
+
+    own = Own(8, 8, config=helpers.config(), init_method=torch.nn.init.normal_)
+    assert split_linears(own, store) == 0 and not is_split(own)
+
+
+def the_class_is_left_alone() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron.schedules.integration.split_linear import is_split, split_linears
+
+    model = helpers.block()
+    before = list(model.state_dict())
+    untouched = ColumnParallelLinear.__dict__["_forward_impl"]
+    first, second = WeightGradients(), WeightGradients()
+    assert split_linears(model, first) == split_linears(model, second) == 3
+    assert is_split(model.up) and not is_split(model.norm)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    with first.split(0, 0), second.split(0, 0):
+        helpers.loss(model(x)).backward()
+    assert (first.waiting(0, 0), second.waiting(0, 0)) == (0, 3), "bound anew, not bound twice"
+    assert list(model.state_dict()) == before
+    assert ColumnParallelLinear.__dict__["_forward_impl"] is untouched
+    assert not is_split(helpers.block().up)
+
+
+def write_between_i_and_w() -> None:
+    from megatron.schedules.integration.split_linear import split_linears
+
+    model, store = helpers.block(), WeightGradients()
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    with store.split(0, 0):
+        y = model(x)
+    gradient = torch.ones_like(y)
+    torch.autograd.backward(y, gradient)
+    gradient.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place after its I"):
+        store.run(0, 0)
+
+
+TRAPS = (
+    nothing_current_is_stock,
+    frozen_parameters,
+    nothing_below_needs_a_gradient,
+    weight_passed_in,
+    weight_tied_to_an_embedding,
+    weight_used_several_times,
+    recomputed_once,
+    fused_accumulation_adds_once,
+    memory_is_flat,
+    kept_whole,
+    the_class_is_left_alone,
+    write_between_i_and_w,
+)
+
+
+def _all_traps() -> dict[str, str]:
+    failures = {}
+    for trap in TRAPS:
+        try:
+            trap()
+        except Exception:
+            failures[trap.__name__] = traceback.format_exc()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """Tracebacks by trap; all run in one process, for starting one takes longer than they do."""
+    return helpers.run_ranks(1, _all_traps)[0]
+
+
+@pytest.mark.parametrize("trap", [trap.__name__ for trap in TRAPS])
+def test_trap(trap: str, failures: dict[str, str]):
+    assert trap not in failures, failures[trap]
+
+
+def _autocast() -> None:
+    model = helpers.block().cuda()
+
+    def on_gpu(*arguments: Any) -> list[Tensor]:
+        return [x.detach().cuda().requires_grad_() for x in helpers.inputs_of(*arguments)]
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return module(x)
+
+    helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=on_gpu)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="stock's linears know autocast on a GPU only")
+def test_weight_gradients_run_under_the_autocast_of_their_forward():
+    helpers.run_ranks(1, _autocast)

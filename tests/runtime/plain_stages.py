@@ -1,0 +1,139 @@
+"""Stages of plain torch layers, and what the same model gives without any pipeline: the runtime's oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+SHAPE = (3, 8)
+"""Of every message: rows, features."""
+
+
+class SplitLinear(nn.Module):
+    """A linear layer whose weight gradient is deferred where the store says so in its forward."""
+
+    def __init__(self, features: int, store: WeightGradients) -> None:
+        super().__init__()
+        whole = nn.Linear(features, features)
+        self.weight, self.bias = whole.weight, whole.bias
+        self.store = store
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = self.store.current
+        if key is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        return _Deferring.apply(x, self.weight, self.bias, self.store, key)
+
+
+class _Deferring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, store, key):  # noqa: ANN001, ANN205 - autograd's own signature
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.store, ctx.key = bias, store, key
+        # An input that needs no gradient (the first stage's) would leave this without a backward.
+        return nn.functional.linear(x, weight.detach(), bias.detach()).requires_grad_()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        x, weight = ctx.saved_tensors
+        ctx.store.defer(
+            ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=(weight, ctx.bias)
+        )
+        return grad.mm(weight), None, None, None, None
+
+
+def make_stage(stage: int, store: WeightGradients) -> nn.Module:
+    """Stage ``stage`` of the model, with the weights that belong to it."""
+    torch.manual_seed(stage)
+    features = SHAPE[1]
+    return nn.Sequential(SplitLinear(features, store), nn.GELU(), SplitLinear(features, store), nn.GELU())
+
+
+def data(microbatch: int) -> Tensor:
+    """The model's input for ``microbatch``."""
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1000 + microbatch))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A loss that every element of the output moves."""
+    return output.square().sum()
+
+
+class PlainStages:
+    """The stages of one rank (see :class:`megatron.schedules.runtime.stages.Stages`)."""
+
+    def __init__(self, stages: Iterable[int], last_stage: int) -> None:
+        self.store = WeightGradients()
+        self.modules = {stage: make_stage(stage, self.store) for stage in stages}
+        self.losses: dict[int, Tensor] = {}
+        self.seen: dict[tuple[int, int], Tensor] = {}
+        self._last_stage = last_stage
+        self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+        assert (activation is None) == (stage == 0)
+        x = data(microbatch) if activation is None else activation.requires_grad_()
+        # With an input that needs no gradient nothing would run the layers' backward.
+        x.requires_grad_()
+        with self.store.split(stage, microbatch) if split else nullcontext():
+            output = self.modules[stage](x)
+            if stage == self._last_stage:
+                output = loss_of(output)
+                self.losses[microbatch] = output.detach()
+        self._open[stage, microbatch] = x, output
+        return None if stage == self._last_stage else output
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        assert (gradient is None) == (stage == self._last_stage)
+        x, output = self._open.pop((stage, microbatch))
+        torch.autograd.backward(output, gradient)
+        return x.grad if stage else None
+
+    def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        with self.store.split(stage, microbatch):
+            return self.backward(stage, microbatch, gradient)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        self.store.run(stage, microbatch)
+
+    def gradients(self) -> dict[int, list[Tensor | None]]:
+        """By stage, the gradient of each of its parameters."""
+        self.store.assert_empty()
+        return {stage: [p.grad for p in module.parameters()] for stage, module in self.modules.items()}
+
+
+def without_pipeline(schedule: Schedule) -> tuple[dict[int, list[Tensor]], dict[int, Tensor]]:
+    """Gradients by stage and losses by microbatch of the whole model on one process, by plain autograd.
+
+    Each stage's gradients are summed over the microbatches in the order of its weight gradients in ``schedule``: sums
+    of floating-point numbers depend on it.
+    """
+    store = WeightGradients()
+    stages = [make_stage(stage, store) for stage in range(schedule.placement.stages)]
+    parameters = [list(stage.parameters()) for stage in stages]
+    single: dict[tuple[int, int], list[Tensor]] = {}
+    losses = {}
+    for m in range(schedule.microbatches):
+        loss = loss_of(nn.Sequential(*stages)(data(m)))
+        losses[m] = loss.detach()
+        found = iter(torch.autograd.grad(loss, [p for group in parameters for p in group]))
+        for stage, group in enumerate(parameters):
+            single[stage, m] = [next(found) for _ in group]
+    sums: dict[int, list[Tensor]] = {}
+    for _, work in schedule.passes():
+        if work.kind in (Kind.W, Kind.B):
+            gradients = single[work.stage, work.microbatch]
+            earlier = sums.get(work.stage)
+            sums[work.stage] = (
+                [g.clone() for g in gradients]
+                if earlier is None
+                else [a + g for a, g in zip(earlier, gradients, strict=True)]
+            )
+    return sums, losses

@@ -1,0 +1,295 @@
+"""Transport over gloo between real processes: order, overlap, lifetime of tensors, and ends without hanging."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.schedules.planning.placement import interleaved, sequential, v_shape
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.program import Channel, channels_of
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
+from tests.runtime.random_schedules import random_schedule
+from tests.runtime.ranks import outcomes_of, run_ranks
+
+CPU = torch.device("cpu")
+SPEC = MessageSpec(SHAPE, torch.float32, CPU)
+ONE = MessageSpec((4,), torch.float32, CPU)
+BOTH_WAYS = [Channel(0, 1), Channel(1, 0)]
+
+
+def _world() -> list[int]:
+    return list(range(dist.get_world_size()))
+
+
+def _run_all(schedules: list[Schedule], rank: int, channels: Channels) -> list[tuple[dict, dict]]:
+    """Carry out each schedule as pipeline rank ``rank``; its gradients (as lists) and losses."""
+    found = []
+    for schedule in schedules:
+        placement = schedule.placement
+        program = lower(schedule)[rank]
+        stages = PlainStages(placement.stages_of(rank), placement.last_stage)
+        run(program, stages, GroupTransport(channels, SPEC))
+        gradients = {s: [g.numpy() for g in grads] for s, grads in stages.gradients().items()}
+        found.append((gradients, {m: loss.item() for m, loss in stages.losses.items()}))
+    return found
+
+
+def _every_pair_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
+    world = _world()
+    pairs = [Channel(a, b) for a in world for b in world if a != b]
+    return _run_all(schedules, dist.get_rank(), make_channels([world], pairs))
+
+
+def _check_gradients(schedules: list[Schedule], found: list[list[tuple[dict, dict]]]) -> None:
+    for index, schedule in enumerate(schedules):
+        expected, losses = without_pipeline(schedule)
+        seen = {}
+        for rank_found in found:
+            gradients, rank_losses = rank_found[index]
+            seen |= rank_losses
+            for stage, grads in gradients.items():
+                for gradient, reference in zip(grads, expected[stage], strict=True):
+                    assert torch.equal(torch.from_numpy(gradient), reference), f"{schedule.name} stage {stage}"
+        assert seen == {m: loss.item() for m, loss in losses.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_schedules_give_the_gradients_of_a_plain_run(ranks: int):
+    """The same channels serve every schedule and every number of microbatches."""
+    schedules = [random_schedule(seed, ranks) for seed in range(100 * ranks, 100 * ranks + 12)]
+    for schedule in schedules:
+        check(lower(schedule))
+    _check_gradients(schedules, run_ranks(ranks, _every_pair_body, schedules))
+
+
+def test_two_ranks_whose_neighbours_are_the_same():
+    names = ("1f1b", "interleaved-1f1b", "zb-1p", "1f1b-v", "v-min", "v-half", "v-zb")
+    schedules = [plan(Request(name, 2, n)) for name in names for n in (1, 4, 5)]
+    _check_gradients(schedules, run_ranks(2, _every_pair_body, schedules))
+
+
+def _two_pipelines_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
+    pipelines = [[0, 2], [3, 1]]
+    placement = schedules[0].placement
+    channels = make_channels(pipelines, channels_of(placement), timeout=timedelta(seconds=20))
+    (mine,) = [p for p in pipelines if dist.get_rank() in p]
+    return _run_all(schedules, mine.index(dist.get_rank()), channels)
+
+
+def test_two_pipelines_side_by_side_in_any_order_of_ranks():
+    schedules = [plan(Request("v-half", 2, n)) for n in (3, 6)]
+    found = run_ranks(4, _two_pipelines_body, schedules)
+    _check_gradients(schedules, [found[0], found[2]])
+    _check_gradients(schedules, [found[3], found[1]])
+
+
+def _refuse_body() -> str:
+    try:
+        make_channels([[0], [0]] if dist.get_rank() == 0 else [[0]], [])
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_process_must_be_in_one_pipeline():
+    assert run_ranks(2, _refuse_body) == [
+        "global rank 0 is in 2 of the pipelines [[0], [0]]; it must be in one",
+        "global rank 1 is in 0 of the pipelines [[0]]; it must be in one",
+    ]
+
+
+def _order_body() -> list[float]:
+    """Each side posts both sends before either receives: nothing may wait for the other direction."""
+    rank = dist.get_rank()
+    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), ONE)
+    for k in range(8):
+        transport.send(1 - rank, torch.full((4,), float(10 * rank + k)))
+    pending = [transport.receive(1 - rank) for _ in range(8)]
+    got = [p.wait()[0].item() for p in reversed(pending)]  # waited for in another order than posted
+    transport.finish()
+    return got[::-1]
+
+
+def test_messages_arrive_in_order_whatever_is_waited_for_first():
+    assert run_ranks(2, _order_body) == [[10.0 + k for k in range(8)], [0.0 + k for k in range(8)]]
+
+
+def _dtypes_body() -> list[bool]:
+    rank = dist.get_rank()
+    channels = make_channels([[0, 1]], BOTH_WAYS)
+    same = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        transport = GroupTransport(channels, MessageSpec((5, 3), dtype, CPU))
+        tensor = torch.arange(15.0).to(dtype).view(3, 5).t()  # not contiguous
+        pending = transport.receive(1 - rank)
+        transport.send(1 - rank, tensor)
+        same.append(torch.equal(pending.wait(), tensor))
+        transport.finish()
+    return same
+
+
+def test_any_dtype_and_layout():
+    assert run_ranks(2, _dtypes_body) == [[True] * 4] * 2
+
+
+def _mismatch_body() -> str:
+    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), ONE)
+    try:
+        transport.send(1 - dist.get_rank(), torch.zeros(5))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_message_unlike_the_agreed_one_is_refused():
+    assert run_ranks(2, _mismatch_body) == ["a message of torch.float32 (4,) was agreed, not torch.float32 (5,)"] * 2
+
+
+def _lifetime_body() -> list[int]:
+    """Rank 0 sends and drops its tensors at once; memory is reused while rank 1 has posted nothing."""
+    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), MessageSpec((1000,), torch.float32, CPU))
+    counts = []
+    if dist.get_rank() == 0:
+        for k in range(10):
+            transport.send(1, torch.full((1000,), float(k)))
+        counts.append(transport.unfinished)
+        noise = [torch.full((1000,), -1.0) for _ in range(100)]
+        dist.barrier()
+        dist.barrier()  # rank 1 has them all
+        deadline = time.monotonic() + 10
+        while transport.unfinished and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(transport.unfinished)  # let go of without finish
+        del noise
+        gc.collect()
+    else:
+        dist.barrier()
+        for k in range(10):
+            assert torch.equal(transport.receive(0).wait(), torch.full((1000,), float(k)))
+        dist.barrier()
+    transport.finish()
+    return counts
+
+
+def test_storage_is_kept_until_sent_and_let_go_of_while_running():
+    assert run_ranks(2, _lifetime_body)[0] == [10, 0]
+
+
+def _overlap_body() -> float:
+    """Rank 1 computes (sleeps) while its message comes; rank 0 goes on while its message leaves."""
+    spec = MessageSpec((1 << 20,), torch.float32, CPU)
+    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), spec)
+    dist.barrier()
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        for _ in range(4):
+            transport.send(1, torch.zeros(spec.shape))
+        took = time.monotonic() - started  # before rank 1 has posted any receive
+        dist.barrier()
+    else:
+        dist.barrier()
+        pending = [transport.receive(0) for _ in range(4)]
+        time.sleep(1.0)
+        started = time.monotonic()
+        for p in pending:
+            p.wait()
+        took = time.monotonic() - started
+    transport.finish()
+    return took
+
+
+def test_transfers_overlap_computing():
+    posting, waiting = run_ranks(2, _overlap_body)
+    assert posting < 0.5 and waiting < 0.2
+
+
+class Breaking(PlainStages):
+    """Stages that break at one pass."""
+
+    how = "raise"
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        if microbatch == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleep":
+                time.sleep(6)
+            raise ValueError("broken on purpose")
+        return super().backward(stage, microbatch, gradient)
+
+
+def _breaking_body(schedule: Schedule, broken: int, how: str) -> None:
+    rank, placement = dist.get_rank(), schedule.placement
+    channels = make_channels([_world()], channels_of(placement), timeout=timedelta(seconds=3))
+    kind = Breaking if rank == broken else PlainStages
+    Breaking.how = how
+    stages = kind(placement.stages_of(rank), placement.last_stage)
+    run(lower(schedule)[rank], stages, GroupTransport(channels, SPEC))
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_rank_that_breaks_ends_all_of_them(how: str, broken: int):
+    schedule = plan(Request("v-half", 4, 6))
+    outcomes = outcomes_of(4, _breaking_body, schedule, broken, how, timeout=30)
+    for rank, outcome in enumerate(outcomes):
+        if rank != broken:
+            assert outcome.exit_code == 1 and outcome.error is not None
+            assert f"on pipeline rank {rank} of 4, at " in outcome.error
+            assert outcome.seconds < 20
+    if how == "raise":
+        error = outcomes[broken].error
+        assert error is not None and "ValueError: broken on purpose" in error
+        assert f"on pipeline rank {broken} of 4, at " in error
+    else:
+        assert outcomes[broken].exit_code == -signal.SIGKILL
+
+
+def test_a_rank_that_hangs_makes_the_others_time_out():
+    schedule = plan(Request("v-half", 2, 4))
+    waiting, hanging = outcomes_of(2, _breaking_body, schedule, 1, "sleep", timeout=30)
+    assert waiting.error is not None and "Timed out" in waiting.error
+    assert "on pipeline rank 0 of 2, at " in waiting.error
+    assert waiting.seconds < hanging.seconds - 1
+
+
+def _forward_only_body(schedules: list[Schedule]) -> list[dict[int, float]]:
+    rank = dist.get_rank()
+    channels = make_channels([_world()], channels_of(schedules[0].placement))
+    found = []
+    for schedule in schedules:
+        placement = schedule.placement
+        stages = PlainStages(placement.stages_of(rank), placement.last_stage)
+        run(lower(schedule)[rank], stages, GroupTransport(channels, SPEC))
+        found.append({m: loss.item() for m, loss in stages.losses.items()})
+    return found
+
+
+@pytest.mark.parametrize("name", ["v-half", "interleaved-1f1b"])
+def test_forwards_alone(name: str):
+    schedules = [plan(Request(name, 3, n)).forward_only() for n in (1, 2, 7)]
+    found = run_ranks(3, _forward_only_body, schedules)
+    for index, schedule in enumerate(schedules):
+        losses = {m: loss for rank_found in found for m, loss in rank_found[index].items()}
+        expected = without_pipeline(plan(Request(name, 3, schedule.microbatches)))[1]
+        assert losses == {m: loss.item() for m, loss in expected.items()}
+
+
+def test_placements_here_are_the_ones_meant():
+    assert plan(Request("v-half", 2, 2)).placement == v_shape(2)
+    assert plan(Request("interleaved-1f1b", 2, 2)).placement == interleaved(2, 2)
+    assert plan(Request("zb-1p", 2, 2)).placement == sequential(2)

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Builds a text corpus without a download: the source files of the Python installation that runs this.
+
+Each line of the JSONL is one source file, ``{"path": ..., "text": ...}``. The same Python and size give the
+same corpus, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# Tests and third-party packages: not prose of the language, and not the same on every machine.
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def source_files(library: Path) -> list[Path]:
+    """The ``*.py`` files under ``library``, tests and installed packages left out, in a fixed mixed order.
+
+    The order is that of a hash of each file's path, so that a corpus cut short at any size holds files from
+    the whole library and not those at the front of the alphabet.
+    """
+    found = (path.relative_to(library) for path in library.rglob("*.py"))
+    kept = (path for path in found if not _LEFT_OUT.intersection(path.parts))
+    return sorted(kept, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+
+
+def documents(library: Path, limit: int) -> Iterator[tuple[str, str]]:
+    """Yields (path, text) of the source files that fit in turn into ``limit`` bytes of UTF-8 text in all."""
+    left = limit
+    for path in source_files(library):
+        try:
+            with tokenize.open(library / path) as file:
+                text = file.read()
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue  # unreadable here, or in an encoding it does not declare
+        size = len(text.encode())
+        if text.strip() and size <= left:
+            left -= size
+            yield path.as_posix(), text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--megabytes", type=float, default=6.0, help="most text to take, in 10^6 bytes")
+    arguments = parser.parse_args(argv)
+    if not arguments.megabytes > 0:
+        parser.error(f"--megabytes must be above 0, not {arguments.megabytes:g}")
+
+    library = Path(sysconfig.get_path("stdlib"))
+    partial = arguments.output.with_name(arguments.output.name + ".partial")
+    count = size = 0
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            for path, text in documents(library, int(arguments.megabytes * 1e6)):
+                file.write(json.dumps({"path": path, "text": text}) + "\n")
+                count += 1
+                size += len(text.encode())
+    except OSError as error:
+        parser.error(f"cannot write {arguments.output}: {error.strerror}")
+    if not count:
+        partial.unlink()
+        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
+    partial.replace(arguments.output)
+    print(f"{arguments.output}: {count} source files from {library}, {size / 1e6:.1f} MB of text")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
