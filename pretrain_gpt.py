@@ -11,13 +11,13 @@ from megatron.schedules.integration import cpu_standin
 if cpu_standin.needed():
     cpu_standin.enable()
 
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import pretrain  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
 
-from megatron.schedules import install  # noqa: E402
-from megatron.schedules.integration import gpt  # noqa: E402
+from megatron.schedules import install
+from megatron.schedules.integration import gpt
 
 
 def main() -> None:

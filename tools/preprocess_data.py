@@ -16,25 +16,31 @@ from __future__ import annotations
 
 import argparse
 import glob
+import itertools
 import json
+import logging
 import multiprocessing
 import os
+import re
 import sys
-import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
-_DOCUMENTS_A_TASK = 16  # enough that passing a document between processes costs little
+# Megatron's tokenizers that do not read text: numbers, pictures, conversations.
+_NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer", "SFTTokenizer"})
+_DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
+_HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
 class InputError(ValueError):
@@ -45,6 +51,13 @@ class Document(NamedTuple):
     """The texts of one document, one for each JSON key, and its size in the input, in bytes."""
 
     texts: tuple[str, ...]
+    size: int
+
+
+class Encoded(NamedTuple):
+    """The token ids (tokens,) of each text of a document, and its size in the input, in bytes."""
+
+    ids: tuple[np.ndarray, ...]
     size: int
 
 
@@ -73,12 +86,8 @@ def input_files(patterns: Sequence[str]) -> list[Path]:
             continue
         matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
         if not matches:
-            why = (
-                "is a folder; name its files, as in 'FOLDER/**/*.txt'"
-                if Path(pattern).is_dir()
-                else "no such file"
-            )
-            raise InputError(f"--input {pattern}: {why}")
+            is_folder = "is a folder; name its files, as in 'FOLDER/**/*.txt'"
+            raise InputError(f"--input {pattern}: {is_folder if Path(pattern).is_dir() else 'no such file'}")
         files.update(dict.fromkeys(matches))
     return list(files)
 
@@ -112,22 +121,23 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path}:{number}: not JSON: {error}") from error
+            except UnicodeDecodeError as error:
+                raise InputError(f"{where}: not UTF-8 text") from error
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where}: not JSON: {error}") from error
             if not isinstance(record, dict):
-                raise InputError(f"{path}:{number}: not a JSON object")
-            texts = []
+                raise InputError(f"{where}: not a JSON object")
             for key in keys:
-                text = record.get(key)
-                if not isinstance(text, str):
-                    what = (
-                        "is not a string" if key in record else f"is missing; the keys are {sorted(record)}"
-                    )
-                    raise InputError(f"{path}:{number}: key {key!r} {what}")
-                texts.append(text)
-            yield Document(tuple(texts), len(line))
+                if key not in record:
+                    raise InputError(f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}")
+                if not isinstance(record[key], str):
+                    raise InputError(f"{where}: the value of {key!r} is not a string")
+                if _HALF_A_SURROGATE_PAIR.search(record[key]):
+                    raise InputError(f"{where}: {key!r} holds half a surrogate pair, which is no text")
+            yield Document(tuple(record[key] for key in keys), len(line))
 
 
 # --- tokenizing --------------------------------------------------------------------------------------------
@@ -149,19 +159,19 @@ def build_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
                 _eos_id=BYTE_LEVEL_EOD,
                 _pad_id=BYTE_LEVEL_EOD,
             )
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as stock_build_tokenizer
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build_stock_tokenizer
 
-        # The padding of the vocabulary is the model's affair, and depends on flags that are not asked for here.
+        # Padding the vocabulary is the model's affair, and depends on flags that are not asked for here.
         arguments.pad_vocab_size = False
-        return stock_build_tokenizer(arguments)
-    # Each library has its own kinds of error for a missing package, file or vocabulary: all are bad input here.
+        return build_stock_tokenizer(arguments)
+    # Each library has its own errors for a missing package, file or vocabulary: all are bad input here.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"cannot build {arguments.tokenizer_type}: {reason[:300]}") from error
 
 
 class Encoder:
-    """Turns a document into token ids: for each key an array (tokens,) of the dataset's integer type.
+    """Turns a document into token ids of the dataset's integer type.
 
     Args:
         tokenizer: gives the ids and the end-of-document token.
@@ -174,48 +184,46 @@ class Encoder:
         self._dtype = dtype
         self._append_eod = append_eod
 
-    def __call__(self, document: Document) -> tuple[list[np.ndarray], int]:
-        """Returns the ids of each text (none for an empty text), and the document's size in bytes."""
-        encoded = []
-        for text in document.texts:
-            ids = self._tokenizer.tokenize(text)
-            if ids and self._append_eod:
-                ids = [*ids, self._tokenizer.eod]
-            encoded.append(np.asarray(ids, dtype=self._dtype))
-        return encoded, document.size
+    def __call__(self, document: Document) -> Encoded:
+        """The ids of each text of ``document``; none for an empty text."""
+        return Encoded(tuple(map(self._ids, document.texts)), document.size)
+
+    def _ids(self, text: str) -> np.ndarray:
+        ids = self._tokenizer.tokenize(text)
+        if ids and self._append_eod:
+            ids = [*ids, self._tokenizer.eod]
+        return np.asarray(ids, dtype=self._dtype)
 
 
-# The forked workers find the encoder here: a tokenizer need not survive pickling.
-_worker_encoder: list[Encoder] = []
-
-
-def _encode_in_worker(document: Document) -> tuple[list[np.ndarray], int]:
-    return _worker_encoder[0](document)
-
-
-def encode_all(
-    documents: Iterator[Document], encoder: Encoder, workers: int
-) -> Iterator[tuple[list[np.ndarray], int]]:
+def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Yields what ``encoder`` makes of each document, in order, computed by ``workers`` processes."""
     if workers == 1:
         yield from map(encoder, documents)
         return
-    # Pool.imap would read the whole input ahead of the workers, so the reader waits for a place in the queue.
-    places = threading.BoundedSemaphore(workers * _DOCUMENTS_A_TASK * 4)
+    # Forked, so that a tokenizer need not survive pickling. Only so many batches are under way at a time:
+    # the input may be larger than memory.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(encoder,)) as pool:
+        under_way: deque[Future[list[Encoded]]] = deque()
+        for batch in itertools.batched(documents, _DOCUMENTS_A_TASK):
+            under_way.append(pool.submit(_encode_batch, batch))
+            if len(under_way) == 4 * workers:
+                yield from under_way.popleft().result()
+        while under_way:
+            yield from under_way.popleft().result()
 
-    def paced() -> Iterator[Document]:
-        for document in documents:
-            places.acquire()
-            yield document
 
-    _worker_encoder[:] = [encoder]
-    try:
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
-            for result in pool.imap(_encode_in_worker, paced(), chunksize=_DOCUMENTS_A_TASK):
-                places.release()
-                yield result
-    finally:
-        _worker_encoder.clear()
+_encoder_of_this_worker: Encoder
+
+
+def _adopt(encoder: Encoder) -> None:
+    """Keeps the encoder in a worker process, where a batch finds it."""
+    global _encoder_of_this_worker
+    _encoder_of_this_worker = encoder
+
+
+def _encode_batch(batch: Sequence[Document]) -> list[Encoded]:
+    return list(map(_encoder_of_this_worker, batch))
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -236,7 +244,7 @@ class DatasetWriter:
         self.documents = 0
         self.tokens = 0
         self._partial = prefix.with_name(prefix.name + ".partial")
-        self._builder: IndexedDatasetBuilder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=dtype)
+        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=dtype)
 
     def add(self, ids: np.ndarray) -> None:
         """Adds a document of token ids (tokens,); an empty one is left out, as Megatron has no use for it."""
@@ -246,13 +254,7 @@ class DatasetWriter:
             self.tokens += len(ids)
 
     def finish(self) -> None:
-        """Writes the index and gives both files their names.
-
-        Raises:
-            InputError: there was no document.
-        """
-        if not self.documents:
-            raise InputError(f"nothing to write to {self.prefix}.bin: the input holds no text")
+        """Writes the index and gives both files their names."""
         self._builder.finalize(f"{self._partial}.idx")
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._partial}{suffix}", f"{self.prefix}{suffix}")
@@ -278,35 +280,32 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
     files = input_files(arguments.input)
     keys = arguments.json_keys
     if keys != ["text"] and not all(is_jsonl(path, arguments.input_format) for path in files):
-        raise InputError(
-            "--json-keys is for JSONL, and the input has text files (--input-format says otherwise)"
-        )
+        raise InputError("--json-keys is for JSONL, but some input is text (see --input-format)")
     prefix = Path(arguments.output_prefix)
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output-prefix {prefix}: {error.strerror}") from error
-
     tokenizer = build_tokenizer(arguments)
     from megatron.core.datasets.indexed_dataset import DType
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    encoder = Encoder(tokenizer, dtype, arguments.append_eod)
     documents = read_documents(files, arguments.input_format, keys)
+    encoder = Encoder(tokenizer, dtype, arguments.append_eod)
     count = size = 0
     started = reported = time.monotonic()
     writers: list[DatasetWriter] = []
     try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         for key in keys:
             writers.append(DatasetWriter(prefix.with_name(f"{prefix.name}_{key}_document"), dtype))
-        for encoded, document_size in encode_all(documents, encoder, arguments.workers):
-            for writer, ids in zip(writers, encoded, strict=True):
+        for encoded in encode_all(documents, encoder, arguments.workers):
+            for writer, ids in zip(writers, encoded.ids, strict=True):
                 writer.add(ids)
             count += 1
-            size += document_size
+            size += encoded.size
             if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 _report(count, size, reported - started)
+        for key, writer in zip(keys, writers, strict=True):
+            if not writer.documents:
+                raise InputError(f"the input holds no text under {key!r}: nothing to write")
         for writer in writers:
             writer.finish()
     except OSError as error:
@@ -326,26 +325,19 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    group = parser.add_argument_group("input and output")
-    group.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="text or JSONL files, or globs"
-    )
-    group.add_argument(
+    add = parser.add_argument_group("input and output").add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="text files, JSONL files, globs")
+    formats = ["auto", "text", "jsonl"]
+    add(
         "--input-format",
-        choices=["auto", "text", "jsonl"],
+        choices=formats,
         default="auto",
-        help="auto (the default) takes .jsonl and .json for JSONL and all else for text",
+        help="auto: .jsonl and .json are JSONL, all else text",
     )
-    group.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx"
-    )
-    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="default: text")
-    group.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
-    group.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1"
-    )
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="default: text")
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1")
 
     # Megatron's flags take seconds to import; byte level has none.
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -367,23 +359,31 @@ def _add_stock_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
-    ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer, as in Megatron's training")
-    for action in parser._actions:
+    group = ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer, as in Megatron's training")
+    for action in group._group_actions:
         if action.dest == "tokenizer_type":
-            action.choices = [BYTE_LEVEL, *(action.choices or ())]
+            action.choices = [BYTE_LEVEL, *(name for name in action.choices if name not in _NOT_FOR_TEXT)]
             action.default = BYTE_LEVEL
             action.help = f"default: {BYTE_LEVEL}, UTF-8 bytes and an end-of-document token (257 ids)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    # Workers do the parallel work; a tokenizer library that adds threads of its own warns after a fork.
+    # Megatron and torch say at import what this machine lacks: no matter for tokenizing.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # The workers are the parallelism; a library that adds threads of its own would warn after each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         writers = preprocess(arguments)
     except InputError as error:
         print(f"preprocess_data.py: error: {error}", file=sys.stderr)
         return 2
+    except BrokenProcessPool:
+        print("preprocess_data.py: error: a worker was killed, perhaps for want of memory", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     for writer in writers:
         print(f"{writer.prefix}.bin and .idx: {writer.documents} documents, {writer.tokens} tokens")
     flags = f"--tokenizer-type {arguments.tokenizer_type}"

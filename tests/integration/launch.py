@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-class JobFailed(AssertionError):
+class JobError(AssertionError):
     """A rank failed, died or hung; the message holds every rank's output."""
 
 
@@ -25,7 +25,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     """Fork ``world`` ranks that each call ``work(*args)`` with torchrun's environment set; their results by rank.
 
     Raises:
-        JobFailed: where a rank raises, exits or is killed, or the job takes longer than ``timeout`` seconds.
+        JobError: where a rank raises, exits or is killed, or the job takes longer than ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
@@ -46,7 +46,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
         if failed or hung:
             output = "\n".join(f"--- rank {r}\n{_read(Path(folder) / f'{r}.log')}" for r in range(world))
             what = f"ranks hung for {timeout:g} s: {hung}" if hung else f"exit status by rank: {failed}"
-            raise JobFailed(f"{what}\n{output}")
+            raise JobError(f"{what}\n{output}")
         return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 
@@ -67,9 +67,9 @@ def _fork(rank: int, world: int, port: int, folder: Path, work: Callable[..., An
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            with redirect_stdout(io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)):
-                with redirect_stderr(sys.stdout):
-                    result = work(*args)
+            output = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True)
+            with redirect_stdout(output), redirect_stderr(output):
+                result = work(*args)
             (folder / f"{rank}.pkl").write_bytes(pickle.dumps(result))
             code = 0
         except SystemExit as leaving:

@@ -22,9 +22,7 @@ TOGETHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
 SEVERAL_I_AHEAD = "F0 F1 I0 F2 I1 I2 W0 W1 W2"
 
 
-def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120, **state: Any
-) -> list[Any]:
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120, **state: Any) -> list[Any]:
     """What ``body(*args)`` returns on each of ``world_size`` ranks, in rank order.
 
     Args:
@@ -124,9 +122,7 @@ def config(**changes: Any) -> Any:
 class Block(torch.nn.Module):
     """Column then row parallel, something nonlinear between, then a head: (s, b, 8) -> (s, b, 16 / tp)."""
 
-    def __init__(
-        self, settings: Any, bias: bool = True, head_weight: torch.nn.Parameter | None = None
-    ) -> None:
+    def __init__(self, settings: Any, bias: bool = True, head_weight: torch.nn.Parameter | None = None) -> None:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
         super().__init__()
@@ -186,9 +182,7 @@ def inputs_of(microbatches: int, dtype: torch.dtype, sequence_parallel: bool = F
         size = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()
     generator = torch.Generator().manual_seed(5)
-    whole = [
-        torch.randn(SEQUENCE * size, BATCH, 8, generator=generator, dtype=dtype) for _ in range(microbatches)
-    ]
+    whole = [torch.randn(SEQUENCE * size, BATCH, 8, generator=generator, dtype=dtype) for _ in range(microbatches)]
     return [x.chunk(size)[rank].clone().requires_grad_() for x in whole]
 
 
@@ -230,9 +224,7 @@ def assert_same(name: str, ours: list[Tensor | None], stocks: list[Tensor | None
         if our is None or stock is None:
             assert our is stock, f"{name} {index}: {our} against stock's {stock}"
         else:
-            assert our.dtype == stock.dtype and torch.equal(our, stock), (
-                f"{name} {index} differs from stock's"
-            )
+            assert our.dtype == stock.dtype and torch.equal(our, stock), f"{name} {index} differs from stock's"
 
 
 def compare(

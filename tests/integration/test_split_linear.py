@@ -38,9 +38,7 @@ def _gpt(sequence_parallel: bool) -> None:
     torch.manual_seed(1)
     # torch's norm is all that stock finds here, and it refuses sequence parallelism for the sake of the
     # norms' own gradients (summed over ranks at the end of the iteration), which is no matter for this test.
-    WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(
-        hidden_size, eps
-    )
+    WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
     settings = helpers.config(
         num_layers=2, sequence_parallel=sequence_parallel, attention_dropout=0.0, hidden_dropout=0.0
     )
@@ -177,9 +175,7 @@ def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
                 else:
                     store.run(0, m)
         if overlap and iteration:
-            assert all(group.grad_reduce_handle is not None for group in ours.bucket_groups), (
-                "reduction started in W"
-            )
+            assert all(group.grad_reduce_handle is not None for group in ours.bucket_groups), "reduction started in W"
         for chunk in (stock, ours):
             chunk.finish_grad_sync()
         stock_parameters, our_parameters = (dict(chunk.module.named_parameters()) for chunk in (stock, ours))
@@ -198,7 +194,5 @@ def _sync(chunk: Any, last: bool) -> Any:
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(
-    overlap: bool, distributed_optimizer: bool
-):
+def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(overlap: bool, distributed_optimizer: bool):
     helpers.run_ranks(2, _data_parallel, overlap, distributed_optimizer)

@@ -9,21 +9,62 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pretrain_gpt  # noqa: E402 - its import turns the CPU stand-in on, once for all forked ranks
-import torch  # noqa: E402
-from launch import run_ranks  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
-from megatron.core.utils import get_attr_wrapped_model, get_model_config  # noqa: E402
-from megatron.training import arguments, training  # noqa: E402
+import torch
+from launch import run_ranks
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import training
 
-MODEL = (
-    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--vocab-size 96 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --lr 1e-3 --min-lr 1e-4 "
-    "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-bias-dropout-fusion --no-persist-layer-norm --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
-    "--eval-iters 1 --eval-interval 1000 --log-interval 1 --seed 7"
-).split()
+import pretrain_gpt
+
+MODEL = [
+    "--num-layers",
+    "8",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--vocab-size",
+    "96",
+    "--make-vocab-size-divisible-by",
+    "16",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--mock-data",
+    "--micro-batch-size",
+    "1",
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--distributed-backend",
+    "gloo",
+    "--transformer-impl",
+    "local",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--num-workers",
+    "0",
+    "--eval-iters",
+    "1",
+    "--eval-interval",
+    "1000",
+    "--log-interval",
+    "1",
+    "--seed",
+    "7",
+]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
@@ -35,26 +76,29 @@ class Result(NamedTuple):
         evaluations: the losses of validation and test.
         gradients: every parameter's main_grad after the first iteration's schedule, by its name in the whole model and
             the ranks that hold it (data, tensor).
+        weights: every parameter at the end, named likewise.
         peaks: bytes of activations at most held, by pipeline rank (only where asked for).
     """
 
     losses: list[float]
     evaluations: list[float]
     gradients: dict[tuple[str, int, int], torch.Tensor]
+    weights: dict[tuple[str, int, int], torch.Tensor]
     peaks: list[int]
 
 
 def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks."""
     ranks = run_ranks(world, _rank, list(flags), timeout=timeout)
-    gradients: dict[tuple[str, int, int], torch.Tensor] = {}
+    gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
-    return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, [rank["peak"] for rank in ranks])
+        weights.update(rank["weights"])
+    return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, weights, [rank["peak"] for rank in ranks])
 
 
 def _rank(flags: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "peak": 0}
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
     _listen(seen)
@@ -78,17 +122,31 @@ def _listen(seen: dict[str, Any]) -> None:
         return result
 
     training.training_log, training.evaluate = training_log, evaluate
-    stock_finalize = training.finalize_model_grads
+    stock_pretrain = pretrain_gpt.pretrain
 
-    def finalize(model: Any, *args: Any, **kwargs: Any) -> None:
-        stock_finalize(model, *args, **kwargs)
-        if not seen["gradients"]:
-            seen["gradients"] = _gradients(model)
+    def pretrain(*args: Any, **kwargs: Any) -> None:
+        choose = training.get_forward_backward_func
+        training.get_forward_backward_func = lambda *a, **k: _recorded(choose(*a, **k), seen)
+        stock_pretrain(*args, **kwargs)
 
-    training.finalize_model_grads = finalize
+    pretrain_gpt.pretrain = pretrain
 
 
-def _gradients(model: Any) -> dict[tuple[str, int, int], torch.Tensor]:
+def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
+    def call(*, model: Any, forward_only: bool = False, **rest: Any) -> Any:
+        result = schedule(model=model, forward_only=forward_only, **rest)
+        if not forward_only:
+            if not seen["gradients"]:
+                seen["gradients"] = _gradients(model, lambda parameter: parameter.main_grad)
+            seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
+        else:
+            seen["weights"] = _gradients(model, lambda parameter: parameter.data)
+        return result
+
+    return call
+
+
+def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tensor]:
     found = {}
     data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in model:
@@ -100,5 +158,5 @@ def _gradients(model: Any) -> dict[tuple[str, int, int], torch.Tensor]:
             if "layers" in parts:
                 at = parts.index("layers") + 1
                 parts[at] = str(int(parts[at]) + offset)
-            found[".".join(parts), data, tensor] = parameter.main_grad.clone()
+            found[".".join(parts), data, tensor] = value(parameter).clone()
     return found

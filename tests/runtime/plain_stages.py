@@ -34,18 +34,15 @@ class SplitLinear(nn.Module):
 
 class _Deferring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, store, key):  # noqa: ANN001, ANN205 - autograd's own signature
+    def forward(ctx, x, weight, bias, store, key):
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.store, ctx.key = bias, store, key
-        # An input that needs no gradient (the first stage's) would leave this without a backward.
-        return nn.functional.linear(x, weight.detach(), bias.detach()).requires_grad_()
+        return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.store.defer(
-            ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=(weight, ctx.bias)
-        )
+        ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=(weight, ctx.bias))
         return grad.mm(weight), None, None, None, None
 
 
@@ -80,8 +77,6 @@ class PlainStages:
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         assert (activation is None) == (stage == 0)
         x = data(microbatch) if activation is None else activation.requires_grad_()
-        # With an input that needs no gradient nothing would run the layers' backward.
-        x.requires_grad_()
         with self.store.split(stage, microbatch) if split else nullcontext():
             output = self.modules[stage](x)
             if stage == self._last_stage:
@@ -112,8 +107,8 @@ class PlainStages:
 def without_pipeline(schedule: Schedule) -> tuple[dict[int, list[Tensor]], dict[int, Tensor]]:
     """Gradients by stage and losses by microbatch of the whole model on one process, by plain autograd.
 
-    Each stage's gradients are summed over the microbatches in the order of its weight gradients in ``schedule``: sums
-    of floating-point numbers depend on it.
+    Each stage's gradients are summed over the microbatches in the order of its weight gradients in
+    ``schedule``: sums of floating-point numbers depend on it.
     """
     store = WeightGradients()
     stages = [make_stage(stage, store) for stage in range(schedule.placement.stages)]

@@ -35,7 +35,9 @@ class Outcome:
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """What ``body(*args)`` returns on each rank, in rank order; raises with the traceback of any rank that raised."""
+    """What ``body(*args)`` returns on each rank, in rank order; raises with the traceback of any rank that
+    raised.
+    """
     outcomes = outcomes_of(world_size, body, *args, timeout=timeout)
     for rank, outcome in enumerate(outcomes):
         if outcome.error or outcome.exit_code:
@@ -63,7 +65,9 @@ def outcomes_of(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(rank, world_size, f"{folder}/store", group_timeout, theirs, body, args), daemon=True
+                target=_rank,
+                args=(rank, world_size, f"{folder}/store", group_timeout, theirs, body, args),
+                daemon=True,
             )
             process.start()
             theirs.close()

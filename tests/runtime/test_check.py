@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -53,14 +54,12 @@ def test_traffic_of_sound_programs():
 
 
 def test_both_ends_must_mean_the_same_message():
-    message = refused(
-        sequential(2), 2, "0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1"
-    )
+    message = refused(sequential(2), 2, "0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
     assert message == "message 0 on channel 0->1 is 0SEND_F0, but rank 1 posts 1RECV_F1"
 
 
 def test_the_two_streams_of_a_v_must_not_be_swapped():
-    """Between the same two ranks an activation and a gradient of equal shape: nothing but order tells them apart."""
+    """An activation and a gradient of equal shape go the same way: nothing but order tells them apart."""
     message = refused(
         v_shape(2),
         2,
@@ -78,15 +77,9 @@ def test_every_send_needs_its_receive_and_the_other_way_round():
 
 
 def test_ranks_that_wait_for_each_other():
-    message = refused(
-        interleaved(2, 2), 1, "2RECV_F0 2F0 2SEND_F0 0F0 0SEND_F0", "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0"
-    )
-    assert message == (
-        "message 0 on channel 0->1 is 2SEND_F0, but rank 1 posts 1RECV_F0"
-    )
-    message = refused(
-        interleaved(2, 2), 2, "2RECV_F0 2F0 0F0 0SEND_F0 2SEND_F0", "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0"
-    )
+    message = refused(interleaved(2, 2), 1, "2RECV_F0 2F0 2SEND_F0 0F0 0SEND_F0", "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0")
+    assert message == ("message 0 on channel 0->1 is 2SEND_F0, but rank 1 posts 1RECV_F0")
+    message = refused(interleaved(2, 2), 2, "2RECV_F0 2F0 0F0 0SEND_F0 2SEND_F0", "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0")
     assert message == (
         "ranks wait for each other: rank 0 at 2F0 for message 0 of channel 1->0; "
         "rank 1 at 1F0 for message 0 of channel 0->1"
@@ -99,7 +92,10 @@ def test_ranks_that_wait_for_each_other():
         ("1F0", "rank 0: 1F0: stage 1 is not on this rank"),
         ("0F0", "rank 0: stage 1's input of microbatch 0 is never used"),
         ("0SEND_F0", "rank 0: 0SEND_F0 needs stage 1's input of microbatch 0, which is not there"),
-        ("0F0 0SEND_F0 0B0", "rank 0: 0B0 needs stage 0's output's gradient of microbatch 0, which is not there"),
+        (
+            "0F0 0SEND_F0 0B0",
+            "rank 0: 0B0 needs stage 0's output's gradient of microbatch 0, which is not there",
+        ),
         ("0F0 0F0", "rank 0: 0F0 gives stage 1's input of microbatch 0, which is already there"),
         ("0F0 0SEND_F0 0RECV_B0", "rank 0: stage 0's output's gradient of microbatch 0 is never used"),
     ],
@@ -147,11 +143,7 @@ def test_any_lowered_schedule_passes_and_any_swap_of_its_receives_does_not():
         check(sound)
         for rank, program in enumerate(sound):
             receives = [i for i, a in enumerate(program.actions) if a.op in (Op.RECV_F, Op.RECV_B)]
-            pairs = [
-                (i, j)
-                for i, j in zip(receives, receives[1:], strict=False)
-                if program.actions[i].peer == program.actions[j].peer
-            ]
+            pairs = [(i, j) for i, j in pairwise(receives) if program.actions[i].peer == program.actions[j].peer]
             for i, j in pairs[:2]:
                 actions = list(program.actions)
                 actions[i], actions[j] = actions[j], actions[i]

@@ -58,7 +58,9 @@ def test_any_valid_schedule_gives_the_gradients_of_a_plain_run(seed: int):
     expected, losses = without_pipeline(schedule)
     programs = lower(schedule)
     check(programs)
-    all_stages = [PlainStages(schedule.placement.stages_of(r), schedule.placement.last_stage) for r in range(len(programs))]
+    all_stages = [
+        PlainStages(schedule.placement.stages_of(r), schedule.placement.last_stage) for r in range(len(programs))
+    ]
 
     def body(program: Program, transport: Transport) -> None:
         run(program, all_stages[program.rank], transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ def test_any_valid_schedule(seed: int, forward_only: bool):
         assert _passes(program) == _without_pairs(passes, program.rank)
         _check_places(program)
     rank_of = passes.placement.rank_of
-    hops = sum(a != b for a, b in zip(rank_of, rank_of[1:], strict=False)) * passes.microbatches
+    hops = sum(a != b for a, b in pairwise(rank_of)) * passes.microbatches
     assert sum(traffic.messages.values()) == hops * (1 if forward_only else 2)
 
 

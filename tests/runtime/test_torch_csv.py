@@ -45,9 +45,7 @@ def _torch_body(csv: str, placement: Placement, microbatches: int) -> dict[int, 
         inputs = torch.zeros(ROWS, FEATURES, requires_grad=stage > 0)
         outputs = torch.zeros(ROWS, FEATURES, requires_grad=True)
         stages.append(
-            PipelineStage(
-                module, stage, placement.stages, torch.device("cpu"), input_args=inputs, output_args=outputs
-            )
+            PipelineStage(module, stage, placement.stages, torch.device("cpu"), input_args=inputs, output_args=outputs)
         )
     runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=_loss, scale_grads=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +63,14 @@ def _torch_body(csv: str, placement: Placement, microbatches: int) -> dict[int, 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
-    [("v-half", 2, 4), ("v-half", 4, 8), ("v-min", 3, 5), ("v-zb", 4, 6), ("zb-1p", 3, 6), ("interleaved-1f1b", 2, 4)],
+    [
+        ("v-half", 2, 4),
+        ("v-half", 4, 8),
+        ("v-min", 3, 5),
+        ("v-zb", 4, 6),
+        ("zb-1p", 3, 6),
+        ("interleaved-1f1b", 2, 4),
+    ],
 )
 def test_torch_runs_our_csv(name: str, ranks: int, microbatches: int):
     schedule = plan(Request(name, ranks, microbatches))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule",
         metavar="NAME",
-        help=f"Order of the pipeline's passes, in place of Megatron's own. {summaries}. Without it Megatron's own runs.",
+        help=f"Order of the pipeline's passes; Megatron's own without the flag. {summaries}.",
     )
     group.add_argument(
         "--pipeline-schedule-file",
@@ -90,7 +90,7 @@ def check(args: Any) -> Schedule:
 def refuse(message: str) -> NoReturn:
     """End this process with status 2; the first rank says why, in one line."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message}\n")
     raise SystemExit(2)
 
 
@@ -104,7 +104,9 @@ def _checked(args: Any) -> Schedule:
     if args.pipeline_schedule_file is not None and name != "file":
         raise PlanError(f"--pipeline-schedule-file goes with --pipeline-schedule file, not {name}")
     if args.pipeline_schedule_chunks is not None and name != "interleaved-1f1b":
-        raise PlanError(f"--pipeline-schedule-chunks goes with --pipeline-schedule interleaved-1f1b; {name} has its own")
+        raise PlanError(
+            f"--pipeline-schedule-chunks goes with --pipeline-schedule interleaved-1f1b; {name} has its own"
+        )
     try:
         schedule = plan(request_for(args, _microbatches(args)))
     except PlanError as error:
@@ -187,13 +189,17 @@ _UNEVEN = "layers are spread evenly over the stages so far; leave the flag out o
 _RULES = (
     _Rule(
         _layers_do_not_divide,
-        lambda f: f"has {f.schedule.placement.stages} stages ({f.schedule.placement}): --num-layers must be a multiple "
-        f"of {f.schedule.placement.stages}, not {f.args.num_layers}",
+        lambda f: (
+            f"has {f.schedule.placement.stages} stages ({f.schedule.placement}): --num-layers must be a multiple "
+            f"of {f.schedule.placement.stages}, not {f.args.num_layers}"
+        ),
     ),
     _Rule(
         _ends_elsewhere,
-        lambda f: "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
-        "the last stage on the first or the last rank",
+        lambda f: (
+            "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
+            "the last stage on the first or the last rank"
+        ),
     ),
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),

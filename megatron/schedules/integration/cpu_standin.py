@@ -1,11 +1,11 @@
-"""A stand-in for CUDA, so that stock Megatron trains on a machine without a GPU: gloo for messages, the CPU for tensors.
+"""A stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and the CPU for tensors.
 
 For tests, for the demo and for a laptop. It changes nothing where CUDA exists, because there it refuses to start.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import os
 import shutil
 import sys
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-_log = logging.getLogger(__name__)
 
 
 def needed() -> bool:
@@ -45,7 +43,7 @@ def enable() -> None:
     _replace_in_megatron()
     _OnTheCpu().__enter__()
     if os.environ.get("RANK", "0") == "0":
-        print("no CUDA device here: Megatron runs on the CPU through a stand-in (gloo, float arithmetic of the CPU)", flush=True)
+        sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
 
 
 def _asked_by_megatron() -> bool:
@@ -117,6 +115,16 @@ def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
+_MEMORY_STATISTICS = (
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "reserved_bytes.all.peak",
+    "allocation.all.current",
+    "active_bytes.all.peak",
+    "num_alloc_retries",
+)
+
 _TORCH_CUDA: dict[str, Callable[..., Any]] = {
     "is_available": lambda: _asked_by_megatron(),
     "device_count": lambda: 1 if _asked_by_megatron() else 0,
@@ -146,16 +154,6 @@ _TORCH_CUDA: dict[str, Callable[..., Any]] = {
     "mem_get_info": lambda *args: (1 << 34, 1 << 34),
 }
 
-_MEMORY_STATISTICS = (
-    "allocated_bytes.all.current",
-    "allocated_bytes.all.peak",
-    "reserved_bytes.all.current",
-    "reserved_bytes.all.peak",
-    "allocation.all.current",
-    "active_bytes.all.peak",
-    "num_alloc_retries",
-)
-
 _TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
     "manual_seed": lambda seed: torch.random.default_generator.manual_seed(int(seed)),
     "manual_seed_all": lambda seed: torch.random.default_generator.manual_seed(int(seed)),
@@ -166,9 +164,10 @@ _TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
 
 
 def _replace_in_megatron() -> None:
-    """The three places in Megatron itself that reach below ``torch.cuda``'s functions, or need a tool not shipped."""
+    """The places in Megatron itself that reach below ``torch.cuda``'s functions, or need what a GPU machine has."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import torch_norm
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.random.set_rng_state(new_state)
@@ -176,9 +175,25 @@ def _replace_in_megatron() -> None:
     def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.random.get_rng_state()
 
+    stock_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> Any:
+        if not config.sequence_parallel:
+            return stock_norm(cls, config, hidden_size, eps, **rest)
+        # Only Apex's and Transformer Engine's norms, both for GPUs, mark their parameters for sequence parallelism.
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        built = stock_norm(cls, plain, hidden_size, eps, **rest)
+        for parameter in built.parameters():
+            parameter.sequence_parallel = True
+        return built
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
-    if shutil.which("make") is None or not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
+    if shutil.which("make") is None or not os.path.exists(
+        os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")
+    ):
         # The wheel holds the compiled helpers and no Makefile to compile them again.
         dataset_utils.compile_helpers = _none
 
@@ -212,7 +227,7 @@ class _OnTheCpu(TorchFunctionMode):
 
 
 def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """``tensor.type()`` names a CUDA type, which Megatron's optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
+    """``tensor.type()`` names the CUDA type Megatron's optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
     if len(args) == 1 and not kwargs:
         return str(func(args[0])).replace("torch.", "torch.cuda.")
     wanted = args[1]

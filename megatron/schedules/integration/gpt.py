@@ -21,7 +21,7 @@ _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test data as the flags describe them, on the ranks whose chunk ``vp_stage`` reads any."""
+    """Training, validation and test data as the flags say, on the ranks whose chunk ``vp_stage`` reads any."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -56,7 +56,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """One chunk's forward on the next microbatch; the output and the loss to make of it, as stock's schedules take them."""
+    """One chunk's forward on the next microbatch: its output, and the loss to make of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -90,7 +90,7 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     return total, count, {"lm loss": reported}
 
 
-def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[Tensor | None, ...]:
+def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[Any, ...]:
     if not is_first_or_last_pipeline_stage(vp_stage):
         return (None,) * len(_BATCH)
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()

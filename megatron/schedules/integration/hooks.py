@@ -189,7 +189,12 @@ HOOKS = (
         "stock chooses its schedule by pipeline size alone",
         _get_forward_backward_func,
     ),
-    Hook(training, "get_model", "stock puts the output layer on the last rank (scripts with a model provider)", _get_model),
+    Hook(
+        training,
+        "get_model",
+        "stock puts the output layer on the last rank (scripts with a model provider)",
+        _get_model,
+    ),
     Hook(
         dist_utils,
         "build_virtual_pipeline_stages",

@@ -49,7 +49,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     def _of_stage(self, stage: int) -> list[LayerType]:
         rank = self.placement.rank_of[stage]
-        return self.layout[rank][self.placement.chunk_of(stage)]  # type: ignore[no-any-return]
+        return self.layout[rank][self.placement.chunk_of(stage)]
 
     # Arguments and configurations are copied freely, and this never changes.
     def __copy__(self) -> PlacedLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
+from megatron.training import print_rank_last
 
 from megatron.schedules.integration import tied
 from megatron.schedules.integration.losses import LossRelay
@@ -22,8 +22,6 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.program import channels_of
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-
-_log = logging.getLogger(__name__)
 
 
 class ScheduleFunction:
@@ -76,7 +74,9 @@ class ScheduleFunction:
             ValueError: for what only stock's own schedules can do.
         """
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
-            raise ValueError("collecting outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
+            raise ValueError(
+                "collecting outputs other than losses, and adjusted message shapes, need Megatron's own schedule"
+            )
         chunks: Sequence[torch.nn.Module] = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
@@ -109,6 +109,11 @@ class ScheduleFunction:
             timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
 
+    @property
+    def peak_activation_bytes(self) -> int:
+        """The most this rank has held, where it is counted; else 0."""
+        return 0 if self._meter is None else self._meter.peak
+
     def _bound_store(self, chunks: Sequence[torch.nn.Module]) -> WeightGradients:
         """The queue of weight gradients, which the model's linears know; made at the first call."""
         if self._store is None:
@@ -138,9 +143,8 @@ class ScheduleFunction:
         self._report_memory = False
         peaks: list[Any] = [None] * self._group.size()
         dist.all_gather_object(peaks, self._meter.peak, group=self._group)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
-            print(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes", flush=True)
+        each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
+        print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
 
 
 def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:

@@ -122,9 +122,7 @@ class _ForwardImpl:
         # alone. If the input needs no gradient either (everything below is frozen), something else has to
         # bring I here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
-        return _SplitLinear.apply(
-            input, anchor, weight.detach(), None if bias is None else bias.detach(), call
-        )
+        return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
 
 
 class _Call(NamedTuple):
@@ -158,9 +156,7 @@ class _SplitLinear(torch.autograd.Function):
         if call.sequence_parallel:
             assert call.group is not None
             # Stock's shared buffer: the gathered input is not saved, so the next linear may overwrite it.
-            total_input = get_global_memory_buffer().get_tensor(
-                _gathered_shape(input, call.group), input.dtype, "mpu"
-            )
+            total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = torch.matmul(total_input, weight.t())
         return output if bias is None else output + bias
@@ -233,11 +229,7 @@ class _WeightGradient:
             self._gathering.wait()
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
-        autocast = (
-            contextlib.nullcontext()
-            if self._autocast is None
-            else torch.autocast("cuda", dtype=self._autocast)
-        )
+        autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
         with autocast:
             if call.fusion:
                 gradients = [_fused(call.weight, total_input, grad_output)]

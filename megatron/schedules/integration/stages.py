@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -140,8 +140,9 @@ class MegatronStages:
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         activation, start = self._in_flight.pop((stage, microbatch))
-        if gradient is None and self._config.grad_scale_func is not None:
-            start = self._config.grad_scale_func(start)
+        scale: Callable[[Any], Tensor] | None = self._config.grad_scale_func
+        if gradient is None and scale is not None:
+            start = scale(start)
         torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
@@ -179,7 +180,7 @@ class _GradientReduction:
         if no_sync is None or forward_only:
             return
         for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:
-            self._open.enter_context(enter() or nullcontext())
+            self._open.enter_context(enter())
         ends = {a.stage: (a.op, a.stage, a.microbatch) for a in program.actions if a.op in (Op.W, Op.B)}
         self._last = {end: model[program.placement.chunk_of(stage)] for stage, end in ends.items()}
 

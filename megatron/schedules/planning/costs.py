@@ -78,8 +78,11 @@ class Costs:
         except ValueError:
             numbers = []
         if len(numbers) not in (3, 4):
-            raise PlanError(f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}")
-        return Costs(*numbers)
+            raise PlanError(
+                f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}"
+            )
+        forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
+        return Costs(forward, input_grad, weight_grad, comm)
 
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""

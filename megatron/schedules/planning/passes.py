@@ -29,7 +29,7 @@ class Kind(Enum):
 
 
 class Pass(NamedTuple):
-    """One computation, written ``{stage}{kind}{microbatch}``: ``2F0``, ``5I3`` (torch.distributed.pipelining's form)."""
+    """One computation, written ``{stage}{kind}{microbatch}`` as torch.distributed.pipelining does: ``2F0``, ``5I3``."""
 
     stage: int
     kind: Kind
@@ -43,7 +43,9 @@ class Pass(NamedTuple):
         """Read ``"5I3"``; raises :class:`PlanError` for anything else."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
-            raise PlanError(f"{text.strip()!r} is not a pass: write STAGE, one of F I W B, MICROBATCH, as in 2F0 or 5I3")
+            raise PlanError(
+                f"{text.strip()!r} is not a pass: write STAGE, one of F I W B, MICROBATCH, as in 2F0 or 5I3"
+            )
         return Pass(int(match[1]), Kind(match[2]), int(match[3]))
 
 

@@ -102,4 +102,6 @@ def named(name: str, ranks: int, chunks: int) -> Placement:
         return interleaved(ranks, chunks)
     if name in ("v", "zigzag"):
         return zigzag(ranks, chunks)
-    raise PlanError(f"no placement {name!r} with {chunks} chunks: use sequential (1 chunk), interleaved, v (2) or zigzag")
+    raise PlanError(
+        f"no placement {name!r} with {chunks} chunks: use sequential (1 chunk), interleaved, v (2) or zigzag"
+    )

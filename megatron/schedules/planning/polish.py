@@ -41,7 +41,9 @@ def join(timeline: Timeline) -> Schedule:
     schedule, costs = timeline.schedule, timeline.costs
     rank_of = schedule.placement.rank_of
     start = {
-        work: at for row, times in zip(schedule.order, timeline.start, strict=True) for work, at in zip(row, times, strict=True)
+        work: at
+        for row, times in zip(schedule.order, timeline.start, strict=True)
+        for work, at in zip(row, times, strict=True)
     }
     rows = []
     for row, ends in zip(schedule.order, timeline.end, strict=True):

@@ -23,7 +23,9 @@ class _Entry(NamedTuple):
 _ENTRIES = {
     "1f1b": _Entry(one_chunk.one_f_one_b, "the usual schedule: memory of d microbatches, the baseline to compare with"),
     "eager-1f1b": _Entry(one_chunk.eager_1f1b, "1F1B that hides slow hops, at nearly twice its memory"),
-    "interleaved-1f1b": _Entry(interleaved.interleaved_1f1b, "smaller bubble than 1F1B, for more memory and more messages"),
+    "interleaved-1f1b": _Entry(
+        interleaved.interleaved_1f1b, "smaller bubble than 1F1B, for more memory and more messages"
+    ),
     "zb-1p": _Entry(one_chunk.zb_1p, "less bubble than 1F1B at its memory, one chunk a rank"),
     "zb-2p": _Entry(one_chunk.zb_2p, "almost no bubble, one chunk a rank, at twice 1F1B's memory"),
     "1f1b-v": _Entry(v_shaped.one_f_one_b_v, "two thirds of 1F1B's memory without splitting the backward"),

@@ -133,7 +133,9 @@ def improve(
     for policy in policies:
         rows, reached = tasks.rows, float("inf")
         for _ in range(rounds):
-            backward = play(replace(tasks, rows=play(replace(tasks, rows=rows), limits, policy)).reversed(), limits, policy)
+            backward = play(
+                replace(tasks, rows=play(replace(tasks, rows=rows), limits, policy)).reversed(), limits, policy
+            )
             rows = tuple(row[::-1] for row in backward)
             forward = play(replace(tasks, rows=rows), limits, policy)
             for candidate in (rows, forward):
@@ -248,7 +250,8 @@ class _Remaining:
         return self.head >= len(self.row)
 
     def window(self, size: int) -> list[int]:
-        found, index = [], self.head
+        found: list[int] = []
+        index = self.head
         while index < len(self.row) and len(found) < size:
             found.append(self.row[index])
             index = self.after[index]

@@ -41,9 +41,9 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """Time an average rank computes: n * 2 * (F + B + W) where stages are even."""
-        return sum(e - s for starts, ends in zip(self.start, self.end, strict=True) for s, e in zip(starts, ends, strict=True)) / (
-            self.schedule.ranks
-        )
+        return sum(
+            e - s for starts, ends in zip(self.start, self.end, strict=True) for s, e in zip(starts, ends, strict=True)
+        ) / (self.schedule.ranks)
 
     @property
     def bubble(self) -> float:
@@ -52,7 +52,7 @@ class Timeline:
 
     @cached_property
     def span_bubble(self) -> float:
-        """The papers' form: 1 - work / span on the rank where it is largest, a rank's span being its last end minus its first start."""
+        """The papers' form: 1 - work / span on the worst rank, a rank's span running from its first start to its last end."""
         rates = []
         for starts, ends in zip(self.start, self.end, strict=True):
             work = sum(e - s for s, e in zip(starts, ends, strict=True))

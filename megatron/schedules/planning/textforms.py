@@ -59,13 +59,19 @@ def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
     for rank, row in enumerate(order):
         for work in row:
             if rank_of.setdefault(work.stage, rank) != rank:
-                raise PlanError(f"stage {work.stage} stands on rank {rank_of[work.stage]} and on rank {rank}; a stage has one rank")
+                raise PlanError(
+                    f"stage {work.stage} stands on rank {rank_of[work.stage]} and on rank {rank}; a stage has one rank"
+                )
     stages = len(rank_of)
     if sorted(rank_of) != list(range(stages)) or stages % len(order):
-        raise PlanError(f"stages must be numbered from 0 with equally many on each of the {len(order)} ranks, not {sorted(rank_of)}")
+        raise PlanError(
+            f"stages must be numbered from 0 with equally many on each of the {len(order)} ranks, not {sorted(rank_of)}"
+        )
     found = tuple(rank_of[stage] for stage in range(stages))
     if any(found.count(rank) * len(order) != stages for rank in range(len(order))):
-        raise PlanError(f"every rank must hold equally many stages; the CSV gives {[found.count(r) for r in range(len(order))]}")
+        raise PlanError(
+            f"every rank must hold equally many stages; the CSV gives {[found.count(r) for r in range(len(order))]}"
+        )
     chunks = stages // len(order)
     for known in (placements.interleaved, placements.zigzag):
         if known(len(order), chunks).rank_of == found:

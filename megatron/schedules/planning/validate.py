@@ -32,9 +32,13 @@ def _validate_ranks(schedule: Schedule) -> None:
         if work.stage >= len(rank_of):
             raise PlanError(f"{schedule.name}: {work} on rank {rank}: there are only {len(rank_of)} stages")
         if rank_of[work.stage] != rank:
-            raise PlanError(f"{schedule.name}: {work} on rank {rank}: stage {work.stage} is on rank {rank_of[work.stage]}")
+            raise PlanError(
+                f"{schedule.name}: {work} on rank {rank}: stage {work.stage} is on rank {rank_of[work.stage]}"
+            )
         if work.microbatch >= schedule.microbatches:
-            raise PlanError(f"{schedule.name}: {work} on rank {rank}: there are only {schedule.microbatches} microbatches")
+            raise PlanError(
+                f"{schedule.name}: {work} on rank {rank}: there are only {schedule.microbatches} microbatches"
+            )
 
 
 def _validate_passes(schedule: Schedule) -> None:
@@ -48,9 +52,17 @@ def _validate_passes(schedule: Schedule) -> None:
                 raise PlanError(f"{schedule.name}: {stage}F{m} is missing")
             whole, first, second = (Pass(stage, kind, m) in count for kind in (Kind.B, Kind.I, Kind.W))
             if whole and (first or second):
-                raise PlanError(f"{schedule.name}: stage {stage}, microbatch {m} has a whole backward B and an I or W too")
+                raise PlanError(
+                    f"{schedule.name}: stage {stage}, microbatch {m} has a whole backward B and an I or W too"
+                )
             if not whole and not (first and second):
-                lacking = f"{stage}W{m}" if first else f"{stage}I{m}" if second else f"{stage}B{m} (or {stage}I{m} and {stage}W{m})"
+                lacking = (
+                    f"{stage}W{m}"
+                    if first
+                    else f"{stage}I{m}"
+                    if second
+                    else f"{stage}B{m} (or {stage}I{m} and {stage}W{m})"
+                )
                 raise PlanError(f"{schedule.name}: {lacking} is missing")
 
 

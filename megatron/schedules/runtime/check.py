@@ -1,14 +1,16 @@
 """The checker: proves that the programs of all ranks run to their end together, before any of them starts.
 
-The model is what the transport does. A channel is a directed pair of ranks with its own process group. It buffers
-nothing: a message is through when its sender has posted the send and its receiver the receive, and the k-th send meets
-the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor is kept until its message is
-through. So a rank stops only at a pass whose message has not come.
+The model is what the transport does. A channel is a directed pair of ranks with its own process group. It
+buffers nothing: a message is through when its sender has posted the send and its receiver the receive, and
+the k-th send meets the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor
+is kept until its message is through. So a rank stops only at a pass whose message has not come.
 
-Blocking sends are not needed for that, and would be too strong: a receive is posted one pass ahead of its use, while a
-planned sender often runs several passes ahead, so with blocking sends it would have to wait for its receiver. They are
-a question one can still ask here (``blocking_sends``), as is a single hardware queue (``single_queue``), the case of
-CUDA_DEVICE_MAX_CONNECTIONS=1.
+Two stronger models can be asked for. ``blocking_sends``: a send stops its rank until the receive is posted. No
+transport here does that, and it would be too strong: a planned sender runs several passes ahead of its receiver,
+which posts one pass ahead of its use, so two ranks that both run ahead would wait for each other. 1F1B holds under
+it, the V schedules do not. ``single_queue``: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one
+hardware queue, and a message behind an unfinished one on the same channel keeps back all that is queued after it.
+Nearly every plan holds under it, but not each; where the setting is in force, ask.
 """
 
 from __future__ import annotations
@@ -59,15 +61,17 @@ def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_q
 
     Args:
         programs: one for each pipeline rank, in order.
-        blocking_sends: ask for more: that they end even where a send stops its rank until the receive is posted.
-        single_queue: ask for more: that they end even where posting on a channel stops a rank until the rank's
-            previous message on that channel is through, as with one hardware queue for all streams of a GPU.
+        blocking_sends: ask for more: that they end even where a send stops its rank until the receive is
+            posted.
+        single_queue: ask for more: that they end even where posting on a channel stops a rank until the
+            rank's previous message on that channel is through, as with one hardware queue for all streams of
+            a GPU.
 
     Time is linear in the actions.
 
     Raises:
-        ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never used, a
-            send that meets another receive, or ranks that wait for each other.
+        ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never
+            used, a send that meets another receive, or ranks that wait for each other.
     """
     local = [_check_rank(rank, program) for rank, program in enumerate(programs)]
     messages = _check_channels(programs)
@@ -76,7 +80,7 @@ def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_q
 
 
 def _check_rank(rank: int, program: Program) -> tuple[dict[int, _Message], int]:
-    """Follow one rank's slots; which message the action at each index waits for, and the most receives open at once."""
+    """Follow one rank's slots: the message that the action at an index waits for; the most receives at once."""
     if program.rank != rank:
         raise ProgramError(f"the program of rank {program.rank} stands in the place of rank {rank}")
     rank_of, last = program.placement.rank_of, program.placement.last_stage
@@ -125,10 +129,12 @@ def _check_channels(programs: Sequence[Program]) -> dict[Channel, int]:
     receives: dict[Channel, list[Action]] = {}
     for program in programs:
         for action in program.actions:
+            if action.peer is None:
+                continue
             if action.op in _SENDS:
-                sends.setdefault(Channel(program.rank, action.peer or 0), []).append(action)
-            elif action.op in _RECEIVES:
-                receives.setdefault(Channel(action.peer or 0, program.rank), []).append(action)
+                sends.setdefault(Channel(program.rank, action.peer), []).append(action)
+            else:
+                receives.setdefault(Channel(action.peer, program.rank), []).append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         sent, received = sends.get(channel, []), receives.get(channel, [])
         for index, (send, receive) in enumerate(zip(sent, received, strict=False)):
@@ -145,7 +151,7 @@ def _check_channels(programs: Sequence[Program]) -> dict[Channel, int]:
 
 
 class _Run:
-    """The programs played through: every rank goes on until it has to wait, and is woken by what it waits for."""
+    """The programs played through: each rank goes on until it must wait, and is woken by what it waits for."""
 
     def __init__(
         self,

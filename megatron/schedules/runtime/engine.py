@@ -33,14 +33,15 @@ class Observer(Protocol):
 def run(program: Program, stages: Stages, transport: Transport, observer: Observer | None = None) -> None:
     """Carry out ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
 
-    A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send has
-    completed.
+    A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send
+    has completed.
 
     Raises:
-        ProgramError: where a pass has no input, returns no output although another stage needs it, or where something
-            is left over at the end: all signs of a program that :func:`.check.check` would refuse, or of stages that
-            do not keep their contract.
-        Exception: whatever a stage or the transport raises, at once, with a note naming the rank and the action.
+        ProgramError: where a pass has no input, returns no output although another stage needs it, or where
+            something is left over at the end: all signs of a program that :func:`.check.check` would refuse,
+            or of stages that do not keep their contract.
+        Exception: whatever a stage or the transport raises, at once, with a note naming the rank and the
+            action.
     """
     mailbox = _Mailbox(program.placement.last_stage)
     handle = _handlers(program, stages, transport, mailbox)

@@ -12,15 +12,16 @@ _OP = {Kind.F: Op.F, Kind.I: Op.I, Kind.W: Op.W, Kind.B: Op.B}
 
 
 def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """The program of every rank of ``schedule``, which is taken to be valid (:func:`planning.validate.validate`).
+    """The program of every rank of ``schedule``, a valid one (:func:`planning.validate.validate`).
 
     - A result goes out right after the pass that made it.
-    - A receive is posted one pass ahead of the pass that uses it, so that the transfer overlaps computing, or earlier
-      where a later message of the same channel overtakes it: receives of a channel stand in the sender's order.
-    - An I whose W follows with no message between becomes one whole backward, B. Where the input gradient is sent, the
-      two stay apart: as one they would keep the receiver waiting for the W.
+    - A receive is posted one pass ahead of the pass that uses it, so that the transfer overlaps computing, or
+      earlier where a later message of the same channel overtakes it: receives of a channel stand in the
+      sender's order.
+    - An I whose W follows with no message between becomes one whole backward, B. Where the input gradient is
+      sent, the two stay apart: as one they would keep the receiver waiting for the W.
 
-    Nothing is added between passes of one rank. Forward-only schedules lower too. Time is linear in the passes.
+    Hops within a rank need no action. Forward-only schedules lower too. Time is linear in the passes.
 
     Raises:
         ProgramError: where a result is sent to a rank that never uses it.

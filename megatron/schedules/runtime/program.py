@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.schedules.planning.placement import Placement
@@ -17,10 +18,11 @@ class ProgramError(RuntimeError):
 class Op(StrEnum):
     """What an action does.
 
-    Computing: ``F``, ``I``, ``W``, ``B`` as in :class:`~megatron.schedules.planning.passes.Kind`. Messages carry the
-    name of the stage at their own end: ``SEND_F`` of s sends its output to s + 1, ``RECV_F`` of s posts the receive of
-    its input from s - 1, ``SEND_B`` of s sends the gradient of its input to s - 1, ``RECV_B`` of s posts the receive of
-    the gradient of its output from s + 1.
+    Computing: ``F``, ``I``, ``W``, ``B`` as in :class:`~megatron.schedules.planning.passes.Kind`.
+
+    Messages carry the name of the stage at their own end: ``SEND_F`` of s sends its output to s + 1, ``RECV_F``
+    of s posts the receive of its input from s - 1, ``SEND_B`` of s sends the gradient of its input to s - 1,
+    ``RECV_B`` of s posts the receive of the gradient of its output from s + 1.
     """
 
     F = "F"
@@ -49,9 +51,10 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a tensor between two passes is kept on a rank, until the pass or the message that needs it takes it.
+    """Where a rank keeps a tensor between two passes, until the pass or the message that needs it takes it.
 
-    ``activation`` tells a stage's input from the gradient of a stage's output; ``stage`` is the stage that uses it.
+    ``activation`` tells a stage's input from the gradient of a stage's output; ``stage`` is the stage that
+    uses it.
     """
 
     activation: bool
@@ -78,7 +81,7 @@ def slot_needed(action: Action, last_stage: int) -> Slot | None:
 
 
 def slot_filled(action: Action, last_stage: int) -> Slot | None:
-    """What ``action`` puts into the rank's slots: a pass its result, a receive what arrives; None for nothing."""
+    """What ``action`` puts there: a pass its result, a receive what arrives; None for nothing."""
     op, stage, microbatch, _ = action
     if op is Op.F:
         return Slot(True, stage + 1, microbatch) if stage < last_stage else None
@@ -102,8 +105,8 @@ class Channel(NamedTuple):
 
 
 def channels_of(placement: Placement) -> tuple[Channel, ...]:
-    """Every channel that schedules on ``placement`` use, sorted: both directions between neighbouring stages' ranks."""
-    hops = [(a, b) for a, b in zip(placement.rank_of, placement.rank_of[1:], strict=False) if a != b]
+    """The channels that schedules on ``placement`` use, sorted: both ways between neighbouring stages' ranks."""
+    hops = [(a, b) for a, b in pairwise(placement.rank_of) if a != b]
     return tuple(sorted({Channel(*pair) for a, b in hops for pair in ((a, b), (b, a))}))
 
 

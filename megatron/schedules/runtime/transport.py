@@ -1,13 +1,11 @@
-"""Transport: messages between pipeline ranks over torch.distributed, one process group for each direction of a pair."""
+"""Transport: messages between pipeline ranks over torch.distributed, a process group for each direction."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +19,10 @@ class Pending(Protocol):
     """A receive that was posted."""
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there (for a CUDA device: ordered before whatever the current stream does next). Called once."""
+        """The tensor, once it is there. Called once.
+
+        On a GPU it may still be coming: it is there for whatever the current stream does next.
+        """
         ...
 
 
@@ -29,7 +30,10 @@ class Transport(Protocol):
     """Messages of one run of one rank. Each directed pair of ranks is a channel that keeps its order."""
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        """Start sending ``tensor`` to pipeline rank ``peer``; returns at once. Its storage must not be written to any more."""
+        """Start sending ``tensor`` to pipeline rank ``peer``; returns at once.
+
+        The tensor's storage must not be written to any more; it is kept alive as long as needed.
+        """
         ...
 
     def receive(self, peer: int) -> Pending:
@@ -57,14 +61,12 @@ class Channels:
         global_ranks: the global rank of each pipeline rank of this process's pipeline.
         outgoing, incoming: by pipeline rank of the peer, the group of the channel to it and from it.
         device: where the backend takes its tensors from: the CPU for gloo, this process's GPU for NCCL.
-        reports_completion: whether the backend tells, without waiting, that a send has completed.
     """
 
     global_ranks: tuple[int, ...]
     outgoing: Mapping[int, dist.ProcessGroup]
     incoming: Mapping[int, dist.ProcessGroup]
     device: torch.device
-    reports_completion: bool
 
 
 def make_channels(
@@ -74,17 +76,20 @@ def make_channels(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Channels:
-    """Make one two-rank process group for each of ``channels`` in each pipeline. Collective over the whole world.
+    """Make a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
-    Why one for each direction: NCCL runs the messages between two ranks of one group one after another in the order
-    issued, both directions together, each waiting for its partner; a rank that sends and then receives would hang
-    against one that does the same. With its own group each direction has its own communicator and stream.
+    Why one for each direction: NCCL runs the messages between two ranks of one group one after another in the
+    order issued, both directions together, each waiting for its partner; a rank that sends and then receives
+    would hang against one that does the same. With its own group each direction has its own communicator and
+    stream.
 
-    One number goes over every channel before it is used. NCCL makes a communicator at the first message and blocks the
-    host until both ends are there; in a run the first receive is posted ahead of passes that its sender waits for.
+    One number goes over every channel before it is used. NCCL makes a communicator at the first message and
+    blocks the host until both ends are there; in a run the first receive is posted ahead of passes that its
+    sender waits for.
 
     Args:
-        pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every process.
+        pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every
+            process.
         channels: as :func:`.program.channels_of` gives them; the same on every process.
         backend: ``gloo`` or ``nccl``; the default group's where None.
         timeout: how long a receive or a send may take before it raises; torch's default where None.
@@ -96,7 +101,9 @@ def make_channels(
     me = dist.get_rank()
     mine = [tuple(pipeline) for pipeline in pipelines if me in pipeline]
     if len(mine) != 1:
-        raise ValueError(f"global rank {me} is in {len(mine)} of the pipelines {list(map(list, pipelines))}; it must be in one")
+        raise ValueError(
+            f"global rank {me} is in {len(mine)} of the pipelines {list(map(list, pipelines))}; it must be in one"
+        )
     backend = backend or dist.get_backend()
     order = sorted(set(channels))
     outgoing: dict[int, dist.ProcessGroup] = {}
@@ -109,9 +116,8 @@ def make_channels(
                 outgoing[channel.destination] = group
             elif me == ends[1]:
                 incoming[channel.source] = group
-    on_gpu = "nccl" in backend
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    made = Channels(mine[0], outgoing, incoming, device, reports_completion=on_gpu)
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    made = Channels(mine[0], outgoing, incoming, device)
     _greet(made, mine[0].index(me), order)
     return made
 
@@ -125,19 +131,23 @@ def _greet(made: Channels, rank: int, order: Sequence[Channel]) -> None:
             word = torch.tensor([-1], device=made.device)
             _irecv(word, made.global_ranks[channel.source], made.incoming[channel.source]).wait()
             if word.item() != number:
-                raise RuntimeError(f"channel {channel} brought {word.item()} instead of {number}: groups were made in another order")
+                raise RuntimeError(
+                    f"channel {channel} brought {word.item()} instead of {number}: "
+                    "its two ends made their groups in different orders"
+                )
 
 
 class GroupTransport:
     """The messages of one run over :class:`Channels`; make a new one for each run, it costs next to nothing.
 
-    A send is posted and not waited for. A tensor stays alive until its send has completed and is let go of while the
-    run goes on. Over gloo, which cannot be asked and takes tensors in host memory only, a thread waits for the sends
-    and tensors of another device are staged through the host.
+    A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones
+    are let go of while the run goes on. gloo says nothing about a send before it is waited for, so there all
+    are held until :meth:`finish`. gloo takes tensors in host memory only: those of another device are staged
+    through it.
 
-    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so far, a
-    receive's ``wait`` makes the current stream wait, and storage goes back to the current stream's pool only once the
-    message has completed. A posted receive occupies a few multiprocessors until its message comes.
+    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so
+    far, a receive's ``wait`` makes the current stream wait, and storage goes back to the current stream's pool
+    only once its message has completed. A posted receive occupies a few multiprocessors until its message comes.
 
     Args:
         channels: this process's groups.
@@ -147,12 +157,12 @@ class GroupTransport:
     def __init__(self, channels: Channels, spec: MessageSpec) -> None:
         self._channels = channels
         self._spec = spec
-        self._sends: _Sends = _PolledSends() if channels.reports_completion else _WaitedSends()
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
     def unfinished(self) -> int:
         """How many sends still keep their tensor alive."""
-        return self._sends.count
+        return len(self._sends)
 
     def send(self, peer: int, tensor: Tensor) -> None:
         """See :meth:`Transport.send`.
@@ -162,11 +172,13 @@ class GroupTransport:
         """
         shape, dtype, _ = self._spec
         if tensor.shape != shape or tensor.dtype != dtype:
-            raise ValueError(f"a message of {dtype} {tuple(shape)} was agreed, not {tensor.dtype} {tuple(tensor.shape)}")
-        self._sends.reclaim()
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"a message of {dtype} {tuple(shape)} was agreed, not {found}")
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()[0].wait()  # no longer blocks; raises where the send failed
         payload = tensor.detach().to(self._channels.device).contiguous()
         work = _isend(payload, self._channels.global_ranks[peer], self._channels.outgoing[peer])
-        self._sends.add(work, payload)
+        self._sends.append((work, payload))
 
     def receive(self, peer: int) -> Pending:
         """See :meth:`Transport.receive`."""
@@ -176,7 +188,9 @@ class GroupTransport:
 
     def finish(self) -> None:
         """See :meth:`Transport.finish`. Raises what a send raised."""
-        self._sends.drain()
+        while self._sends:
+            self._sends[0][0].wait()
+            self._sends.popleft()
 
 
 class _Arriving:
@@ -190,90 +204,6 @@ class _Arriving:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._buffer.to(self._device)
-
-
-class _Sends(Protocol):
-    """Sends under way, each with the tensor it reads from."""
-
-    @property
-    def count(self) -> int: ...
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None: ...
-
-    def reclaim(self) -> None:
-        """Let go of what has completed, without waiting."""
-
-    def drain(self) -> None:
-        """Wait for all of them."""
-
-
-class _PolledSends:
-    """For a backend that can be asked whether a send has completed."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[dist.Work, Tensor]] = deque()
-
-    @property
-    def count(self) -> int:
-        return len(self._queue)
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._queue.append((work, tensor))
-
-    def reclaim(self) -> None:
-        while self._queue and self._queue[0][0].is_completed():
-            self._queue.popleft()[0].wait()  # does not block any more; raises if the send failed
-
-    def drain(self) -> None:
-        while self._queue:
-            self._queue[0][0].wait()
-            self._queue.popleft()
-
-
-class _WaitedSends:
-    """For gloo, whose ``is_completed`` stays false until somebody waits: a thread does, for the length of one run."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[dist.Work, Tensor] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._added = 0
-        self._done = 0
-
-    @property
-    def count(self) -> int:
-        return self._added - self._done
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        if self._thread is None:
-            # A daemon: a run that ends with an error leaves it behind, and it must not keep the process from ending.
-            self._thread = threading.Thread(target=self._wait_in_order, name="pipeline-sends", daemon=True)
-            self._thread.start()
-        self._added += 1
-        self._queue.put((work, tensor))
-
-    def reclaim(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def drain(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        self.reclaim()
-        if self.count:
-            raise RuntimeError(f"the thread that waits for sends ended with {self.count} not completed")
-
-    def _wait_in_order(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            try:
-                entry[0].wait()
-            except RuntimeError as error:
-                self._error = error
-                return
-            del entry  # not to hold the tensor while waiting for the next
-            self._done += 1
 
 
 def _isend(tensor: Tensor, destination: int, group: dist.ProcessGroup) -> dist.Work:

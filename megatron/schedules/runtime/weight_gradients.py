@@ -88,9 +88,7 @@ class WeightGradients:
         tensors = tuple(held_tensors)
         versions = tuple(tensor._version for tensor in tensors)
         hold = self._meter.hold(tensors) if self._meter is not None else None
-        self._queue(key).append(
-            _Deferred(closure, tuple(parameters), tensors, versions, hold, _Once(prefetch))
-        )
+        self._queue(key).append(_Deferred(closure, tuple(parameters), tensors, versions, hold, _Once(prefetch)))
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Start the communication of the first closure of a coming :meth:`run`; may be left out.

@@ -11,7 +11,9 @@ from megatron.schedules.planning.textforms import from_csv
 def from_file(request: Request) -> Schedule:
     """Read the request's CSV; it must be for just as many ranks and microbatches as asked."""
     if request.csv is None:
-        raise PlanError("schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)")
+        raise PlanError(
+            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)"
+        )
     schedule = from_csv(request.csv, name=request.schedule)
     for what, own, asked in (
         ("pipeline ranks", schedule.ranks, request.ranks),

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Shows how a training goes from what it prints, and compares training logs as a table.
+
+    pretrain ... 2>&1 | python scripts/compare_logs.py --follow .demo/v-half.log
+    python scripts/compare_logs.py v-half=.demo/v-half.log 1f1b=.demo/1f1b.log
+
+Reads Megatron's iteration lines, its listing of the arguments, and the lines that the pipeline schedule
+prints about its plan and its memory. What a log does not hold is shown as a dash, or not at all where no log
+holds it. The last log is the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+_NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+_ITERATION = re.compile(r" iteration +(\d+)/ *(\d+) \|")
+_ELAPSED = re.compile(rf"elapsed time per iteration \(ms\): +{_NUMBER}")
+_LOSS = re.compile(rf"\blm loss: +{_NUMBER}")
+_BATCH = re.compile(r"global batch size: +(\d+)")
+_SEQUENCE = re.compile(r"^ *seq_length \.+ (\d+)\s*$")
+_VALIDATION = re.compile(rf"validation loss at .* on validation set .*\blm loss value: +{_NUMBER}")
+_PLAN = re.compile(
+    rf"pipeline schedule (\S+): .*planned bubble {_NUMBER} %.*planned peak activation memory {_NUMBER} %"
+)
+_WORTH_SHOWING = re.compile(r"pipeline schedule\b.*: |validation loss at|no CUDA device here|\berror: ")
+_MEASURED = re.compile(r"pipeline schedule: peak activation memory measured: .*worst (\d+) bytes")
+
+
+class Iteration(NamedTuple):
+    """One iteration line of a log; ``elapsed`` in milliseconds, ``samples`` in one global batch."""
+
+    number: int
+    of: int
+    elapsed: float
+    samples: int
+    loss: float | None
+
+    def tokens_per_second(self, sequence: int) -> float:
+        """Tokens of the whole job, with ``sequence`` tokens in a sample."""
+        return self.samples * sequence / self.elapsed * 1000
+
+
+class Run(NamedTuple):
+    """What one log says; None where it does not say.
+
+    ``sequence`` in tokens, ``bubble`` and ``planned_memory`` in per cent (the latter of 1F1B's), and
+    ``measured_memory`` in bytes on the worst rank.
+    """
+
+    iterations: tuple[Iteration, ...]
+    sequence: int | None
+    validation_loss: float | None
+    bubble: float | None
+    planned_memory: float | None
+    measured_memory: int | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """From the median iteration, the first one left out: it also allocates and, on a GPU, compiles."""
+        timed = self.iterations[1:] or self.iterations
+        if not timed or self.sequence is None:
+            return None
+        return statistics.median(iteration.tokens_per_second(self.sequence) for iteration in timed)
+
+
+def read_iteration(line: str) -> Iteration | None:
+    """What an iteration line says; None for any other line."""
+    number, elapsed, batch = _ITERATION.search(line), _ELAPSED.search(line), _BATCH.search(line)
+    if not (number and elapsed and batch):
+        return None
+    loss = _LOSS.search(line)
+    return Iteration(int(number[1]), int(number[2]), float(elapsed[1]), int(batch[1]), float(loss[1]) if loss else None)
+
+
+def read_log(text: str) -> Run:
+    """Picks out of a training log what a :class:`Run` holds."""
+    iterations = []
+    sequence = validation = bubble = planned = measured = None
+    for line in text.splitlines():
+        if iteration := read_iteration(line):
+            iterations.append(iteration)
+        elif found := _SEQUENCE.search(line):
+            sequence = int(found[1])
+        elif found := _VALIDATION.search(line):
+            validation = float(found[1])
+        elif found := _PLAN.search(line):
+            bubble, planned = float(found[2]), float(found[3])
+        elif found := _MEASURED.search(line):
+            measured = int(found[1])
+    return Run(tuple(iterations), sequence, validation, bubble, planned, measured)
+
+
+def follow(lines: Iterable[str], log: TextIO) -> Iterator[str]:
+    """Copies ``lines`` to ``log`` as they come, and yields what a person wants to see of them."""
+    sequence = None
+    for line in lines:
+        log.write(line)
+        log.flush()
+        if iteration := read_iteration(line):
+            shown = f"  iteration {iteration.number} of {iteration.of}:"
+            if iteration.loss is not None:
+                shown += f" loss {iteration.loss:.4f},"
+            if sequence is not None:
+                shown += f" {iteration.tokens_per_second(sequence):.0f} tokens/s,"
+            yield f"{shown} {iteration.elapsed:.0f} ms"
+        elif found := _SEQUENCE.search(line):
+            sequence = int(found[1])
+        elif _WORTH_SHOWING.search(line):
+            yield f"  {line.strip(' |' + chr(10))}"
+
+
+class _Row(NamedTuple):
+    title: str
+    value: Callable[[Run], float | None]
+    form: str
+    ratio: bool = False
+
+
+def _first_loss(run: Run) -> float | None:
+    return run.iterations[0].loss
+
+
+def _last_loss(run: Run) -> float | None:
+    return run.iterations[-1].loss
+
+
+def _mebibytes(run: Run) -> float | None:
+    return None if run.measured_memory is None else run.measured_memory / 2**20
+
+
+_ROWS = (
+    _Row("iterations", lambda run: len(run.iterations), "{:.0f}"),
+    _Row("loss at the first iteration", _first_loss, "{:.4f}"),
+    _Row("loss at the last iteration", _last_loss, "{:.4f}"),
+    _Row("validation loss", lambda run: run.validation_loss, "{:.4f}"),
+    _Row("tokens per second", lambda run: run.tokens_per_second, "{:.0f}", ratio=True),
+    _Row("planned bubble", lambda run: run.bubble, "{:.1f} %"),
+    _Row("planned peak activation memory, of 1F1B's", lambda run: run.planned_memory, "{:.1f} %", ratio=True),
+    _Row("measured peak activation memory, worst rank", _mebibytes, "{:.2f} MiB", ratio=True),
+)
+
+
+def table(runs: Sequence[tuple[str, Run]]) -> str:
+    """The comparison as text: a row a quantity, a column a run, and each run's ratio to the last one."""
+    baseline_name, baseline = runs[-1]
+    names = [name for name, _ in runs]
+    lines = [["", *names, *(f"{name} / {baseline_name}" for name in names[:-1])]]
+    for row in _ROWS:
+        values = [row.value(run) for _, run in runs]
+        if all(value is None for value in values):
+            continue
+        base = row.value(baseline)
+        cells = ["-" if value is None else row.form.format(value) for value in values]
+        for value in values[:-1]:
+            cells.append(f"{value / base:.2f}" if row.ratio and value is not None and base else "")
+        lines.append([row.title, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("logs", nargs="*", metavar="NAME=LOG", help="a name for the column, and the log to read")
+    parser.add_argument("--follow", metavar="LOG", help="keep standard input in LOG and show how it goes")
+    arguments = parser.parse_args(argv)
+    if (arguments.follow is None) == (not arguments.logs):
+        parser.error("give either NAME=LOG ... or --follow LOG")
+    try:
+        if arguments.follow is not None:
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+            with Path(arguments.follow).open("w", encoding="utf-8") as log:
+                for line in follow(sys.stdin, log):
+                    print(line, flush=True)
+            return 0
+        runs = [_named_run(argument) for argument in arguments.logs]
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+    print(table(runs))
+    return 0
+
+
+def _named_run(argument: str) -> tuple[str, Run]:
+    name, _, path = argument.partition("=")
+    if not (name and path):
+        raise ValueError(f"{argument}: write NAME=LOG")
+    run = read_log(Path(path).read_text(encoding="utf-8", errors="replace"))
+    if not run.iterations:
+        raise ValueError(f"{path}: no iteration line of Megatron's in it; did the training end early?")
+    return name, run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

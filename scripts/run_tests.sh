@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then checks the code and runs the tests. Arguments go to pytest:
+#
+#     bash scripts/run_tests.sh
+#     bash scripts/run_tests.sh tests/planning -k simulate
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root" || exit 1
+bash scripts/setup.sh || exit 1
+export PATH=$root/.venv/bin:$PATH
+
+# Many small processes on few cores: one thread each, no compiler, and only the loopback interface.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
+export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1} TOKENIZERS_PARALLELISM=false
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+
+failed=()
+
+# step <name> <command...>: runs it, quietly unless it fails, and says in one line how it went.
+step() {
+  local name=$1 begun=$SECONDS output
+  shift
+  if output=$("$@" 2>&1); then
+    echo "== $name: passed ($((SECONDS - begun)) s)"
+  else
+    printf '%s\n' "$output"
+    echo "== $name: FAILED ($((SECONDS - begun)) s): $*"
+    failed+=("$name")
+  fi
+}
+
+step "ruff check" ruff check .
+step "ruff format" ruff format --check .
+step "mypy" mypy
+step "import-linter" lint-imports
+
+echo "== pytest"
+begun=$SECONDS
+if python -m pytest "$@"; then
+  echo "== pytest: passed ($((SECONDS - begun)) s)"
+else
+  echo "== pytest: FAILED ($((SECONDS - begun)) s)"
+  failed+=(pytest)
+fi
+
+if ((${#failed[@]})); then
+  (IFS=,; echo "== failed: ${failed[*]}" | sed 's/,/, /g')
+  exit 1
+fi
+echo "== everything passed"

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then trains a small GPT on real text with four pipeline ranks, under V-Half and
+# then under 1F1B, and compares the two. Needs no GPU and no download beyond the packages.
+#
+#     bash scripts/train_demo.sh                         V-Half against 1F1B
+#     bash scripts/train_demo.sh --pipeline-schedule v-zb     another schedule against 1F1B
+#     bash scripts/train_demo.sh --train-iters 100            any flag of pretrain_gpt.py, for both runs
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root"
+begun=$SECONDS
+bash scripts/setup.sh
+demo=$root/.demo
+python=$root/.venv/bin/python
+
+schedule=v-half
+flags=()
+while (($#)); do
+  case $1 in
+    --pipeline-schedule)
+      schedule=${2:?--pipeline-schedule needs a name}
+      shift
+      ;;
+    --pipeline-schedule=*) schedule=${1#*=} ;;
+    *) flags+=("$1") ;;
+  esac
+  shift
+done
+
+say() { echo "demo: $*"; }
+
+# The corpus depends on the Python and on the two tools, and is made again when one of them changes.
+corpus=$demo/$(cat tools/demo_corpus.py tools/preprocess_data.py .venv/pyvenv.cfg | sha256sum | cut -c1-12)
+if [[ ! -f $corpus/python_text_document.idx ]]; then
+  say "making the corpus from the source files of the Python installation"
+  mkdir -p "$corpus"
+  "$python" tools/demo_corpus.py --output "$corpus/python.jsonl" --megabytes 6
+  "$python" tools/preprocess_data.py --input "$corpus/python.jsonl" --output-prefix "$corpus/python" \
+    --append-eod
+fi
+
+ranks=4
+model=(
+  --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+  --untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm --no-persist-layer-norm
+  --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
+  --data-path "$corpus/python_text_document" --split 95,4,1
+  --micro-batch-size 2 --global-batch-size 16 --train-iters 60
+  --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+  --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
+  --eval-iters 2 --eval-interval 1000 --log-interval 1
+)
+# Without a GPU Megatron runs on gloo, with its own linears; with one there must be one for each rank.
+devices=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
+if ((devices >= ranks)); then
+  model+=(--bf16 --transformer-impl local)
+else
+  model+=(--distributed-backend gloo --no-gradient-accumulation-fusion --transformer-impl local)
+  export CUDA_VISIBLE_DEVICES="" TORCHDYNAMO_DISABLE=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
+
+# train <schedule>: shows the lines that tell how it goes, and keeps everything in the log.
+train() {
+  local log=$demo/$1.log
+  say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
+  if ! "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py "${model[@]}" \
+    --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" --pipeline-schedule-report-memory \
+    "${flags[@]}" 2>&1 | "$python" scripts/compare_logs.py --follow "$log"
+  then
+    # Every rank prints a traceback, and torchrun a summary after them: the first errors tell most.
+    grep -m 5 -E '(Error|Exception|error): ' "$log" >&2 || tail -n 20 "$log" >&2
+    echo "demo: error: the training under $1 failed; the whole story is in $log" >&2
+    exit 1
+  fi
+}
+
+train "$schedule"
+names=("$schedule=$demo/$schedule.log")
+if [[ $schedule != 1f1b ]]; then
+  train 1f1b
+  names+=("1f1b=$demo/1f1b.log")
+fi
+
+echo
+"$python" scripts/compare_logs.py "${names[@]}"
+echo
+if ((devices < ranks)); then
+  echo "$ranks ranks share $(getconf _NPROCESSORS_ONLN) cores here: a rank that waits leaves its core to another, so tokens per second"
+  echo "say little about bubbles. The memory is real. Plan for your own pipeline with: megatron-schedules compare"
+fi
+say "done in $((SECONDS - begun)) s"
