@@ -227,7 +227,7 @@ class _OnTheCpu(TorchFunctionMode):
 
 
 def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """``tensor.type()`` names the CUDA type Megatron's optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
+    """``tensor.type()`` names the CUDA type the optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
     if len(args) == 1 and not kwargs:
         return str(func(args[0])).replace("torch.", "torch.cuda.")
     wanted = args[1]

@@ -140,9 +140,8 @@ class MegatronStages:
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         activation, start = self._in_flight.pop((stage, microbatch))
-        scale: Callable[[Any], Tensor] | None = self._config.grad_scale_func
-        if gradient is None and scale is not None:
-            start = scale(start)
+        if gradient is None and self._config.grad_scale_func is not None:
+            start = self._config.grad_scale_func(start)
         torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
@@ -176,7 +175,7 @@ class _GradientReduction:
     def __init__(self, program: Program, model: Sequence[torch.nn.Module], config: Any, forward_only: bool) -> None:
         no_sync = config.no_sync_func
         self._open = ExitStack()
-        self._last: dict[tuple[Op, int, int], torch.nn.Module] = {}
+        self._last: dict[tuple[Op, int, int], Any] = {}
         if no_sync is None or forward_only:
             return
         for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:

@@ -18,5 +18,5 @@ def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Sched
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement))
     policy = Policy(window=2 * placement.stages, defer_weights=False)
-    played = play(tasks, [float("inf")] * placement.ranks, policy)
+    played, _ = play(tasks, [float("inf")] * placement.ranks, policy)
     return Schedule(base.name, placement, microbatches, tuple(tuple(passes[i] for i in row) for row in played))

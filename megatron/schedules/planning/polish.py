@@ -14,10 +14,10 @@ from megatron.schedules.planning.reorder import Policy, improve
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 
-# Playing a pass once takes some ten microseconds: this many keep every plan within a second or two, and a plan of
-# any size is played at least a few times.
-_PLAYS = 120_000
-_FEWEST = 2
+# Playing a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan of
+# any size is played forward, backward and forward again, which keeps the time linear.
+_PASSES_PLAYED = 250_000
+_FEWEST_PLAYS, _MOST_PLAYS = 5, 60
 
 
 def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
@@ -28,8 +28,8 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     policies = [Policy(window, False, patience) for patience in (0.0, 0.5, 1.0)]
     policies.append(Policy(window, True, 0.5))
     size = sum(map(len, base.order))
-    affordable = max(_FEWEST, _PLAYS // (2 * size))
-    best = improve(base, on_stages, [limit] * base.ranks, policies, rounds=affordable)
+    plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
+    best = improve(base, on_stages, [limit] * base.ranks, policies, plays)
     return join(simulate(best, on_stages))
 
 

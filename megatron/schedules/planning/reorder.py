@@ -15,13 +15,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import peaks
+from megatron.schedules.planning.simulate import peaks, simulate
 
 _EPSILON = 1e-9
+_NEVER = float("inf")
+
+Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Tasks:
         before, after: for each task the tasks it waits for and those that wait for it, each with the delay between.
     """
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: Rows
     rank: tuple[int, ...]
     duration: tuple[float, ...]
     change: tuple[float, ...]
@@ -116,153 +120,113 @@ def improve(
     costs: StageCosts,
     limits: Sequence[float],
     policies: Sequence[Policy],
-    rounds: int = 3,
+    plays: int,
 ) -> Schedule:
     """The best order found by playing ``schedule`` forward and backward in turn under each of ``policies``.
 
     Args:
         schedule: the base order.
         limits: the most each rank may hold, in microbatches; the base order's own peak, where that is larger.
-        rounds: plays in each direction for each policy; it ends earlier when a round gains nothing.
+        policies: tried one after the other, the likeliest first.
+        plays: how many plays to spend. A policy that gains nothing more makes room for the next.
 
     Never longer than the base order. Time is linear in the passes.
     """
     tasks, passes = tasks_of(schedule, costs)
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
-    best_rows, best = tasks.rows, span(tasks)
+    best_rows, best = tasks.rows, simulate(schedule, costs).makespan
     for policy in policies:
-        rows, reached = tasks.rows, float("inf")
-        for _ in range(rounds):
-            backward = play(
-                replace(tasks, rows=play(replace(tasks, rows=rows), limits, policy)).reversed(), limits, policy
-            )
-            rows = tuple(row[::-1] for row in backward)
-            forward = play(replace(tasks, rows=rows), limits, policy)
-            for candidate in (rows, forward):
-                length = span(replace(tasks, rows=candidate))
-                if length < best - _EPSILON:
-                    best_rows, best = candidate, length
-            length = span(replace(tasks, rows=forward))
-            rows = forward
+        if plays < 1:
+            break
+        rows, reached = play(tasks, limits, policy)
+        plays -= 1
+        while True:
+            if reached < best - _EPSILON:
+                best_rows, best = rows, reached
+            if plays < 2:
+                break
+            backward, _ = play(replace(tasks, rows=rows).reversed(), limits, policy)
+            again, length = play(replace(tasks, rows=tuple(row[::-1] for row in backward)), limits, policy)
+            plays -= 2
             if length > reached - _EPSILON:
                 break
-            reached = length
+            rows, reached = again, length
     return replace(schedule, order=tuple(tuple(passes[index] for index in row) for row in best_rows))
 
 
-def span(tasks: Tasks) -> float:
-    """The makespan of ``tasks`` in the order of their rows (which must be feasible)."""
-    end = [-1.0] * len(tasks.rank)
-    position = [0] * len(tasks.rows)
-    clock = [0.0] * len(tasks.rows)
-    blocked: dict[int, int] = {}
-    ready = list(range(len(tasks.rows)))
-    while ready:
-        rank = ready.pop()
-        row, at, now = tasks.rows[rank], position[rank], clock[rank]
-        while at < len(row):
-            index = row[at]
-            start = now
-            for source, hop in tasks.before[index]:
-                if end[source] < 0:
-                    blocked[source] = rank
-                    break
-                start = max(start, end[source] + hop)
-            else:
-                now = end[index] = start + tasks.duration[index]
-                at += 1
-                if index in blocked:
-                    ready.append(blocked.pop(index))
-                continue
-            break
-        position[rank], clock[rank] = at, now
-    assert all(at == len(row) for at, row in zip(position, tasks.rows, strict=True)), "the order cannot finish"
-    return max(clock)
-
-
-def play(tasks: Tasks, limits: Sequence[float], policy: Policy) -> tuple[tuple[int, ...], ...]:
-    """Play ``tasks`` through in time, overtaking as ``policy`` says; the new rows."""
-    left = [_Remaining(row) for row in tasks.rows]
-    held = [0.0] * len(left)
-    free_at = [0.0] * len(left)
-    done: list[list[int]] = [[] for _ in left]
+def play(tasks: Tasks, limits: Sequence[float], policy: Policy) -> tuple[Rows, float]:
+    """Play ``tasks`` through in time, overtaking as ``policy`` says; the new rows and the makespan."""
+    held = [0.0] * len(tasks.rows)
+    free_at = [0.0] * len(tasks.rows)
+    done: list[list[int]] = [[] for _ in tasks.rows]
     missing = [len(sources) for sources in tasks.before]
     ready = [0.0] * len(missing)
     duration, change, weight = tasks.duration, tasks.change, tasks.weight
+    head, following, preceding = _linked(tasks.rows, len(missing))
+    impatience = 1 - policy.patience
 
     def choose(rank: int, now: float) -> tuple[int, float]:
         """The task to start now, or -1 and when to look again (infinity: when something arrives)."""
-        limit, level = limits[rank] + _EPSILON, held[rank]
-        highest, awaited, spare = level, float("inf"), -1
-        for index in left[rank].window(policy.window):
+        limit, level, soon = limits[rank] + _EPSILON, held[rank], now + _EPSILON
+        highest, awaited, spare = level, _NEVER, -1
+        index, looked = head[rank], 0
+        while index >= 0 and looked < policy.window:
             takes = change[index]
             if not missing[index]:
-                if ready[index] > now + _EPSILON:
-                    awaited = min(awaited, ready[index])
+                if ready[index] > soon:
+                    if ready[index] < awaited:
+                        awaited = ready[index]
                 elif takes <= 0 or highest + takes <= limit:
-                    if policy.defer_weights and weight[index] and spare < 0:
-                        spare = index
-                    elif now + (1 - policy.patience) * duration[index] <= awaited + _EPSILON:
+                    if weight[index] and policy.defer_weights:
+                        if spare < 0:
+                            spare = index
+                    elif soon + impatience * duration[index] <= awaited + 2 * _EPSILON:
                         return index, now
             level += takes
-            highest = max(highest, level)
-        if spare >= 0 and now + (1 - policy.patience) * duration[spare] <= awaited + _EPSILON:
+            if level > highest:
+                highest = level
+            index = following[index]
+            looked += 1
+        if spare >= 0 and soon + impatience * duration[spare] <= awaited + 2 * _EPSILON:
             return spare, now
         return -1, awaited
 
-    events = [(0.0, rank) for rank in range(len(left))]
+    events = [(0.0, rank) for rank in range(len(held))]
     while events:
         now, rank = heapq.heappop(events)
         if now + _EPSILON < free_at[rank]:
             continue
         index, again = choose(rank, now)
         if index < 0:
-            if again < float("inf"):
+            if again < _NEVER:
                 heapq.heappush(events, (again, rank))
             continue
         end = free_at[rank] = now + duration[index]
         held[rank] += change[index]
-        left[rank].remove(index)
+        left, right = preceding[index], following[index]
+        if left < 0:
+            head[rank] = right
+        else:
+            following[left] = right
+        if right >= 0:
+            preceding[right] = left
         done[rank].append(index)
         heapq.heappush(events, (end, rank))
         for follower, hop in tasks.after[index]:
             missing[follower] -= 1
-            ready[follower] = max(ready[follower], end + hop)
+            if end + hop > ready[follower]:
+                ready[follower] = end + hop
             other = tasks.rank[follower]
             if not missing[follower] and other != rank:
                 heapq.heappush(events, (max(ready[follower], free_at[other]), other))
-    assert all(remaining.empty for remaining in left), "the base order cannot finish"
-    return tuple(map(tuple, done))
+    assert max(head) < 0, "the base order cannot finish"
+    return tuple(map(tuple, done)), max(free_at)
 
 
-class _Remaining:
-    """A rank's remaining tasks in base order, as a linked list: removing one anywhere takes constant time."""
-
-    def __init__(self, row: Sequence[int]) -> None:
-        self.row = row
-        self.place = {task: index for index, task in enumerate(row)}
-        self.after = list(range(1, len(row) + 2))  # the index past the end stands for the end
-        self.before = list(range(-1, len(row)))
-        self.head = 0
-
-    @property
-    def empty(self) -> bool:
-        return self.head >= len(self.row)
-
-    def window(self, size: int) -> list[int]:
-        found: list[int] = []
-        index = self.head
-        while index < len(self.row) and len(found) < size:
-            found.append(self.row[index])
-            index = self.after[index]
-        return found
-
-    def remove(self, task: int) -> None:
-        index = self.place[task]
-        left, right = self.before[index], self.after[index]
-        if left < 0:
-            self.head = right
-        else:
-            self.after[left] = right
-        if right < len(self.row):
-            self.before[right] = left
+def _linked(rows: Sequence[Sequence[int]], size: int) -> tuple[list[int], list[int], list[int]]:
+    """The rows as linked lists, so that removing a task anywhere takes constant time: first, next, previous (-1: none)."""
+    following, preceding = [-1] * size, [-1] * size
+    for row in rows:
+        for left, right in pairwise(row):
+            following[left], preceding[right] = right, left
+    return [row[0] if row else -1 for row in rows], following, preceding

@@ -52,7 +52,7 @@ class Timeline:
 
     @cached_property
     def span_bubble(self) -> float:
-        """The papers' form: 1 - work / span on the worst rank, a rank's span running from its first start to its last end."""
+        """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
         rates = []
         for starts, ends in zip(self.start, self.end, strict=True):
             work = sum(e - s for s, e in zip(starts, ends, strict=True))

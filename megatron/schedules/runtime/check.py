@@ -5,12 +5,13 @@ buffers nothing: a message is through when its sender has posted the send and it
 the k-th send meets the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor
 is kept until its message is through. So a rank stops only at a pass whose message has not come.
 
-Two stronger models can be asked for. ``blocking_sends``: a send stops its rank until the receive is posted. No
-transport here does that, and it would be too strong: a planned sender runs several passes ahead of its receiver,
-which posts one pass ahead of its use, so two ranks that both run ahead would wait for each other. 1F1B holds under
-it, the V schedules do not. ``single_queue``: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one
-hardware queue, and a message behind an unfinished one on the same channel keeps back all that is queued after it.
-Nearly every plan holds under it, but not each; where the setting is in force, ask.
+Two stronger models can be asked for. ``blocking_sends``: a send stops its rank until the receive is posted.
+No transport here does that, and it would be too strong: a planned sender runs several passes ahead of its
+receiver, which posts one pass ahead of its use, so two ranks that both run ahead would wait for each other.
+1F1B holds under it, the V schedules for few microbatches only. ``single_queue``: with
+CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one hardware queue, and a message behind an
+unfinished one on the same channel keeps back all that is queued after it. Nearly every plan holds under it,
+but not each; where the setting is in force, ask.
 """
 
 from __future__ import annotations
