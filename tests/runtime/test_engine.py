@@ -208,7 +208,7 @@ def test_engine_overhead_per_pass():
     stages = Recorder({0: torch.ones(1)})
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.process_time()
         run(program, stages, NoTransport())
-        times.append((time.perf_counter() - started) / len(program.actions))
+        times.append((time.process_time() - started) / len(program.actions))
     assert sorted(times)[2] < 100e-6

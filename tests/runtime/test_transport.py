@@ -244,7 +244,7 @@ def _overlap_body() -> float:
 
 def test_transfers_overlap_computing():
     posting, waiting = run_ranks(2, _overlap_body)
-    assert posting < 0.5 and waiting < 0.2
+    assert posting < 0.9 and waiting < 0.5
 
 
 class Breaking(PlainStages):
