@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def lint(folder: Path) -> tuple[int, str]:
-    program = "import sys, importlinter.cli as c; sys.exit(c.lint_imports(no_cache=True))"
+    program = "import sys, importlinter.cli as c; sys.exit(c.lint_imports(no_cache=True, no_logo=True))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -60,4 +60,4 @@ def test_a_wrong_import_breaks_its_contract(package: Path, module: str, line: st
     path.write_text(path.read_text() + f"\n{line}\n")
     status, output = lint(package)
     assert status != 0
-    assert any(shown.startswith(contract) and shown.endswith("BROKEN") for shown in output.splitlines()), output
+    assert any(shown.startswith(contract) and " BROKEN" in shown for shown in output.splitlines()), output

@@ -26,11 +26,13 @@ def enable() -> None:
     """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process.
 
     Raises:
-        RuntimeError: where CUDA is available.
+        RuntimeError: where CUDA is available, or Megatron was imported before and holds kernels to compile for CUDA.
     """
     if not needed():
         raise RuntimeError("the CPU stand-in is for machines without CUDA; this one has it")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled kernels would be CUDA kernels
+    if "megatron.core" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+        raise RuntimeError("enable the CPU stand-in before importing Megatron, or set TORCHDYNAMO_DISABLE=1")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
     # Before anything is replaced: at import torch's compiler takes stock of torch's own functions.
     import megatron.training  # noqa: F401

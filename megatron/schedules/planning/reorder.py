@@ -224,7 +224,7 @@ def play(tasks: Tasks, limits: Sequence[float], policy: Policy) -> tuple[Rows, f
 
 
 def _linked(rows: Sequence[Sequence[int]], size: int) -> tuple[list[int], list[int], list[int]]:
-    """The rows as linked lists, so that removing a task anywhere takes constant time: first, next, previous (-1: none)."""
+    """The rows as linked lists, where removing a task takes constant time: first, next, previous (-1: none)."""
     following, preceding = [-1] * size, [-1] * size
     for row in rows:
         for left, right in pairwise(row):

@@ -1,90 +1,30 @@
-"""One training job of the real main program in forked ranks, and what tests compare of it."""
+"""Jobs of the real main program in forked ranks, and what tests compare of them.
+
+Importing this turns the CPU stand-in on, for the whole process: only :mod:`tests.integration.server` does.
+"""
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import count
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
-from launch import run_ranks
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
 
 import pretrain_gpt
-
-MODEL = [
-    "--num-layers",
-    "8",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--vocab-size",
-    "96",
-    "--make-vocab-size-divisible-by",
-    "16",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--mock-data",
-    "--micro-batch-size",
-    "1",
-    "--lr",
-    "1e-3",
-    "--min-lr",
-    "1e-4",
-    "--distributed-backend",
-    "gloo",
-    "--transformer-impl",
-    "local",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-persist-layer-norm",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--num-workers",
-    "0",
-    "--eval-iters",
-    "1",
-    "--eval-interval",
-    "1000",
-    "--log-interval",
-    "1",
-    "--seed",
-    "7",
-]
-UNTIED = ["--untie-embeddings-and-output-weights"]
-
-
-class Result(NamedTuple):
-    """What one job gave.
-
-    Args:
-        losses: the loss of every iteration, as the last rank reports it.
-        evaluations: the losses of validation and test.
-        gradients: every parameter's main_grad after the first iteration's schedule, by its name in the whole model and
-            the ranks that hold it (data, tensor).
-        weights: every parameter at the end, named likewise.
-        peaks: bytes of activations at most held, by pipeline rank (only where asked for).
-    """
-
-    losses: list[float]
-    evaluations: list[float]
-    gradients: dict[tuple[str, int, int], torch.Tensor]
-    weights: dict[tuple[str, int, int], torch.Tensor]
-    peaks: list[int]
+from tests.integration.forked_ranks import run_ranks
+from tests.integration.results import Result
 
 
 def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
@@ -97,12 +37,56 @@ def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
     return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, weights, [rank["peak"] for rank in ranks])
 
 
-def _rank(flags: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
+def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
+    """How ``pretrain_gpt.py`` ends on each of ``world`` ranks: exit status and all it printed."""
+    return run_ranks(world, _ending, list(flags))
+
+
+def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
+    """Bytes of all tensors alive on each rank after every tenth iteration."""
+    return run_ranks(world, _live_bytes, list(flags))
+
+
+def _ending(flags: list[str]) -> tuple[int, str]:
+    printed = io.StringIO()
+    sys.argv = ["pretrain_gpt.py", *flags]
+    with redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            pretrain_gpt.main()
+        except SystemExit as leaving:
+            return int(leaving.code or 0), printed.getvalue()
+    return 0, printed.getvalue()
+
+
+def _live_bytes(flags: list[str]) -> list[int]:
+    sizes: list[int] = []
+    stock_log = training.training_log
+
+    iterations = count(1)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        if next(iterations) % 10 == 0:
+            gc.collect()
+            tensors = (found for found in gc.get_objects() if isinstance(found, torch.Tensor))
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            sizes.append(sum(storages.values()))
+        return stock_log(*args, **kwargs)
+
+    training.training_log = training_log
+    _rank_main(flags)
+    return sizes
+
+
+def _rank_main(flags: list[str]) -> None:
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
-    _listen(seen)
     pretrain_gpt.main()
+
+
+def _rank(flags: list[str]) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
+    _listen(seen)
+    _rank_main(flags)
     return seen
 
 

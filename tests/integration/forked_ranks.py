@@ -1,4 +1,4 @@
-"""Multi-process Megatron jobs for tests: torch and Megatron are imported once, and each job forks its ranks."""
+"""Ranks forked from this process, which has imported all they need: how multi-process jobs start in no time."""
 
 from __future__ import annotations
 

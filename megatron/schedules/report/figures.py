@@ -1,0 +1,99 @@
+"""The numbers a plan is judged by, and how they are written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.schedules.planning.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one timeline comes to.
+
+    Args:
+        name: the schedule's name.
+        ranks, microbatches, chunks: its size; chunks are those of one rank.
+        makespan: time from 0 to the last end on any rank, in the unit of the costs.
+        bubble: share of that time in which an average rank idles.
+        span_bubble: the papers' form, each rank's time counted from its own first start.
+        peaks: peak activation memory of every rank, in microbatches' worth of one rank's activations.
+        share: the worst rank's peak over that of 1F1B, which is min(n, d).
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    chunks: int
+    makespan: float
+    bubble: float
+    span_bubble: float
+    peaks: tuple[float, ...]
+    share: float
+
+    @property
+    def peak(self) -> float:
+        """Peak activation memory of the worst rank, in microbatches."""
+        return max(self.peaks)
+
+    @property
+    def worst(self) -> int:
+        """The first rank that has this peak."""
+        return self.peaks.index(self.peak)
+
+
+def figures(timeline: Timeline) -> Figures:
+    """Read the figures off ``timeline``."""
+    schedule = timeline.schedule
+    return Figures(
+        name=schedule.name,
+        ranks=schedule.ranks,
+        microbatches=schedule.microbatches,
+        chunks=schedule.placement.chunks,
+        makespan=timeline.makespan,
+        # Rounding removes the -1e-16 of a schedule without any idle time, which would print as -0.00 %.
+        bubble=round(timeline.bubble, 12) + 0.0,
+        span_bubble=round(timeline.span_bubble, 12) + 0.0,
+        peaks=timeline.peaks,
+        share=timeline.peak / reference_memory(timeline),
+    )
+
+
+def reference_memory(timeline: Timeline) -> int:
+    """1F1B's peak activation memory for the same ranks and microbatches: min(n, d)."""
+    return min(timeline.schedule.microbatches, timeline.schedule.ranks)
+
+
+def title(name: str) -> str:
+    """A schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B."""
+    parts = name.split("-")
+    return "-".join(part.upper() if len(part) < 3 or part[0].isdigit() else part.capitalize() for part in parts)
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """``0.0943`` as ``9.43 %``."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def number(value: float) -> str:
+    """A time or an amount of memory without needless digits: ``3``, ``2.5``, ``1.333``."""
+    return f"{round(value, 3):.10g}"
+
+
+def microbatches(amount: float) -> str:
+    """An amount of memory with its unit: ``1 microbatch``, ``2.5 microbatches``."""
+    return f"{number(amount)} microbatch{'' if amount == 1 else 'es'}"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 microbatch`` or ``2 microbatches``; ``4 ranks``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def ticks(until: float, fewest_apart: float) -> list[float]:
+    """Round times from 0 to ``until``, at least ``fewest_apart`` apart: steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(fewest_apart))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= fewest_apart * (1 - 1e-9))
+    return [index * step for index in range(int(until / step + 1e-9) + 1)]

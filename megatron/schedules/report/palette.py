@@ -1,0 +1,56 @@
+"""Colours of passes: a hue for each kind, lighter from chunk to chunk."""
+
+from __future__ import annotations
+
+from megatron.schedules.planning.passes import Kind
+
+Rgb = tuple[int, int, int]
+
+WHITE: Rgb = (255, 255, 255)
+BLACK: Rgb = (20, 22, 26)
+
+# Four hues that stay apart for colour-blind readers too, dark enough that a lighter second chunk stands off.
+HUES: dict[Kind, Rgb] = {
+    Kind.F: (36, 99, 196),
+    Kind.I: (214, 107, 24),
+    Kind.W: (22, 133, 92),
+    Kind.B: (154, 62, 142),
+}
+MEANINGS: dict[Kind, str] = {
+    Kind.F: "forward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.B: "I and W in one",
+}
+# How far the last chunk's colour goes towards white.
+_LIGHTEST = 0.55
+
+
+def blend(first: Rgb, second: Rgb, share: float) -> Rgb:
+    """``first`` with ``share`` of ``second`` mixed in."""
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
+    return red, green, blue
+
+
+def fill(kind: Kind, chunk: int, chunks: int) -> Rgb:
+    """The colour of a pass of ``kind`` of a rank's ``chunk``."""
+    return blend(HUES[kind], WHITE, _LIGHTEST * chunk / max(1, chunks - 1))
+
+
+def ink(background: Rgb) -> Rgb:
+    """Black or white, whichever reads better on ``background`` (the contrast of WCAG 2)."""
+    light = _luminance(background)
+    on_white = (_luminance(WHITE) + 0.05) / (light + 0.05)
+    on_black = (light + 0.05) / (_luminance(BLACK) + 0.05)
+    return WHITE if on_white >= on_black else BLACK
+
+
+def hexadecimal(colour: Rgb) -> str:
+    """``#rrggbb``."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def _luminance(colour: Rgb) -> float:
+    channels = [c / 255 for c in colour]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

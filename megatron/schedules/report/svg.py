@@ -1,0 +1,247 @@
+"""Timelines as one self-contained SVG: schedules below one another on one time scale, each with its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.report import palette
+from megatron.schedules.report.figures import (
+    counted,
+    figures,
+    microbatches,
+    number,
+    percent,
+    reference_memory,
+    ticks,
+    title,
+)
+
+_WIDTH = 960
+_LEFT, _RIGHT = 66, 18
+_MARGIN = 18
+_HEADING, _MEMORY, _GAP = 30, 46, 22
+_ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
+_ROW_BEST, _ROW_LEAST = 24, 7
+_DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute
+
+_FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+# Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
+# reads on any page.
+_LIGHT = {"page": "#ffffff", "lane": "#edf0f4", "text": "#1b1f26", "faint": "#5d6673", "memory": "#5b6bbf"}
+_DARK = {"page": "#14171c", "lane": "#262b33", "text": "#e8ebf0", "faint": "#9aa4b2", "memory": "#93a1ec"}
+
+
+def draw_svg(timelines: Sequence[Timeline], caption: str = "") -> str:
+    """Draw ``timelines`` below one another.
+
+    Under each schedule stands the activation memory over time of the rank that needs most, with 1F1B's for the same
+    ranks and microbatches as a dashed line. Microbatches are numbered where the numbers fit.
+
+    Args:
+        timelines: at least one, of any sizes; time and memory have one scale throughout.
+        caption: a line for the bottom.
+    """
+    sheet = _Sheet(timelines)
+    for timeline in timelines:
+        sheet.section(timeline)
+    sheet.axis()
+    sheet.legend()
+    if caption:
+        sheet.caption(caption)
+    return sheet.finished()
+
+
+class _Look(NamedTuple):
+    """What gives a cell its colour: its kind, and which of how many chunks it belongs to."""
+
+    kind: Kind
+    chunk: int
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value.lower()}{self.chunk}of{self.chunks}"
+
+
+class _Sheet:
+    """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
+
+    def __init__(self, timelines: Sequence[Timeline]) -> None:
+        self.timelines = timelines
+        self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
+        self.until = max(timeline.makespan for timeline in timelines)
+        self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
+        self.memory = max(max(timeline.peak, reference_memory(timeline)) for timeline in timelines)
+        self.y = float(_MARGIN - 6)
+        self.parts: list[str] = []
+        self.looks: dict[_Look, palette.Rgb] = {}
+
+    def section(self, timeline: Timeline) -> None:
+        """Heading, a row a rank, and the memory of the worst rank."""
+        found = figures(timeline)
+        share = "" if found.name == "1f1b" else f" ({percent(found.share, 1)} of 1F1B's)"
+        self.text(
+            _MARGIN,
+            self.y + 18,
+            f'<tspan class="name">{escape(title(found.name))}</tspan>'
+            f'<tspan class="faint" dx="12">bubble</tspan><tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
+            f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
+            f"{microbatches(found.peak)}{share}</tspan>",
+            "head",
+        )
+        self.y += _HEADING
+        self.rows(timeline)
+        self.y += 8
+        self.curve(timeline, found.worst, found.peak)
+        self.y += _GAP
+
+    def rows(self, timeline: Timeline) -> None:
+        """The passes: for each look (kind and chunk) one path of all its cells, then the numbers."""
+        schedule = timeline.schedule
+        row = min(_ROW_BEST, max(_ROW_LEAST, _ROWS_TALL / schedule.ranks))
+        size = min(11.0, row - 8)
+        # A label needs some 11 pixels; with lower rows only every second, fourth ... rank has one.
+        every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * row >= 11)
+        cells: dict[_Look, list[str]] = {}
+        narrowest = math.inf
+        numbers: dict[str, list[str]] = {}
+        right = self.x(timeline.makespan)
+        for rank, order in enumerate(schedule.order):
+            top = self.y + rank * row
+            height = row - (2 if row > 14 else 1)
+            self.parts.append(
+                f'<rect class="lane" x="{_LEFT}" y="{_n(top)}" width="{_n(right - _LEFT)}" height="{_n(height)}"/>'
+            )
+            if rank % every == 0:
+                self.text(_LEFT - 8, top + height / 2 + 3.8, f"rank {rank}", "faint end")
+            for work, start, end in zip(order, timeline.start[rank], timeline.end[rank], strict=True):
+                left, width = self.x(start), (end - start) * self.scale
+                narrowest = min(narrowest, width)
+                look = _Look(work.kind, schedule.placement.chunk_of(work.stage), schedule.placement.chunks)
+                self.looks[look] = palette.fill(*look)
+                cells.setdefault(look, []).append(f"M{_n(left)} {_n(top)}h{_n(width)}v{_n(height)}h{_n(-width)}z")
+                label = str(work.microbatch)
+                if size >= 6 and len(label) * size * _DIGIT + 1 <= width:
+                    colour = palette.hexadecimal(palette.ink(self.looks[look]))
+                    numbers.setdefault(colour, []).append(
+                        f'<text x="{_n(left + width / 2)}" y="{_n(top + height / 2 + size * 0.36)}">{label}</text>'
+                    )
+        # The line that parts one cell from the next must not eat up narrow ones.
+        line = 0.8 if narrowest > 6 else 0.3 if narrowest > 3 else 0
+        for look, paths in sorted(cells.items()):
+            self.parts.append(f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>')
+        for colour, labels in numbers.items():
+            self.parts.append(
+                f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(labels)}</g>'
+            )
+        self.y += schedule.ranks * row
+
+    def curve(self, timeline: Timeline, rank: int, peak: float) -> None:
+        """Activation memory of ``rank`` over time, as an area."""
+        floor = self.y + _MEMORY
+
+        def level(held: float) -> float:
+            return floor - held / self.memory * (_MEMORY - 8)
+
+        # What is given back and taken at one moment shows as its sum.
+        steps = [*dict(timeline.memory(rank)).items(), (timeline.makespan, 0.0)]
+        path = f"M{_n(self.x(0))} {_n(floor)}"
+        for (_, held), (time, _) in pairwise(steps):
+            path += f"V{_n(level(held))}H{_n(self.x(time))}"
+        self.parts.append(f'<path class="area" d="{path}V{_n(floor)}z"/>')
+        reference = reference_memory(timeline)
+        line = _n(level(reference))
+        self.parts.append(f'<path class="limit" d="M{_LEFT} {line}H{_WIDTH - _RIGHT}"/>')
+        self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {reference}", "faint end small")
+        self.text(_LEFT - 8, level(peak) + 4, number(peak), "figure end")
+        if level(peak) < floor - 22:
+            self.text(_LEFT - 8, floor - 11, "memory", "faint end small")
+            self.text(_LEFT - 8, floor, f"rank {rank}", "faint end small")
+        self.y = floor
+
+    def axis(self) -> None:
+        """Round times along the bottom."""
+        self.y -= _GAP - 4
+        marks = ticks(self.until, 55 / self.scale)
+        path = "".join(f"M{_n(self.x(time))} {_n(self.y)}v4" for time in marks)
+        self.parts.append(f'<path class="axis" d="M{_LEFT} {_n(self.y)}H{_WIDTH - _RIGHT}{path}"/>')
+        for time in marks:
+            self.text(self.x(time), self.y + 15, number(time), "faint middle small")
+        self.text(_LEFT - 8, self.y + 15, "time", "faint end small")
+        self.y += 22
+
+    def legend(self) -> None:
+        """A swatch for each kind and chunk that was drawn."""
+        x, self.y = float(_LEFT), self.y + 8
+        for kind, meaning in palette.MEANINGS.items():
+            shades = sorted({colour for look, colour in self.looks.items() if look.kind is kind})
+            for colour in shades:
+                self.parts.append(
+                    f'<rect fill="{palette.hexadecimal(colour)}" x="{_n(x)}" y="{_n(self.y)}" width="13" height="13"/>'
+                )
+                x += 13
+            if shades:
+                label = f"{kind} {meaning}"
+                self.text(x + 6, self.y + 11, label, "faint")
+                x += 6 + len(label) * 6.4 + 18
+        if self.chunks > 1:
+            self.text(x, self.y + 11, "lighter: later chunk", "faint")
+        self.y += 22
+
+    def caption(self, caption: str) -> None:
+        """One line of plain words."""
+        self.text(_LEFT, self.y + 10, escape(caption), "faint")
+        self.y += 20
+
+    def text(self, x: float, y: float, content: str, look: str) -> None:
+        """A line of text; ``content`` is markup."""
+        self.parts.append(f'<text class="{look}" x="{_n(x)}" y="{_n(y)}">{content}</text>')
+
+    def x(self, time: float) -> float:
+        """Where a time lies."""
+        return _LEFT + time * self.scale
+
+    def finished(self) -> str:
+        """The whole document."""
+        height = _n(self.y + _MARGIN - 8)
+        found = [figures(timeline) for timeline in self.timelines]
+        heading = " and ".join(title(each.name) for each in found)
+        described = "; ".join(
+            f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
+            f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"
+            for each in found
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+            f'height="{height}" role="img" aria-labelledby="t d" font-family="{_FONT}" font-size="12">\n'
+            f'<title id="t">{escape(heading)}</title><desc id="d">{escape(described)}</desc>\n'
+            f"<style>{self.style()}</style>\n"
+            f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
+        )
+
+    def style(self) -> str:
+        """The style sheet: shapes, cell colours, and the two schemes."""
+        cells = "".join(f".{look}{{fill:{palette.hexadecimal(rgb)}}}" for look, rgb in self.looks.items())
+        return (
+            ".head{font-size:13px}.name{font-size:16px;font-weight:700}.figure{font-weight:600}.small{font-size:11px}"
+            ".end{text-anchor:end}.middle{text-anchor:middle}.area{fill-opacity:.3;stroke-width:1.2}"
+            ".limit{fill:none;stroke-dasharray:5 4}.axis{fill:none}"
+            f"{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
+        )
+
+
+def _scheme(colours: dict[str, str]) -> str:
+    return (
+        ".page{{fill:{page}}}.lane{{fill:{lane}}}.cell{{stroke:{page}}}text{{fill:{text}}}g text{{fill:inherit}}"
+        ".faint{{fill:{faint}}}.area{{fill:{memory};stroke:{memory}}}.limit,.axis{{stroke:{faint}}}"
+    ).format(**colours)
+
+
+def _n(value: float) -> str:
+    """A coordinate to a hundredth of a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

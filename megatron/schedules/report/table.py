@@ -1,0 +1,120 @@
+"""The comparison of schedules: one line each, as text, Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.schedules.report.figures import Figures, number, percent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule in a comparison: its figures, or the reason why it has none.
+
+    Args:
+        name: the schedule's name.
+        result: its figures, or one line saying why it cannot be planned.
+        throughput: microbatches a second over those of 1F1B; None where there are no figures.
+    """
+
+    name: str
+    result: Figures | str
+    throughput: float | None = None
+
+
+_HEADINGS = (
+    ("schedule", ""),
+    ("bubble", ""),
+    ("span bubble", ""),
+    ("peak memory", "microbatches"),
+    ("of 1F1B's", "memory"),
+    ("chunks", "a rank"),
+    ("throughput", "to 1F1B's"),
+)
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """An aligned table; a reason stands where the numbers would."""
+    cells = [_cells(row) for row in rows]
+    widths = [
+        max(len(heading[0]), len(heading[1]), *(len(row[column]) for row in cells if len(row) > 2 or column == 0))
+        for column, heading in enumerate(_HEADINGS)
+    ]
+    heads = [_aligned([heading[line] for heading in _HEADINGS], widths) for line in (0, 1)]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    body = [_aligned(row, widths) if len(row) > 2 else f"{row[0].ljust(widths[0])}  {row[1]}" for row in cells]
+    return "\n".join([*heads, rule, *body]) + "\n"
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A table for a README or an issue."""
+    lines = ["| " + " | ".join(" ".join(heading).strip() for heading in _HEADINGS) + " |"]
+    lines.append("| --- |" + " ---: |" * (len(_HEADINGS) - 1))
+    for row in rows:
+        cells = _cells(row)
+        cells += [""] * (len(_HEADINGS) - len(cells))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Every figure unrounded, with a header; shares, not percentages."""
+    text = io.StringIO()
+    records = as_records(rows)
+    names = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """A list of objects, every figure unrounded."""
+    return json.dumps(as_records(rows), indent=2) + "\n"
+
+
+def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """One mapping a row; one without figures has ``schedule`` and ``reason`` only."""
+    records: list[dict[str, object]] = []
+    for row in rows:
+        found = row.result
+        if isinstance(found, str):
+            records.append({"schedule": row.name, "reason": found})
+        else:
+            records.append(
+                {
+                    "schedule": row.name,
+                    "bubble": found.bubble,
+                    "span_bubble": found.span_bubble,
+                    "peak_memory": found.peak,
+                    "memory_of_1f1b": found.share,
+                    "chunks": found.chunks,
+                    "throughput_of_1f1b": row.throughput,
+                    "makespan": found.makespan,
+                }
+            )
+    return records
+
+
+def _cells(row: Row) -> list[str]:
+    found = row.result
+    if isinstance(found, str):
+        return [row.name, found]
+    return [
+        row.name,
+        percent(found.bubble),
+        percent(found.span_bubble),
+        number(found.peak),
+        percent(found.share, 1),
+        str(found.chunks),
+        "" if row.throughput is None else f"{row.throughput:.3f}",
+    ]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    columns = zip(cells, widths, strict=True)
+    return "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(columns)).rstrip()

@@ -1,0 +1,214 @@
+"""A timeline in the terminal: a row a rank, time to the right, memory at the end of each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.style import Style
+from rich.text import Text
+
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.report import palette
+from megatron.schedules.report.figures import (
+    Figures,
+    counted,
+    figures,
+    number,
+    percent,
+    reference_memory,
+    ticks,
+    title,
+)
+
+_BAR = 8  # columns of a memory bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_SHADES = " ░▒▓█"
+_NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
+
+
+def draw_text(timelines: Sequence[Timeline], width: int, colour: bool) -> Text:
+    """Draw ``timelines`` below one another on one time scale, each with its figures.
+
+    Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where that
+    fits. Otherwise a column shows what share of its time is computed (without colours), or of what (with colours).
+
+    Args:
+        timelines: at least one, of any sizes.
+        width: columns to fill; less than some 50 is not kept to.
+        colour: whether colours will be shown. Without, letters tell the kinds apart: F, I, W, B for a rank's even
+            chunks, f, i, w, b for its odd ones.
+    """
+    frame = _Frame(timelines, width, colour)
+    parts = [frame.section(timeline) for timeline in timelines]
+    return Text("\n").join([*parts, frame.legend()])
+
+
+class _Frame:
+    """What the drawings of several timelines share: the scales and the way cells look."""
+
+    def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool) -> None:
+        self.colour = colour
+        self.kinds = sorted(
+            {work.kind for timeline in timelines for _, work in timeline.schedule.passes()},
+            key=list(palette.MEANINGS).index,
+        )
+        self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
+        self.memory = max(max(timeline.peak, reference_memory(timeline)) for timeline in timelines)
+        self.gutter = max(len(f"rank {timeline.schedule.ranks - 1}") for timeline in timelines) + 2
+        room = max(_NARROWEST, width - self.gutter - _BAR - 8)
+        until = max(timeline.makespan for timeline in timelines)
+        self.scale, self.cells = _scale(timelines, room / until)
+        self.columns = math.ceil(until * self.scale - 1e-6)
+
+    def section(self, timeline: Timeline) -> Text:
+        """One timeline: heading, a row a rank, the time axis, the figures."""
+        found, schedule = figures(timeline), timeline.schedule
+        text = Text()
+        text.append(title(schedule.name), Style(bold=True))
+        text.append(
+            f": {counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, "
+            f"{counted(schedule.placement.chunks, 'chunk')} a rank\n"
+        )
+        text.append(" " * (self.gutter + self.columns + 2) + "peak memory\n", Style(dim=True))
+        for rank in range(schedule.ranks):
+            text.append(f"rank {rank}".ljust(self.gutter))
+            row, below = self._cells(timeline, rank) if self.cells else (self._shades(timeline, rank), None)
+            text.append_text(row)
+            text.append("  ")
+            text.append(_bar(found.peaks[rank] / self.memory), Style(color="cyan" if self.colour else None))
+            text.append(f" {number(found.peaks[rank])}\n")
+            if below is not None:
+                text.append(" " * self.gutter + below + "\n")
+        text.append(" " * self.gutter + self._axis() + "\n", Style(dim=True))
+        text.append(_summary(found, reference_memory(timeline)))
+        return text
+
+    def legend(self) -> Text:
+        """What the cells stand for."""
+        if not self.cells and not self.colour:
+            line = Text(f"{_SHADES[1:]} a quarter to all of a column's {number(1 / self.scale)} units of time is computed")
+        else:
+            line = Text()
+            for kind in self.kinds:
+                for chunk in range(self.chunks if self.colour else min(2, self.chunks)):
+                    line.append(f" {_letter(kind, chunk)} " if self.colour else f"{_letter(kind, chunk)} ", self._style(kind, chunk, self.chunks))
+                line.append(f" {palette.MEANINGS[kind]}   " if self.colour else f"{palette.MEANINGS[kind]}   ")
+            line.rstrip()
+            if self.chunks > 1:
+                line.append("\n" + self._chunk_hint())
+        if not self.cells:
+            line.append("\npasses are too short to be drawn one by one: --width gives more room, --format svg draws each")
+        line.append("\n")
+        return line
+
+    def _chunk_hint(self) -> str:
+        if self.colour:
+            return "the lighter a colour, the later the rank's chunk in the model"
+        return "capitals: a rank's chunk 0" + (", small letters: chunk 1" if self.chunks == 2 else ", 2 ...; small letters: 1, 3 ...")
+
+    def _cells(self, timeline: Timeline, rank: int) -> tuple[Text, str | None]:
+        """The row of ``rank``, and below it, where it takes a row of its own, each pass's microbatch."""
+        placement = timeline.schedule.placement
+        row, below, column = Text(), "", 0
+        spans = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
+        for work, start, end in spans:
+            first, last = self._column(start), self._column(end)
+            row.append(" " * (first - column))
+            below += " " * (first - column)
+            chunk = placement.chunk_of(work.stage)
+            row.append(self._label(work, chunk, last - first), self._style(work.kind, chunk, placement.chunks))
+            below += _fitted(str(work.microbatch), last - first)
+            column = last
+        row.append(" " * (self.columns - column))
+        return row, None if self.colour else below.rstrip()
+
+    def _label(self, work: Pass, chunk: int, width: int) -> str:
+        if self.colour:
+            return _fitted(str(work.microbatch), width)
+        return _letter(work.kind, chunk) + "-" * (width - 1)
+
+    def _shades(self, timeline: Timeline, rank: int) -> Text:
+        """The row of ``rank`` where a column is longer than a pass: each column a mixture of what runs in it."""
+        placement, row = timeline.schedule.placement, Text()
+        shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(self.columns)]
+        spans = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
+        for work, start, end in spans:
+            look = work.kind, placement.chunk_of(work.stage)
+            first, last = start * self.scale, end * self.scale
+            for column in range(int(first), min(self.columns, math.ceil(last))):
+                inside = min(last, column + 1) - max(first, column)
+                shares[column][look] = shares[column].get(look, 0.0) + max(0.0, inside)
+        for share in shares:
+            busy = sum(share.values())
+            if self.colour and share:
+                mixed = _mixture({palette.fill(*look, placement.chunks): part for look, part in share.items()})
+                row.append(_SHADES[round(4 * min(1.0, busy))], Style(color=palette.hexadecimal(mixed)))
+            else:
+                row.append(_SHADES[round(4 * min(1.0, busy))])
+        return row
+
+    def _axis(self) -> str:
+        line = ""
+        for time in ticks(self.columns / self.scale, 8 / self.scale):
+            line = line.ljust(self._column(time)) + number(time)
+        return line[: self.columns + 2]
+
+    def _column(self, time: float) -> int:
+        return math.floor(time * self.scale + 0.5 + 1e-6)
+
+    def _style(self, kind: Kind, chunk: int, chunks: int) -> Style:
+        if not self.colour:
+            return Style()
+        background = palette.fill(kind, chunk, chunks)
+        return Style(color=palette.hexadecimal(palette.ink(background)), bgcolor=palette.hexadecimal(background))
+
+
+def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
+    """Columns a unit of time, at most ``widest``, and whether every pass gets a column at least.
+
+    Where all passes take multiples of the shortest one's time, that time becomes a whole number of columns.
+    """
+    lengths = {
+        round(length, 9)
+        for timeline in timelines
+        for kind, stage in {(work.kind, work.stage) for _, work in timeline.schedule.passes()}
+        if (length := timeline.costs.durations[kind][stage]) > 0
+    }
+    shortest = min(lengths)
+    columns = math.floor(widest * shortest + 1e-9)
+    if columns < 1:
+        return widest, False
+    even = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    return (columns / shortest if even else widest), True
+
+
+def _fitted(label: str, width: int) -> str:
+    """``label`` in ``width`` columns, or nothing of it where it does not fit."""
+    return label.ljust(width) if len(label) <= width else " " * width
+
+
+def _letter(kind: Kind, chunk: int) -> str:
+    return kind.value.lower() if chunk % 2 else kind.value
+
+
+def _mixture(parts: dict[palette.Rgb, float]) -> palette.Rgb:
+    whole = sum(parts.values())
+    red, green, blue = (round(sum(c[i] * part for c, part in parts.items()) / whole) for i in range(3))
+    return red, green, blue
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _BAR * 8)
+    bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+    return bar.ljust(_BAR)
+
+
+def _summary(found: Figures, reference: int) -> str:
+    return (
+        f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
+        f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
+        f"peak memory  {number(found.peak)} microbatches of activations on rank {found.worst}, "
+        f"{percent(found.share, 1)} of 1F1B's {reference}\n"
+    )

@@ -1,0 +1,60 @@
+"""What integration tests share: one process with Megatron imported, and checkpoints every job can start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.results import MODEL, UNTIED, Result
+from tests.integration.server import Megatron
+
+
+class Training:
+    """Training jobs of the small model, all from the same weights.
+
+    Weights drawn at start depend on the pipeline rank, so a PP=1 job writes them and every other job loads them.
+    """
+
+    def __init__(self, megatron: Megatron, folder: Path) -> None:
+        self._megatron, self._folder = megatron, folder
+        self.stock = cache(self._stock)
+
+    def __call__(self, world: int, *flags: str, tied: bool = False) -> Result:
+        """Train with ``flags`` on ``world`` ranks."""
+        return self._run(world, *flags, *self._load(tied), tied=tied)
+
+    def _stock(self, world: int, *flags: str, tied: bool = False) -> Result:
+        """The same, remembered: for runs without our schedules that many tests compare with."""
+        assert "--pipeline-schedule" not in flags
+        return self(world, *flags, tied=tied)
+
+    def _load(self, tied: bool) -> list[str]:
+        folder = self._folder / ("tied" if tied else "untied")
+        if not folder.exists():
+            once = "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim".split()
+            self._run(1, *once, "--save", str(folder), tied=tied)
+        return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
+
+    def _run(self, world: int, *flags: str, tied: bool) -> Result:
+        ends: list[str] = [] if tied else UNTIED
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags])
+        assert isinstance(result, Result)
+        return result
+
+
+@pytest.fixture(scope="session")
+def megatron() -> Iterator[Megatron]:
+    """The process that has Megatron imported."""
+    server = Megatron()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def train(megatron: Megatron, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Training jobs from common weights."""
+    return Training(megatron, tmp_path_factory.mktemp("checkpoints"))

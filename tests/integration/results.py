@@ -1,0 +1,36 @@
+"""What tests ask of a training job and what they get: plain data, importable without Megatron."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MODEL = """
+    --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --vocab-size 96 --make-vocab-size-divisible-by 16 --tokenizer-type NullTokenizer --mock-data
+    --micro-batch-size 1 --lr 1e-3 --min-lr 1e-4 --seed 7 --num-workers 0
+    --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm
+    --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 1000 --log-interval 1
+""".split()
+UNTIED = ["--untie-embeddings-and-output-weights"]
+
+
+class Result(NamedTuple):
+    """What one job gave.
+
+    Args:
+        losses: the loss of every iteration, as the last rank reports it.
+        evaluations: the losses of validation and test.
+        gradients: every parameter's main_grad after the first iteration's schedule, by its name in the whole model and
+            the ranks that hold it (data, tensor).
+        weights: every parameter at the end, named likewise.
+        peaks: bytes of activations at most held, by pipeline rank (only where asked for).
+    """
+
+    losses: list[float]
+    evaluations: list[float]
+    gradients: dict[tuple[str, int, int], torch.Tensor]
+    weights: dict[tuple[str, int, int], torch.Tensor]
+    peaks: list[int]

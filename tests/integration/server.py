@@ -1,0 +1,76 @@
+"""A process that imports torch and Megatron once, and forks the ranks of every job it is asked for.
+
+Jobs come in as pickles on standard input, results go out on the descriptor given. Run by :class:`Megatron` below, one
+for a whole test session.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Megatron:
+    """The client's end: calls functions of :mod:`tests.integration.jobs` in the server."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.integration.server", str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[writer],
+            env=environment,
+            cwd=ROOT,
+        )
+        os.close(writer)
+        self._results = os.fdopen(reader, "rb")
+
+    def __call__(self, job: str, *args: Any) -> Any:
+        """The result of ``job(*args)``; raises AssertionError with the output of the ranks where it failed."""
+        assert self._process.stdin is not None
+        pickle.dump((job, args), self._process.stdin)
+        self._process.stdin.flush()
+        try:
+            ok, result = pickle.load(self._results)
+        except EOFError:
+            _, errors = self._process.communicate()
+            raise AssertionError(f"the server of ranks died:\n{errors.decode(errors='replace')[-4000:]}") from None
+        if not ok:
+            raise AssertionError(result)
+        return result
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.kill()
+        self._process.wait()
+        self._results.close()
+
+
+def _serve(requests: BinaryIO, results: BinaryIO) -> None:
+    from tests.integration import jobs
+    from tests.integration.forked_ranks import JobError
+
+    while True:
+        try:
+            name, args = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(jobs, name)(*args)
+        except JobError as error:
+            answer = False, str(error)
+        pickle.dump(answer, results)
+        results.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, os.fdopen(int(sys.argv[1]), "wb"))

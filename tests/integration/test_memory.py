@@ -1,0 +1,50 @@
+"""Memory is real: bytes of activations held during a run, against the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.schedules.planning.registry import Request, plan
+from tests.integration.results import MODEL, UNTIED
+
+JOB = "--train-iters 1 --num-layers 16 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
+
+
+def held(megatron, schedule: str, size: int) -> list[int]:
+    """The most bytes each rank held."""
+    flags = ["--global-batch-size", str(2 * size), "--pipeline-model-parallel-size", str(size)]
+    flags += ["--pipeline-schedule", schedule, "--pipeline-schedule-report-memory"]
+    return megatron("train", size, [*MODEL, *UNTIED, *JOB, *flags]).peaks
+
+
+def planned(schedule: str, size: int) -> float:
+    """The most any rank holds by plan, in microbatches."""
+    made = plan(Request(schedule, size, 2 * size))
+    share = 1 / made.placement.chunks
+    return max(_peak(row, share) for row in made.order)
+
+
+def _peak(row, share: float) -> float:
+    level = highest = 0.0
+    for work in row:
+        level += share * {"F": 1, "I": 0, "W": -1, "B": -1}[str(work.kind)]
+        highest = max(highest, level)
+    return highest
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_bytes_held_rank_as_planned(megatron, size):
+    names = ("1f1b", "v-min", "v-half", "v-zb")
+    worst = {name: max(held(megatron, name, size)) for name in names}
+    assert worst["v-min"] < worst["v-half"] < worst["v-zb"]
+    for name in names:
+        share = planned(name, size) / planned("1f1b", size)
+        assert worst[name] / worst["1f1b"] == pytest.approx(share, rel=0.1), name
+
+
+def test_memory_stays_flat_over_100_iterations(megatron):
+    flags = ["--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]
+    for sizes in megatron("live_bytes", 2, [*MODEL, *UNTIED, *flags, "--train-iters", "100"]):
+        assert len(sizes) == 10
+        # The first iterations make the optimizer's state and fill caches.
+        assert max(sizes) <= sizes[0], f"bytes of tensors after every tenth iteration: {sizes}"

@@ -1,0 +1,66 @@
+"""Bad requests end in one line and status 2 before any process starts work."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.textforms import to_csv
+from tests.integration.results import MODEL
+
+JOB = [*MODEL, "--train-iters", "1"]
+PP4 = "--global-batch-size 4 --pipeline-model-parallel-size 4".split()
+
+REFUSED = {
+    "an unknown schedule, with what was meant": ("--pipeline-schedule v-haff", "did you mean v-half?"),
+    "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
+    "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
+    "no microbatch": ("--pipeline-schedule v-half --global-batch-size 0", "gives 0 microbatches"),
+    "part of a microbatch": ("--pipeline-schedule v-half --micro-batch-size 3", "--global-batch-size 4 gives 1.3"),
+    "multi-token prediction": ("--pipeline-schedule v-half --mtp-num-layers 1", "--mtp-num-layers"),
+    "CUDA graphs": ("--pipeline-schedule zb-1p --cuda-graph-impl local", "--cuda-graph-impl"),
+    "linears it cannot split": (
+        "--pipeline-schedule zb-1p --transformer-impl transformer_engine",
+        "--transformer-impl",
+    ),
+    "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
+    "costs that are no numbers": ("--pipeline-schedule v-half --pipeline-schedule-costs 1,2", "F,B,W"),
+    "a file without a name": ("--pipeline-schedule file", "--pipeline-schedule-file"),
+    "a file that is not there": ("--pipeline-schedule file --pipeline-schedule-file none.csv", "No such file"),
+    "a file for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-file x.csv", "goes with"),
+    "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
+    "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
+}
+
+
+def assert_refused(outputs: list[tuple[int, str]], part: str) -> None:
+    assert [code for code, _ in outputs] == [2] * len(outputs)
+    lines = [line for _, text in outputs for line in text.splitlines() if line.strip()]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("pretrain_gpt.py: error: "), lines
+    assert part in lines[0]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(megatron, what):
+    flags, part = REFUSED[what]
+    assert_refused(megatron("outputs", 4, [*JOB, *PP4, *flags.split()]), part)
+
+
+@pytest.mark.parametrize("fault", ["missing", "doubled"])
+def test_a_file_with_a_pass_missing_or_doubled(megatron, tmp_path, fault):
+    text = to_csv(plan(Request("v-half", 4, 4)))
+    path = tmp_path / "schedule.csv"
+    path.write_text(text.replace(",3F2,", ",") if fault == "missing" else text.replace(",3F2,", ",3F2,3F2,"))
+    flags = ["--pipeline-schedule", "file", "--pipeline-schedule-file", str(path)]
+    part = "3F2 is missing" if fault == "missing" else "3F2 stands 2 times"
+    assert_refused(megatron("outputs", 4, [*JOB, *PP4, *flags]), part)
+
+
+def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(to_csv(plan(Request("v-half", 2, 4))))
+    job = ("--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
+    named = train(2, *job, "--pipeline-schedule", "v-half")
+    ours = train(2, *job, "--pipeline-schedule", "file", "--pipeline-schedule-file", str(path))
+    assert ours.losses == named.losses
