@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,6 +24,9 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
 
 import pretrain_gpt
+from megatron.schedules.integration import hooks as integration
+from megatron.schedules.integration.layout import PlacedLayout
+from megatron.schedules.planning.placement import v_shape
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
@@ -45,6 +49,37 @@ def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
     """Bytes of all tensors alive on each rank after every tenth iteration."""
     return run_ranks(world, _live_bytes, list(flags))
+
+
+def hooks() -> list[tuple[str, str, bool, bool]]:
+    """Of every hook after two installs: name, reason, whether it is in place, whether it lies on another."""
+    return run_ranks(1, _hooks)[0]
+
+
+def schedule_module() -> str:
+    """Where the schedule function comes from that a script gets which has installed us and does not ask for one."""
+    return run_ranks(1, _schedule_module)[0]
+
+
+def pickled_layout() -> Any:
+    """What a V's layout is once it has been through a checkpoint."""
+    return pickle.loads(pickle.dumps(PlacedLayout(v_shape(2), 8)))
+
+
+def _hooks() -> list[tuple[str, str, bool, bool]]:
+    found = []
+    integration.install()
+    integration.install()
+    for hook in integration.HOOKS:
+        now = getattr(hook.module, hook.name)
+        below = getattr(now, "megatron_schedules_stock", None)
+        found.append((hook.name, hook.why, below is not None, hasattr(below, "megatron_schedules_stock")))
+    return found
+
+
+def _schedule_module() -> str:
+    integration.install()
+    return str(training.get_forward_backward_func(pp_size=2, vp_size=None).__module__)
 
 
 def _ending(flags: list[str]) -> tuple[int, str]:

@@ -51,15 +51,9 @@ PARALLEL = {
 @pytest.mark.parametrize("schedule", ALL)
 def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
     world, size, flags = PARALLEL[parallel]
-    job = (
-        "--train-iters",
-        "2",
-        "--global-batch-size",
-        "8",
-        "--pipeline-model-parallel-size",
-        str(size),
-        *flags.split(),
-    )
+    job = ("--train-iters", "2", "--global-batch-size", "8")
+    one = train.stock(1, *job)
+    job += ("--pipeline-model-parallel-size", str(size), *flags.split())
     ours = train(world, *job, "--pipeline-schedule", schedule)
     assert_same_losses(ours, one)
     assert differing(ours, train.stock(world, *job)) == []

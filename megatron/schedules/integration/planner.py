@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,9 @@ class Planner:
         self._args = args
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool], tuple[Program, ...]] = {}
+        # With one hardware queue, which Megatron asks for under tensor parallelism, a GPU starts messages in the order
+        # they were posted, whatever their groups.
+        self._single_queue = args.distributed_backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self.first = schedule
 
     @property
@@ -51,7 +55,7 @@ class Planner:
         key = num_microbatches, forward_only
         if key not in self._programs:
             programs = lower(self._schedule(*key))
-            check(programs)
+            check(programs, single_queue=self._single_queue)
             self._programs[key] = programs
         return self._programs[key][rank]
 

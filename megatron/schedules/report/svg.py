@@ -136,9 +136,7 @@ class _Sheet:
         for look, paths in sorted(cells.items()):
             self.parts.append(f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>')
         for colour, labels in numbers.items():
-            self.parts.append(
-                f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(labels)}</g>'
-            )
+            self.parts.append(f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(labels)}</g>')
         self.y += schedule.ranks * row
 
     def curve(self, timeline: Timeline, rank: int, peak: float) -> None:
@@ -159,9 +157,10 @@ class _Sheet:
         self.parts.append(f'<path class="limit" d="M{_LEFT} {line}H{_WIDTH - _RIGHT}"/>')
         self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {reference}", "faint end small")
         self.text(_LEFT - 8, level(peak) + 4, number(peak), "figure end")
-        if level(peak) < floor - 22:
-            self.text(_LEFT - 8, floor - 11, "memory", "faint end small")
-            self.text(_LEFT - 8, floor, f"rank {rank}", "faint end small")
+        # Under the figure where there is room, above it where the curve is low.
+        words = floor if level(peak) < floor - 22 else level(peak) - 9
+        self.text(_LEFT - 8, words - 11, "memory", "faint end small")
+        self.text(_LEFT - 8, words, f"rank {rank}", "faint end small")
         self.y = floor
 
     def axis(self) -> None:

@@ -1,0 +1,18 @@
+"""What we touch of Megatron: every name is there, nothing stacks up, and without the flag it is stock."""
+
+from __future__ import annotations
+
+
+def test_every_replaced_name_exists_with_a_reason_and_is_replaced_once(megatron):
+    for name, why, replaced, deep in megatron("hooks"):
+        assert why, name
+        assert replaced, f"{name} is not replaced"
+        assert not deep, f"{name} is replaced twice over after a second install"
+
+
+def test_without_the_flag_the_schedule_is_stocks_own(megatron):
+    assert megatron("schedule_module") == "megatron.core.pipeline_parallel.schedules"
+
+
+def test_a_checkpoint_does_not_need_this_package(megatron):
+    assert megatron("pickled_layout") is None
