@@ -90,8 +90,12 @@ run_pip() {
   fi
 }
 
-say "installing PyTorch, megatron-core and the test tools into .venv"
-say "this takes 2 to 10 minutes, by the speed of the network, and 6 GB of disk (PyTorch brings its CUDA libraries)"
+if [[ -f $stamp ]]; then
+  say "bringing .venv up to date with pyproject.toml and constraints.txt"
+else
+  say "installing PyTorch, megatron-core and the test tools into .venv"
+  say "this takes 2 to 10 minutes, by the speed of the network, and 6 GB of disk (PyTorch brings its CUDA libraries)"
+fi
 : >"$log"
 minor=$("$venv/bin/python" -c 'import sys; print(sys.version_info.minor)')
 isolation=(--no-build-isolation)

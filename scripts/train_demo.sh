@@ -46,7 +46,7 @@ model=(
   --untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm --no-persist-layer-norm
   --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
   --data-path "$corpus/python_text_document" --split 90,5,5
-  --micro-batch-size 2 --global-batch-size 16 --train-iters 60
+  --micro-batch-size 2 --global-batch-size 16 --train-iters 50
   --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
   --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
   --eval-iters 2 --eval-interval 1000 --log-interval 1

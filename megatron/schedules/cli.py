@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 import megatron.schedules
 from megatron.schedules.planning.costs import Costs
@@ -18,6 +18,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.textforms import from_csv, to_csv, to_json
+from megatron.schedules.report import table
 from megatron.schedules.report.figures import Figures, counted, figures, number
 
 PROGRAM = "megatron-schedules"
@@ -26,179 +27,140 @@ _PAGE = 100  # columns of a text that does not go to a terminal
 _LARGEST = 1_000_000
 
 
-_SCHEDULES = "\n\n".join(["Schedules:", *(f"* {name}: {describe(name)}" for name in NAMES)])
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+# The mark keeps click from filling the lines into one paragraph.
+_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in NAMES)])
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
+Command = Callable[..., None]
+
+_one = click.option("--schedule", metavar="NAME", help="Which schedule to plan; the list is below.")
+_several = click.option(
+    "--schedule",
+    "schedules",
+    metavar="NAME",
+    multiple=True,
+    help="Give this flag once for each schedule to choose which are shown, and in what order.",
+)
+_form_help = "Without it the ending of --output's file decides, and otherwise it is"
+
+
+def _size(command: Command) -> Command:
+    """The flags every command has: what is planned, and where the result goes."""
+    for flag in reversed(
+        (
+            click.option(
+                "--pipeline-size",
+                metavar="D",
+                help="Pipeline ranks, 2 or more: what Megatron calls --pipeline-model-parallel-size. May be left out "
+                "where a CSV says it.",
+            ),
+            click.option(
+                "--microbatches",
+                metavar="N",
+                help="Microbatches of one iteration: global batch / (micro batch x data-parallel size). May be left "
+                "out where a CSV says it.",
+            ),
+            click.option(
+                "--costs",
+                metavar="F,B,W[,COMM]",
+                default="1,1,1,0",
+                show_default=True,
+                help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop "
+                "between ranks, in any unit. Give measured ones: order and bubble depend on them.",
+            ),
+            click.option(
+                "--chunks",
+                metavar="V",
+                help="Model chunks a rank, for interleaved-1f1b (2 without this flag): more of them shrink its bubble "
+                "and multiply its messages.",
+            ),
+            click.option(
+                "--schedule-file",
+                metavar="CSV",
+                type=Path,
+                help="A compute-only CSV of your own, one row a rank, as torch.distributed.pipelining writes it: for "
+                "an order that has no name here.",
+            ),
+            click.option(
+                "--output",
+                metavar="FILE",
+                type=Path,
+                help="Write here rather than to the terminal. A file that exists is overwritten.",
+            ),
+        )
+    ):
+        command = flag(command)
+    return command
+
+
+_width = click.option(
+    "--width",
+    metavar="COLUMNS",
+    help="Columns of the text form: more than the terminal has show a long schedule pass by pass, say in less -S. "
+    f"Without it as wide as the terminal, or {_PAGE} columns where there is none.",
 )
 
-Schedule = Annotated[
-    str | None,
-    typer.Option("--schedule", metavar="NAME", help="Which schedule to plan; the list is below.", show_default=False),
-]
-Schedules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schedule",
-        metavar="NAME",
-        help="Give this flag once for each schedule to choose which to show, and in what order.",
-        show_default=False,
-    ),
-]
-PipelineSize = Annotated[
-    str | None,
-    typer.Option(
-        "--pipeline-size",
-        metavar="D",
-        help="Pipeline ranks, 2 or more: what training calls --pipeline-model-parallel-size. A CSV brings its own.",
-        show_default=False,
-    ),
-]
-Microbatches = Annotated[
-    str | None,
-    typer.Option(
-        "--microbatches",
-        metavar="N",
-        help="Microbatches of one iteration: global batch / (micro batch x data-parallel size). A CSV brings its own.",
-        show_default=False,
-    ),
-]
-CostsText = Annotated[
-    str,
-    typer.Option(
-        "--costs",
-        metavar="F,B,W[,COMM]",
-        help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop between "
-        "ranks, in any unit. Give measured ones: order and bubble depend on them.",
-    ),
-]
-Chunks = Annotated[
-    str | None,
-    typer.Option(
-        "--chunks",
-        metavar="V",
-        help="Model chunks a rank, for interleaved-1f1b (else 2): more of them shrink its bubble and multiply its "
-        "messages.",
-        show_default=False,
-    ),
-]
-ScheduleFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--schedule-file",
-        metavar="CSV",
-        help="A compute-only CSV of your own, one row a rank, as torch.distributed.pipelining writes it; use it to try "
-        "an order that has no name here.",
-        show_default=False,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        metavar="FILE",
-        help="Write here instead of to the terminal; a file that exists is overwritten. Its ending (.csv, .json, .svg "
-        "...) chooses the format where --format does not.",
-        show_default=False,
-    ),
-]
-Width = Annotated[
-    str | None,
-    typer.Option(
-        "--width",
-        metavar="COLUMNS",
-        help="Columns of the text form: more than the terminal has show long schedules pass by pass, say in less -S. "
-        f"Without it the terminal's width, or {_PAGE} where there is none.",
-        show_default=False,
-    ),
-]
 
-
-@app.callback(invoke_without_command=True)
-def _program(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Say which version this is, and stop.")] = False,
-) -> None:
-    """Pipeline schedules whose activation memory is a choice: see a schedule's bubble and memory before training."""
+@click.group(invoke_without_command=True, context_settings=_HELP)
+@click.option("--version", is_flag=True, help="Say which version this is, and stop.")
+@click.pass_context
+def _program(context: click.Context, version: bool) -> None:
+    """Pipeline schedules whose activation memory is a choice: see bubble and memory before you train."""
     if version:
         _emit(f"{PROGRAM} {megatron.schedules.__version__}\n", None)
-        raise typer.Exit
+        context.exit()
     if context.invoked_subcommand is None:
         raise PlanError("no command given: use plan, compare or draw; --help explains them")
 
 
-@app.command("plan", epilog=_SCHEDULES)
-def _plan(
-    schedule: Schedule = None,
-    pipeline_size: PipelineSize = None,
-    microbatches: Microbatches = None,
-    costs: CostsText = "1,1,1,0",
-    chunks: Chunks = None,
-    schedule_file: ScheduleFile = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="text|csv|json|svg",
-            help="text draws the timeline in the terminal; csv is for training and for torch; json adds costs and "
-            "figures for programs; svg draws it for documents.  [default: text]",
-            show_default=False,
-        ),
-    ] = None,
-    output: Output = None,
-    width: Width = None,
-) -> None:
+@_program.command("plan", epilog=_SCHEDULES)
+@_one
+@_size
+@click.option(
+    "--format",
+    "form",
+    metavar="text|csv|json|svg",
+    help="text draws the timeline in the terminal; csv is for training and for torch; json has costs and figures too, "
+    f"for programs; svg is a drawing for documents. {_form_help} text.",
+)
+@_width
+def _plan(schedule: str | None, form: str | None, output: Path | None, width: str | None, **size: Any) -> None:
     """Plan one schedule: its order, when it runs, what idles and what is held."""
-    if schedule is None and schedule_file is None:
+    file = size["schedule_file"]
+    if schedule is None and file is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
-    if schedule_file is not None and schedule not in (None, "file"):
+    if schedule not in (None, "file") and file is not None:
         raise PlanError(f"--schedule-file goes with --schedule file, not {schedule}: leave one of them out")
     form = _form(form, output, ("text", "csv", "json", "svg"))
-    ask = _Ask(pipeline_size, microbatches, costs, chunks, schedule_file)
+    ask = _Ask(**size)
     timeline = ask.timeline(schedule or "file")
-    if ask.chunks not in (None, chunks_used := timeline.schedule.placement.chunks):
-        raise PlanError(f"--chunks {ask.chunks}: {schedule or 'file'} has {chunks_used} a rank; leave the flag out")
+    chunks = timeline.schedule.placement.chunks
+    if ask.chunks not in (None, chunks):
+        raise PlanError(f"--chunks {ask.chunks}: {schedule or 'file'} has {chunks} a rank; leave the flag out")
     if form == "csv":
         _emit(to_csv(timeline.schedule), output)
     elif form == "json":
         _emit(to_json(timeline.schedule, _extra(ask.costs, figures(timeline))) + "\n", output)
-    elif form == "svg":
-        _emit(_svg([timeline], ask), output)
     else:
-        _emit_drawing([timeline], output, width)
+        _emit_drawing(form, [timeline], ask, output, width)
 
 
-@app.command("compare", epilog=_SCHEDULES)
-def _compare(
-    pipeline_size: PipelineSize = None,
-    microbatches: Microbatches = None,
-    costs: CostsText = "1,1,1,0",
-    schedule: Schedules = None,
-    chunks: Chunks = None,
-    schedule_file: ScheduleFile = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="text|markdown|csv|json",
-            help="text for reading here; markdown for documents; csv and json, unrounded, for programs.  "
-            "[default: text]",
-            show_default=False,
-        ),
-    ] = None,
-    output: Output = None,
-) -> None:
-    """Compare schedules at one size: bubble, memory and throughput against 1F1B, to choose one by."""
-    from megatron.schedules.report import table
-
-    ask = _Ask(pipeline_size, microbatches, costs, chunks, schedule_file)
-    names = schedule or [name for name in NAMES if name != "file" or schedule_file]
+@_program.command("compare", epilog=_SCHEDULES)
+@_several
+@_size
+@click.option(
+    "--format",
+    "form",
+    metavar="text|markdown|csv|json",
+    help=f"text to read here; markdown for documents; csv and json, unrounded, for programs. {_form_help} text.",
+)
+def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
+    """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
+    form = _form(form, output, ("text", "markdown", "csv", "json"))
+    ask = _Ask(**size)
+    names = schedules or [name for name in NAMES if name != "file" or ask.csv]
     for name in names:
         ask.known(name)
-    form = _form(form, output, ("text", "markdown", "csv", "json"))
     baseline = ask.timeline("1f1b").makespan
     rows = []
     for index, name in enumerate(names):
@@ -210,56 +172,44 @@ def _compare(
         else:
             rows.append(table.Row(name, found, baseline / found.makespan))
     _progress("")
-    write: dict[str, Callable[[Sequence[table.Row]], str]] = {
-        "text": table.as_text,
-        "markdown": table.as_markdown,
-        "csv": table.as_csv,
-        "json": table.as_json,
-    }
+    write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     _emit(write[form](rows), output)
 
 
-@app.command("draw", epilog=_SCHEDULES)
-def _draw(
-    schedule: Schedules = None,
-    pipeline_size: PipelineSize = None,
-    microbatches: Microbatches = None,
-    costs: CostsText = "1,1,1,0",
-    chunks: Chunks = None,
-    schedule_file: ScheduleFile = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="svg|text",
-            help="svg for documents; text for the terminal.  [default: svg]",
-            show_default=False,
-        ),
-    ] = None,
-    output: Output = None,
-    width: Width = None,
-) -> None:
+@_program.command("draw", epilog=_SCHEDULES)
+@_several
+@_size
+@click.option(
+    "--format",
+    "form",
+    metavar="svg|text",
+    help=f"svg is for documents; text for the terminal. {_form_help} svg.",
+)
+@_width
+def _draw(schedules: Sequence[str], form: str | None, output: Path | None, width: str | None, **size: Any) -> None:
     """Draw schedules below one another on one time scale. Without --schedule: 1F1B and V-Half."""
-    ask = _Ask(pipeline_size, microbatches, costs, chunks, schedule_file)
     form = _form(form, output, ("svg", "text"))
-    timelines = [ask.timeline(name) for name in schedule or (["file"] if schedule_file else ["1f1b", "v-half"])]
-    if form == "svg":
-        _emit(_svg(timelines, ask), output)
-    else:
-        _emit_drawing(timelines, output, width)
+    ask = _Ask(**size)
+    names = schedules or (["file"] if ask.csv else ["1f1b", "v-half"])
+    _emit_drawing(form, [ask.timeline(name) for name in names], ask, output, width)
 
 
 class _Ask:
     """What the flags ask for, checked: a size, costs, and perhaps a CSV. Raises :class:`PlanError`."""
 
     def __init__(
-        self, size: str | None, microbatches: str | None, costs: str, chunks: str | None, file: Path | None
+        self,
+        pipeline_size: str | None,
+        microbatches: str | None,
+        costs: str,
+        chunks: str | None,
+        schedule_file: Path | None,
     ) -> None:
-        d = _integer("--pipeline-size", size, 2, "a pipeline has 2 ranks or more")
+        d = _integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
         n = _integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
         self.chunks = _integer("--chunks", chunks, 1, "a rank holds 1 chunk or more")
         self.costs = _named("--costs", lambda: Costs.parse(costs))
-        self.csv = csv = None if file is None else _read(file)
+        self.csv = csv = None if schedule_file is None else _read(schedule_file)
         if csv is not None and (d is None or n is None):
             own = _named("--schedule-file", lambda: from_csv(csv))
             d, n = d or own.ranks, n or own.microbatches
@@ -347,28 +297,19 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
     }
 
 
-def _svg(timelines: Sequence[Timeline], ask: _Ask) -> str:
-    from megatron.schedules.report.svg import draw_svg
+def _emit_drawing(form: str, timelines: Sequence[Timeline], ask: _Ask, output: Path | None, width: str | None) -> None:
+    """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
+    columns = _integer("--width", width, 1, "60 columns or more read well")
+    if form == "svg":
+        from megatron.schedules.report.svg import draw_svg
 
-    costs = ask.costs
-    times = ", ".join(
-        f"{what} {number(time)}"
-        for what, time in (("F", costs.forward), ("I", costs.input_grad), ("W", costs.weight_grad))
-    )
-    return draw_svg(
-        timelines,
-        f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
-        f"{times}; a hop between ranks {number(costs.comm)}. Numbers in cells are microbatches.",
-    )
+        _emit(draw_svg(timelines, _caption(ask)), output)
+        return
 
-
-def _emit_drawing(timelines: Sequence[Timeline], output: Path | None, width: str | None) -> None:
-    """The text form: as wide and as colourful as the terminal is, or plain where there is none."""
     from rich.console import Console
 
     from megatron.schedules.report.text import draw_text
 
-    columns = _integer("--width", width, 1, "60 columns or more read well")
     console = Console(highlight=False)
     terminal = output is None and console.is_terminal
     colour = terminal and console.color_system is not None and not console.no_color
@@ -379,6 +320,14 @@ def _emit_drawing(timelines: Sequence[Timeline], output: Path | None, width: str
     with console.capture() as captured:
         console.print(drawing, soft_wrap=True, end="")
     _emit(captured.get(), None)
+
+
+def _caption(ask: _Ask) -> str:
+    times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
+    return (
+        f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
+        f"{times}; a hop between ranks {number(ask.costs.comm)}. Numbers in cells are microbatches."
+    )
 
 
 def _progress(message: str) -> None:
@@ -397,7 +346,7 @@ def _emit(text: str, output: Path | None) -> None:
         except BrokenPipeError:
             # What is still in the buffer goes nowhere, lest Python complains about it at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(128 + signal.SIGPIPE) from None
+            raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
         except OSError as error:
             raise PlanError(f"cannot write to standard output: {error.strerror}") from None
         return
@@ -417,21 +366,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars and shades where the terminal knows ASCII only
-    command = typer.main.get_command(app)
-    program = " ".join([PROGRAM, *[name for name in arguments if name in ("plan", "compare", "draw")][:1]])
+    program = " ".join([PROGRAM, *[name for name in arguments if name in _program.commands][:1]])
     try:
-        return command.main(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
-    except typer.Abort:
+        return _program.main(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
+    except click.Abort:
         return 128 + signal.SIGINT
-    except Exception as error:
-        message = str(error) if isinstance(error, PlanError) else _usage(error)
-        sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
-        return 2
-
-
-def _usage(error: Exception) -> str:
-    """What the argument parser has to say; any other error is a bug and goes on."""
-    said = getattr(error, "format_message", None)
-    if said is None:
-        raise error
-    return f"{said().rstrip('.')}; --help lists the flags"
+    except PlanError as error:
+        message = str(error)
+    except click.ClickException as error:
+        message = f"{error.format_message().rstrip('.')}; --help lists the flags"
+    sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
+    return 2

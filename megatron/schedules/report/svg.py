@@ -89,7 +89,8 @@ class _Sheet:
             _MARGIN,
             self.y + 18,
             f'<tspan class="name">{escape(title(found.name))}</tspan>'
-            f'<tspan class="faint" dx="12">bubble</tspan><tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
+            f'<tspan class="faint" dx="12">bubble</tspan>'
+            f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
             f"{microbatches(found.peak)}{share}</tspan>",
             "head",

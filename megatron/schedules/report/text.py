@@ -87,35 +87,30 @@ class _Frame:
 
     def legend(self) -> Text:
         """What the cells stand for."""
-        if not self.cells and not self.colour:
-            line = Text(
-                f"{_SHADES[1:]} a quarter to all of a column's {number(1 / self.scale)} units of time is computed"
-            )
+        if self.cells or self.colour:
+            line = self._meanings()
         else:
-            line = Text()
-            for kind in self.kinds:
-                for chunk in range(self.chunks if self.colour else min(2, self.chunks)):
-                    line.append(
-                        f" {_letter(kind, chunk)} " if self.colour else f"{_letter(kind, chunk)} ",
-                        self._style(kind, chunk, self.chunks),
-                    )
-                line.append(f" {palette.MEANINGS[kind]}   " if self.colour else f"{palette.MEANINGS[kind]}   ")
-            line.rstrip()
-            if self.chunks > 1:
-                line.append("\n" + self._chunk_hint())
+            line = Text(f"{_SHADES[1:]} computing for a quarter to all of a column's {number(1 / self.scale)} of time")
         if not self.cells:
-            line.append(
-                "\npasses are too short to be drawn one by one: --width gives more room, --format svg draws each"
-            )
-        line.append("\n")
-        return line
+            line.append("\npasses are shorter than a column: --width gives more of them, --format svg draws each pass")
+        return line.append("\n")
 
-    def _chunk_hint(self) -> str:
-        if self.colour:
-            return "the lighter a colour, the later the rank's chunk in the model"
-        return "capitals: a rank's chunk 0" + (
-            ", small letters: chunk 1" if self.chunks == 2 else ", 2 ...; small letters: 1, 3 ..."
-        )
+    def _meanings(self) -> Text:
+        line = Text()
+        space = " " if self.colour else ""
+        for kind in self.kinds:
+            for chunk in range(self.chunks if self.colour else min(2, self.chunks)):
+                line.append(f"{space}{_letter(kind, chunk)}{space}", self._style(kind, chunk, self.chunks))
+                line.append("" if self.colour else " ")
+            line.append(f"{space}{palette.MEANINGS[kind]}   ")
+        line.rstrip()
+        if self.chunks > 1 and self.colour:
+            line.append("\nthe lighter a colour, the later the rank's chunk in the model")
+        elif self.chunks > 1:
+            more = self.chunks > 2
+            line.append(f"\ncapitals: a rank's chunk 0{', 2 ...' if more else ''}")
+            line.append(f", small letters: chunk 1{', 3 ...' if more else ''}")
+        return line
 
     def _cells(self, timeline: Timeline, rank: int) -> tuple[Text, str | None]:
         """The row of ``rank``, and below it, where it takes a row of its own, each pass's microbatch."""
