@@ -312,7 +312,8 @@ def _emit_drawing(form: str, timelines: Sequence[Timeline], ask: _Ask, output: P
 
     console = Console(highlight=False)
     terminal = output is None and console.is_terminal
-    colour = terminal and console.color_system is not None and not console.no_color
+    # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
+    colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     drawing = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour)
     if not terminal:
         _emit(drawing.plain, output)
