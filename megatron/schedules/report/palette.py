@@ -7,7 +7,7 @@ from megatron.schedules.planning.passes import Kind
 Rgb = tuple[int, int, int]
 
 WHITE: Rgb = (255, 255, 255)
-BLACK: Rgb = (20, 22, 26)
+BLACK: Rgb = (0, 0, 0)
 
 # Four hues that stay apart for colour-blind readers too, dark enough that a lighter second chunk stands off.
 HUES: dict[Kind, Rgb] = {
@@ -38,7 +38,7 @@ def fill(kind: Kind, chunk: int, chunks: int) -> Rgb:
 
 
 def ink(background: Rgb) -> Rgb:
-    """Black or white, whichever reads better on ``background`` (the contrast of WCAG 2)."""
+    """Black or white, whichever has more contrast to ``background`` (as WCAG 2 counts it): always 4.5 or more."""
     light = _luminance(background)
     on_white = (_luminance(WHITE) + 0.05) / (light + 0.05)
     on_black = (light + 0.05) / (_luminance(BLACK) + 0.05)

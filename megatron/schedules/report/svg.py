@@ -25,7 +25,7 @@ from megatron.schedules.report.figures import (
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18
 _MARGIN = 18
-_HEADING, _MEMORY, _GAP = 30, 46, 22
+_HEADING, _MEMORY, _GAP = 30, 54, 22
 _ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
 _ROW_BEST, _ROW_LEAST = 24, 7
 _DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute

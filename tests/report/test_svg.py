@@ -1,0 +1,95 @@
+"""The SVG drawing."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.schedules.report.svg import draw_svg
+from tests.report.made import timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+CELL = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-([\d.]+)z")
+
+
+def cells(root: ElementTree.Element) -> list[tuple[float, ...]]:
+    """Left, top, width and height of every pass drawn."""
+    paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if "cell" in path.get("class", "")]
+    return [tuple(map(float, match.groups()[:4])) for path in paths for match in CELL.finditer(path)]
+
+
+def words(root: ElementTree.Element) -> str:
+    return " | ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "n", "costs"),
+    [
+        ("1f1b", 4, 8, "1,1,1,0"),
+        ("v-half", 4, 8, "1,1.1,0.75,0.05"),
+        ("interleaved-1f1b", 2, 1, "1,1,1,0"),
+        ("v-min", 32, 40, "1,2,3,0.5"),
+    ],
+)
+def test_every_pass_is_drawn_once_and_where_it_runs(name, d, n, costs):
+    line = timeline(name, d, n, costs)
+    root = ElementTree.fromstring(draw_svg([line]))
+    width, height = (float(x) for x in root.get("viewBox", "").split()[2:])
+    drawn = cells(root)
+    assert len(drawn) == sum(map(len, line.schedule.order))
+    tops = sorted({top for _, top, _, _ in drawn})
+    assert len(tops) == d
+    scale = (width - 66 - 18) / line.makespan
+    for rank, top in enumerate(tops):
+        row = sorted((left, wide) for left, y, wide, _ in drawn if y == top)
+        for (left, wide), start, end in zip(row, line.start[rank], line.end[rank], strict=True):
+            assert left == pytest.approx(66 + start * scale, abs=0.011)
+            assert wide == pytest.approx((end - start) * scale, abs=0.011)
+    assert all(left + wide <= width and top + tall <= height for left, top, wide, tall in drawn)
+
+
+def test_numbers_where_they_fit():
+    line = timeline("v-half", 4, 8)
+    root = ElementTree.fromstring(draw_svg([line]))
+    numbers = [text.text for group in root.iter(f"{SVG}g") for text in group]
+    assert sorted(numbers) == sorted(str(work.microbatch) for _, work in line.schedule.passes())
+    crowded = ElementTree.fromstring(draw_svg([timeline("v-half", 4, 200)]))
+    assert not [text for group in crowded.iter(f"{SVG}g") for text in group]
+
+
+def test_headings_have_bubble_and_memory():
+    base, half = timeline("1f1b", 4, 8), timeline("v-half", 4, 8)
+    said = words(ElementTree.fromstring(draw_svg([base, half], "a <caption> & more")))
+    assert f"1F1Bbubble{100 * base.bubble:.1f} %activation memory4 microbatches |" in said
+    assert f"V-Halfbubble{100 * half.bubble:.1f} %activation memory3 microbatches (75.0 % of 1F1B's)" in said
+    assert "a <caption> & more" in said
+    assert said.count("1F1B holds 4") == 2
+
+
+def test_the_memory_curve_reaches_the_planned_peak():
+    half = timeline("v-half", 4, 8)
+    root = ElementTree.fromstring(draw_svg([half]))
+    area = next(path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "area")
+    floor = float(re.match(r"M[\d.]+ ([\d.]+)", area)[1])
+    levels = [float(level) for level in re.findall(r"V([\d.]+)", area)]
+    limit = next(path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "limit")
+    reference = float(re.match(r"M[\d.]+ ([\d.]+)", limit)[1])
+    assert (floor - min(levels)) / (floor - reference) == pytest.approx(0.75, abs=0.01)
+
+
+def test_schedules_share_the_time_scale():
+    root = ElementTree.fromstring(draw_svg([timeline("1f1b", 4, 8), timeline("v-half", 4, 8)]))
+    lanes = [float(rect.get("width")) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "lane"]
+    assert lanes[0] / lanes[-1] == pytest.approx(66 / timeline("v-half", 4, 8).makespan, abs=0.001)
+
+
+def test_self_contained_in_light_and_dark():
+    text = draw_svg([timeline("v-zb", 4, 8)])
+    assert not re.search(r"href|url\(|@import|<script|<image", text)
+    assert text.count("http") == 1  # the namespace
+    assert "@media (prefers-color-scheme:dark)" in text
+    # Its own background: the page around it may be of either kind.
+    assert '<rect class="page"' in text
+    assert 'role="img"' in text

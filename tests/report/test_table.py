@@ -1,0 +1,55 @@
+"""The comparison of schedules."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+
+from megatron.schedules.report import table
+from megatron.schedules.report.figures import figures
+from tests.report.made import timeline
+
+REASON = "interleaved-1f1b needs at least 2 chunks a rank, not 1"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    base, half = (figures(timeline(name, 4, 8)) for name in ("1f1b", "v-half"))
+    return [
+        table.Row("1f1b", base, 1.0),
+        table.Row("interleaved-1f1b", REASON),
+        table.Row("v-half", half, base.makespan / half.makespan),
+    ]
+
+
+def test_text_is_aligned_and_gives_the_reason(rows):
+    lines = table.as_text(rows).splitlines()
+    assert lines[0].split() == "schedule bubble span bubble peak memory of 1F1B's chunks throughput".split()
+    assert lines[3].split() == "1f1b 27.27 % 27.27 % 4 100.0 % 1 1.000".split()
+    assert lines[4] == f"interleaved-1f1b  {REASON}"
+    assert len(lines[0]) == len(lines[3]) == len(lines[5]) == len(lines[2])
+    assert lines[5].split()[-3:-1] == ["%", "2"]
+
+
+def test_only_reasons_make_a_table_too():
+    assert table.as_text([table.Row("v-half", "no")]).splitlines()[-1] == "v-half    no"
+
+
+def test_markdown_has_as_many_cells_in_every_row(rows):
+    lines = table.as_markdown(rows).splitlines()
+    assert {line.count("|") for line in lines} == {8}
+
+
+def test_csv_and_json_have_every_figure_unrounded(rows):
+    read = list(csv.DictReader(io.StringIO(table.as_csv(rows))))
+    half = timeline("v-half", 4, 8)
+    assert float(read[2]["bubble"]) == pytest.approx(half.bubble, abs=1e-11)
+    assert read[1]["reason"] == REASON
+    assert read[1]["bubble"] == ""
+    objects = json.loads(table.as_json(rows))
+    assert objects[1] == {"schedule": "interleaved-1f1b", "reason": REASON}
+    assert objects[2]["memory_of_1f1b"] == 0.75
+    assert objects[2]["throughput_of_1f1b"] == pytest.approx(66 / half.makespan)
