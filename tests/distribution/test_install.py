@@ -48,13 +48,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The Python of a fresh environment with the stand-in, which borrows our numpy and build tools."""
+    """The Python of a fresh environment with the stand-in, which borrows our build tools and what the base asks for."""
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     site = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
     for name, text in STOCK.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
-    for borrowed in ("numpy*", "setuptools*", "_distutils_hack"):
+    for borrowed in ("setuptools*", "_distutils_hack", "click", "rich", "markdown_it", "mdurl", "pygments"):
         for path in Path(sysconfig.get_path("platlib")).glob(borrowed):
             (site / path.name).symlink_to(path)
     return tmp_path / "env" / "bin" / "python"
@@ -86,7 +86,10 @@ def test_the_wheel_holds_our_branch_of_the_namespace_and_nothing_else(checkout: 
 def test_an_ordinary_install_merges_with_megatron_core(checkout: Path, tmp_path: Path, python: Path) -> None:
     pip_install(python, build_wheel(checkout, tmp_path))
     assert str(tmp_path / "env") in run(python, "-c", PROBE, cwd=tmp_path)
-    assert (python.parent / "megatron-schedules").exists()
+    plan = ("plan", "--schedule", "v-half", "--pipeline-size", "2", "--microbatches", "1", "--format", "csv")
+    for program in (["megatron-schedules"], ["python", "-m", "megatron.schedules"]):
+        rows = run(python.parent / program[0], *program[1:], *plan, cwd=tmp_path).splitlines()
+        assert [row.split(",")[0] for row in rows] == ["0F0", "1F0"]
 
 
 def test_an_editable_install_merges_with_megatron_core(checkout: Path, tmp_path: Path, python: Path) -> None:
