@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind, Pass
@@ -31,6 +32,22 @@ class Block:
     interval: int
     offset: Mapping[tuple[int, Kind], int]
     length: Mapping[Kind, int]
+
+    @property
+    def backward(self) -> Kind:
+        """The backward pass that the stage before waits for: I where the block splits it, else B."""
+        return Kind.I if Kind.I in self.kinds else Kind.B
+
+    def followers(self, stage: int, kind: Kind) -> list[tuple[int, Kind]]:
+        """What may start once pass ``kind`` of ``stage`` has ended: the next pass along the chain, and W after I."""
+        last, backward, found = self.placement.last_stage, self.backward, []
+        if kind is Kind.F:
+            found.append((stage + 1, Kind.F) if stage < last else (last, backward))
+        elif kind is backward and stage:
+            found.append((stage - 1, backward))
+        if kind is Kind.I:
+            found.append((stage, Kind.W))
+        return found
 
     def lifespan(self, stage: int) -> int:
         """Slots from the start of a stage's F to the end of its last backward pass."""
@@ -55,7 +72,7 @@ class Block:
                             found.append(f"rank {rank}: {other[0]}{other[1]} and {stage}{kind}")
         return found
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of pass this block has, F first."""
         return tuple(sorted({kind for _, kind in self.offset}))

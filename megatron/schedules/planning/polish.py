@@ -26,7 +26,11 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     # A window of two microbatches a rank reaches everything a rank could sensibly start ahead of its turn.
     window = max(16, 2 * base.ranks)
     policies = [Policy(window, False, patience) for patience in (0.0, 0.5, 1.0)]
-    policies.append(Policy(window, True, 0.5))
+    ends = Policy(window, False, 0.0, ends_only=True)
+    if any(work.kind is Kind.W for _, work in base.passes()):
+        policies += [Policy(window, True, 0.5), ends]
+    else:  # nothing fills gaps, so an order that is tight in its steady state is best left alone there
+        policies.insert(0, ends)
     size = sum(map(len, base.order))
     plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
     best = improve(base, on_stages, [limit] * base.ranks, policies, plays)

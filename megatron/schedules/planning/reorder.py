@@ -37,11 +37,13 @@ class Policy:
         defer_weights: take a ready F or I before a ready W that stands earlier, memory allowing.
         patience: idle rather than start a pass that would delay an earlier one, known to become ready, by more than
             this share of the pass's own duration.
+        ends_only: keep the base order of each rank but for its cool-down, from its last forward on.
     """
 
     window: int = 16
     defer_weights: bool = True
     patience: float = 1.0
+    ends_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Tasks:
         rank, duration: of each task.
         change: of each task, the activation memory it takes (from its start) or, negative, gives back (at its end).
         weight: whether the task is a W.
+        steady: whether the task stands before its rank's last forward.
         before, after: for each task the tasks it waits for and those that wait for it, each with the delay between.
     """
 
@@ -61,6 +64,7 @@ class Tasks:
     duration: tuple[float, ...]
     change: tuple[float, ...]
     weight: tuple[bool, ...]
+    steady: tuple[bool, ...]
     before: tuple[tuple[tuple[int, float], ...], ...]
     after: tuple[tuple[tuple[int, float], ...], ...]
 
@@ -98,10 +102,12 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
             wait(index, Pass(stage, Kind.F, m))
             if stage < last:
                 wait(index, Pass(stage + 1, Kind.I, m))
-    rows, first = [], 0
+    rows: list[tuple[int, ...]] = []
+    steady: list[bool] = []
     for row in schedule.order:
-        rows.append(tuple(range(first, first + len(row))))
-        first += len(row)
+        rows.append(tuple(range(len(steady), len(steady) + len(row))))
+        last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
+        steady += [place < last_forward for place in range(len(row))]
     sign = {Kind.F: 1.0, Kind.I: 0.0, Kind.W: -1.0, Kind.B: -1.0}
     tasks = Tasks(
         rows=tuple(rows),
@@ -109,6 +115,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         duration=tuple(durations[work.kind][work.stage] for work in passes),
         change=tuple(sign[work.kind] * costs.activation[work.stage] for work in passes),
         weight=tuple(work.kind is Kind.W for work in passes),
+        steady=tuple(steady),
         before=tuple(map(tuple, before)),
         after=tuple(map(tuple, after)),
     )
@@ -164,6 +171,7 @@ def play(tasks: Tasks, limits: Sequence[float], policy: Policy) -> tuple[Rows, f
     duration, change, weight = tasks.duration, tasks.change, tasks.weight
     head, following, preceding = _linked(tasks.rows, len(missing))
     impatience = 1 - policy.patience
+    fixed = tasks.steady if policy.ends_only else (False,) * len(missing)
 
     def choose(rank: int, now: float) -> tuple[int, float]:
         """The task to start now, or -1 and when to look again (infinity: when something arrives)."""
@@ -182,6 +190,8 @@ def play(tasks: Tasks, limits: Sequence[float], policy: Policy) -> tuple[Rows, f
                             spare = index
                     elif soon + impatience * duration[index] <= awaited + 2 * _EPSILON:
                         return index, now
+            if fixed[index]:
+                break
             level += takes
             if level > highest:
                 highest = level

@@ -16,6 +16,7 @@ from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.placement import v_shape
 from megatron.schedules.planning.polish import polish
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.warm_up import pulled_together
 
 INTERVAL = 6
 Offsets = Callable[[int], tuple[int, int, int, int]]
@@ -37,10 +38,11 @@ def v_zb(request: Request) -> Schedule:
 
 
 def one_f_one_b_v(request: Request) -> Schedule:
-    """The V with whole backwards: two thirds of 1F1B's memory without a split."""
+    """The V with whole backwards: two thirds of 1F1B's memory without a split, floor(2 d / 3) + 1 microbatches."""
     block = one_f_one_b_v_block(request.ranks)
     limit = max(block.peak_bound(rank) for rank in range(request.ranks))
-    return _polished(request, block, limit)
+    base = pulled_together(block, request.microbatches, int(limit), request.schedule)
+    return polish(base, request.costs, limit)
 
 
 def _polished(request: Request, block: Block, limit: float) -> Schedule:
