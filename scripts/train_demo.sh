@@ -47,7 +47,9 @@ model=(
   --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
   --data-path "$corpus/python_text_document" --split 90,5,5
   --micro-batch-size 2 --global-batch-size 16 --train-iters 50
-  --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+  --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1
+  # Clipping adds up the norms of ranks, whose layers differ: rounding, but two runs would drift apart by it.
+  --clip-grad 0
   --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
   --eval-iters 2 --eval-interval 1000 --log-interval 1
 )
@@ -61,13 +63,31 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
 
+# Weights drawn at start depend on where a layer lives. To compare schedules both runs start from the same ones,
+# which a job without a pipeline draws and writes (at a learning rate of 0, in a batch of one).
+weights=$demo/weights-$(echo "${model[@]}" "${flags[@]}" | sha256sum | cut -c1-12)
+if [[ ! -f $weights/latest_checkpointed_iteration.txt ]]; then
+  say "drawing the weights that both runs start from"
+  rm -rf "$weights"
+  if ! "$python" -m torch.distributed.run --standalone --nproc-per-node 1 pretrain_gpt.py "${model[@]}" "${flags[@]}" \
+    --lr 0 --min-lr 0 --train-iters 1 --lr-warmup-iters 0 --global-batch-size 2 --eval-iters 0 \
+    --save "$weights" --save-interval 1 --no-save-optim >"$demo/weights.log" 2>&1
+  then
+    rm -rf "$weights"
+    grep -m 5 -E '(Error|Exception|error): ' "$demo/weights.log" >&2 || tail -n 20 "$demo/weights.log" >&2
+    echo "demo: error: drawing the weights failed; the whole story is in $demo/weights.log" >&2
+    exit 1
+  fi
+fi
+start=(--load "$weights" --finetune --no-load-optim --no-load-rng)
+
 # train <schedule>: shows the lines that tell how it goes, and keeps everything in the log.
 train() {
   local log=$demo/$1.log
   say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
   if ! "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py "${model[@]}" \
     --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" --pipeline-schedule-report-memory \
-    "${flags[@]}" 2>&1 | "$python" scripts/compare_logs.py --follow "$log"
+    "${start[@]}" "${flags[@]}" 2>&1 | "$python" scripts/compare_logs.py --follow "$log"
   then
     # Every rank prints a traceback, and torchrun a summary after them: the first errors tell most.
     grep -m 5 -E '(Error|Exception|error): ' "$log" >&2 || tail -n 20 "$log" >&2
