@@ -6,6 +6,8 @@ Takes every flag of Megatron's, and runs on one device, under torchrun or under 
 
 from __future__ import annotations
 
+import sys
+
 from megatron.schedules.integration import cpu_standin
 
 if cpu_standin.needed():
@@ -22,6 +24,7 @@ from megatron.schedules.integration import gpt
 
 def main() -> None:
     """Parse, build, train."""
+    gpt.refuse_other_data(sys.argv[1:])
     install()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

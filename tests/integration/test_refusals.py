@@ -29,6 +29,8 @@ REFUSED = {
     "a file that is not there": ("--pipeline-schedule file --pipeline-schedule-file none.csv", "No such file"),
     "a file for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-file x.csv", "goes with"),
     "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
+    "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
+    "data of another make": ("--pipeline-schedule v-half --sft", "--sft is not supported here"),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
 }
 

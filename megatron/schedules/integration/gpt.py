@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,31 +20,38 @@ from megatron.training import get_args, get_timers
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron.schedules.integration.arguments import refuse
+
+# Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
+_FLAG_OF = {
+    "random_seed": "seed",
+    "sequence_length": "seq_length",
+    "path_to_cache": "data_cache_path",
+    "create_attention_mask": "create_attention_mask_in_dataloader",
+    "fast_cache_load": "dataloader_fast_cache_load",
+    "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
+}
+# Flags that ask for samples of another make than one row of tokens of one length.
+_OTHER_DATA = ("--sft", "--fim-data", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
+
 _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def refuse_other_data(argv: Sequence[str]) -> None:
+    """End with status 2 and one line where a flag asks for data that :func:`forward_step` cannot feed."""
+    for flag in _OTHER_DATA:
+        if flag in argv:
+            refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test data as the flags say, on the ranks whose chunk ``vp_stage`` reads any."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    read = {field.name: _FLAG_OF.get(field.name, field.name) for field in fields(GPTDatasetConfig) if field.init}
+    settings = {name: getattr(args, flag) for name, flag in read.items() if hasattr(args, flag)}
     config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        **settings, blend=blend, blend_per_split=blend_per_split, tokenizer=build_tokenizer(args), **_counts(args)
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
 
@@ -64,6 +74,13 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
     timers("batch-generator").stop()
     output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss, loss_mask)
+
+
+def _counts(args: Any) -> dict[str, Any]:
+    """How many sequences each data set holds, where a file says it and spares opening all of them."""
+    if getattr(args, "per_dataset_sequences_path", None) is None:
+        return {}
+    return {"sequences_per_dataset": json.loads(Path(args.per_dataset_sequences_path).read_text())}
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from megatron.training import arguments, training
 from megatron.training.models import dist_utils
 
 from megatron.schedules.integration import tied
-from megatron.schedules.integration.arguments import add_arguments, check
+from megatron.schedules.integration.arguments import add_arguments, check, refuse
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -77,7 +77,11 @@ def _parse_args(stock: Replacement, session: Session) -> Replacement:
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         def both(parser: Any) -> Any:
             parser = add_arguments(parser)
-            return parser if extra_args_provider is None else extra_args_provider(parser)
+            parser = parser if extra_args_provider is None else extra_args_provider(parser)
+            given, _ = parser.parse_known_args()
+            if given.pipeline_schedule is not None and getattr(given, "yaml_cfg", None) is not None:
+                refuse("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
+            return parser
 
         return stock(both, *args, **kwargs)
 
