@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.schedules.planning.registry import Request, plan
@@ -66,3 +68,11 @@ def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
     named = train(2, *job, "--pipeline-schedule", "v-half")
     ours = train(2, *job, "--pipeline-schedule", "file", "--pipeline-schedule-file", str(path))
     assert ours.losses == named.losses
+
+
+def test_help_says_what_our_flags_are_for(megatron):
+    ((code, text),) = megatron("outputs", 1, ["--help"])
+    assert code == 0
+    for flag in ("", "-file", "-chunks", "-costs", "-report-memory"):
+        assert re.search(rf"--pipeline-schedule{flag}\s", text)
+    assert "v-half: half of" in text

@@ -53,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Make ``--help`` print: some stock flags have a percent sign in their help that argparse takes for a format."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
 def request_for(args: Any, num_microbatches: int) -> Request:
     """The plan that ``args`` ask for with this many microbatches.
 

@@ -18,7 +18,7 @@ from megatron.training import arguments, training
 from megatron.training.models import dist_utils
 
 from megatron.schedules.integration import tied
-from megatron.schedules.integration.arguments import add_arguments, check, refuse
+from megatron.schedules.integration.arguments import add_arguments, check, mend_help, refuse
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -78,6 +78,7 @@ def _parse_args(stock: Replacement, session: Session) -> Replacement:
         def both(parser: Any) -> Any:
             parser = add_arguments(parser)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
+            mend_help(parser)
             given, _ = parser.parse_known_args()
             if given.pipeline_schedule is not None and getattr(given, "yaml_cfg", None) is not None:
                 refuse("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
