@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,79 +12,33 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from tests import ranks
+
+PRELOAD = ("megatron.core", "megatron.core.distributed", "megatron.schedules.integration.split_linear")
 
 SEQUENCE, BATCH = 4, 3
 TOGETHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
 SEVERAL_I_AHEAD = "F0 F1 I0 F2 I1 I2 W0 W1 W2"
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 120, **state: Any) -> list[Any]:
-    """What ``body(*args)`` returns on each of ``world_size`` ranks, in rank order.
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, **state: Any) -> list[Any]:
+    """What ``body(*args)`` returns on each of ``world_size`` ranks that have Megatron's groups, in rank order.
 
     Args:
         body: a module-level function. Its result must be picklable without tensors that share memory.
-        timeout: seconds for all ranks together, after which they are killed.
         state: passed to ``parallel_state.initialize_model_parallel``.
     """
-    # A server that has imported Megatron once and forks the ranks: a fork of this process would inherit its
-    # threads.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["megatron.core", "megatron.core.distributed", "megatron.schedules.integration.split_linear"]
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank,
-                args=(rank, world_size, f"file://{folder}/store", state, theirs, body, args),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        deadline = time.monotonic() + timeout
-        try:
-            return [_result(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.join(max(0.0, min(5.0, deadline - time.monotonic())))
-                if process.is_alive():
-                    process.kill()
+    return ranks.run_ranks(world_size, _with_groups, state, body, args, timeout=120, preload=PRELOAD)
 
 
-def _result(rank: int, pipe: Any, deadline: float) -> Any:
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError(f"rank {rank} said nothing in time")
-    failed, value = pipe.recv()
-    if failed:
-        raise AssertionError(f"rank {rank} failed:\n{value}")
-    return value
+def _with_groups(state: dict[str, Any], body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from megatron.core import parallel_state
 
-
-def _rank(
-    rank: int,
-    world_size: int,
-    address: str,
-    state: dict[str, Any],
-    pipe: Any,
-    body: Callable[..., Any],
-    args: Any,
-) -> None:
-    try:
-        torch.set_num_threads(1)
-        without_cuda()
-        # So that models can be copied: both copies talk in the same groups.
-        torch.distributed.ProcessGroup.__deepcopy__ = lambda group, _: group
-        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-        from megatron.core import parallel_state
-
-        parallel_state.initialize_model_parallel(**state)
-        pipe.send((False, body(*args)))
-    except BaseException:
-        pipe.send((True, traceback.format_exc()))
+    without_cuda()
+    # So that models can be copied: both copies talk in the same groups.
+    torch.distributed.ProcessGroup.__deepcopy__ = lambda group, _: group
+    parallel_state.initialize_model_parallel(**state)
+    return body(*args)
 
 
 def without_cuda() -> None:

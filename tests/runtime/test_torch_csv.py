@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
-from tests.runtime.ranks import run_ranks
+from tests.ranks import run_ranks
 
 FEATURES = 8
 ROWS = 3

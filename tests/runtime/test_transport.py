@@ -21,9 +21,9 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel, channels_of
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
 from tests.runtime.random_schedules import random_schedule
-from tests.runtime.ranks import outcomes_of, run_ranks
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec(SHAPE, torch.float32, CPU)

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -34,11 +34,14 @@ class Outcome:
     seconds: float
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """What ``body(*args)`` returns on each rank, in rank order; raises with the traceback of any rank that
-    raised.
-    """
-    outcomes = outcomes_of(world_size, body, *args, timeout=timeout)
+ENGINE = ("torch.distributed", "megatron.schedules.runtime.engine")
+
+
+def run_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60, preload: Sequence[str] = ENGINE
+) -> list[Any]:
+    """What ``body(*args)`` returns on each rank, in rank order; raises with the traceback of a rank that raised."""
+    outcomes = outcomes_of(world_size, body, *args, timeout=timeout, preload=preload)
     for rank, outcome in enumerate(outcomes):
         if outcome.error or outcome.exit_code:
             raise AssertionError(f"rank {rank} ended with status {outcome.exit_code}:\n{outcome.error}")
@@ -46,7 +49,12 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: fl
 
 
 def outcomes_of(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60, group_timeout: float = 30
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    group_timeout: float = 30,
+    preload: Sequence[str] = ENGINE,
 ) -> list[Outcome]:
     """How ``body(*args)`` ended on each of ``world_size`` gloo ranks.
 
@@ -54,10 +62,11 @@ def outcomes_of(
         body: a module-level function; what it returns must be picklable without sharing memory.
         timeout: seconds for all ranks together, after which they are killed and the test fails.
         group_timeout: seconds of the default process group.
+        preload: modules that ranks find imported, where this is the first test of the session to start any.
     """
-    # A server that has imported torch once forks the ranks: a fork of this process would inherit its threads.
+    # A server that has imported them once forks the ranks: a fork of this process would inherit its threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "megatron.schedules.runtime.engine"])
+    context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         pipes: list[Connection] = []
