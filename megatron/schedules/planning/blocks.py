@@ -95,14 +95,14 @@ def with_weights(placement: Placement, interval: int, offset: Mapping[tuple[int,
     """Complete a block of unit slots that has F and I: each W takes the first slot after its I that is still free.
 
     Raises:
-        PlanError: where F and I already collide, so that no such block exists.
+        PlanError: where F and I already collide or the interval is shorter than a rank's work: no such block exists.
     """
     length = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
     complete = dict(offset)
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         taken = {offset[stage, kind] % interval for stage in stages for kind in (Kind.F, Kind.I)}
-        if len(taken) != 2 * len(stages):
+        if len(taken) != 2 * len(stages) or interval < 3 * len(stages):
             raise PlanError(f"the building block collides on rank {rank} of {placement.ranks}")
         for stage in sorted(stages, key=lambda s: offset[s, Kind.I]):
             slot = offset[stage, Kind.I] + 1

@@ -49,4 +49,4 @@ class Pass(NamedTuple):
         return Pass(int(match[1]), Kind(match[2]), int(match[3]))
 
 
-_FORM = re.compile(r"(\d+)([FIWB])(\d+)")
+_FORM = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)

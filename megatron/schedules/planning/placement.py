@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,14 @@ class Placement:
 
     name: str
     rank_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        held = Counter(self.rank_of)
+        whole = all(isinstance(rank, int) for rank in held)
+        if not held or not whole or set(held) != set(range(len(held))) or len(set(held.values())) != 1:
+            raise PlanError(
+                f"ranks must be numbered from 0 and hold equally many stages each; the stages are on {self.rank_of}"
+            )
 
     @cached_property
     def ranks(self) -> int:

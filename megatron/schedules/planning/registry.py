@@ -59,4 +59,5 @@ def plan(request: Request) -> Schedule:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}")
     schedule = _ENTRIES[request.schedule].build(request)
     validate(schedule)
+    request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
     return schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import operator
 from typing import Any
 
 from megatron.schedules.planning import placement as placements
@@ -32,18 +33,22 @@ def from_csv(text: str, name: str = "file") -> Schedule:
     Raises:
         PlanError: naming the row and the cell that cannot be read, or what makes the order no schedule.
     """
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    reader = csv.reader(text.splitlines())
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise PlanError(f"CSV row {reader.line_num} cannot be read: {error}") from None
     if not rows:
         raise PlanError("the schedule's CSV is empty: one row a rank is needed, its cells passes such as 0F0,0B0")
     order: list[tuple[Pass, ...]] = []
-    for rank, row in enumerate(rows):
+    for line, row in rows:
         passes = []
         for column, cell in enumerate(row):
             if cell.strip():
                 try:
                     passes.append(Pass.parse(cell))
                 except PlanError as error:
-                    raise PlanError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
+                    raise PlanError(f"CSV row {line}, cell {column + 1}: {error}") from None
         order.append(tuple(passes))
     schedule = Schedule(name, _read_placement(order), _count(order), tuple(order))
     validate(schedule)
@@ -99,8 +104,8 @@ def from_json(text: str) -> Schedule:
         data = json.loads(text)
         placement = Placement(data["placement"]["name"], tuple(data["placement"]["rank_of"]))
         order: Order = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
-        schedule = Schedule(data["name"], placement, data["microbatches"], order)
-    except (ValueError, KeyError, TypeError) as error:
+        schedule = Schedule(str(data["name"]), placement, operator.index(data["microbatches"]), order)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(f"this JSON is not a schedule: {error}") from None
     validate(schedule)
     return schedule

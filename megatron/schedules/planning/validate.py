@@ -29,13 +29,13 @@ def _validate_ranks(schedule: Schedule) -> None:
         raise PlanError(f"{schedule.name}: {len(schedule.order)} rows for {schedule.ranks} ranks")
     rank_of = schedule.placement.rank_of
     for rank, work in schedule.passes():
-        if work.stage >= len(rank_of):
+        if not 0 <= work.stage < len(rank_of):
             raise PlanError(f"{schedule.name}: {work} on rank {rank}: there are only {len(rank_of)} stages")
         if rank_of[work.stage] != rank:
             raise PlanError(
                 f"{schedule.name}: {work} on rank {rank}: stage {work.stage} is on rank {rank_of[work.stage]}"
             )
-        if work.microbatch >= schedule.microbatches:
+        if not 0 <= work.microbatch < schedule.microbatches:
             raise PlanError(
                 f"{schedule.name}: {work} on rank {rank}: there are only {schedule.microbatches} microbatches"
             )

@@ -1,0 +1,179 @@
+"""Reordering: never longer, never above the memory allowed, always a schedule, and the choices its policy states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.placement import sequential
+from megatron.schedules.planning.reorder import Policy, Rows, Tasks, improve, play, tasks_of
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import peaks
+from megatron.schedules.planning.validate import validate
+from tests.planning.made_schedules import costed_schedules, examples, timed, written
+
+POLICIES = st.builds(
+    Policy,
+    window=st.integers(1, 20),
+    defer_weights=st.booleans(),
+    patience=st.sampled_from((0.0, 0.3, 0.5, 1.0)),
+)
+LIMITS = st.sampled_from((0.0, 1.0, 2.0, 100.0))
+
+
+def own_limits(schedule: Schedule, costs: Costs, limit: float) -> list[float]:
+    """What reordering may use: the limit, or what the order already holds where that is more."""
+    return [max(limit, own) for own in peaks(schedule, costs.on(schedule.placement))]
+
+
+def as_schedule(schedule: Schedule, passes: list[Pass], rows: Rows) -> Schedule:
+    return replace(schedule, order=tuple(tuple(passes[task] for task in row) for row in rows))
+
+
+@examples(200)
+@given(costed_schedules(), st.lists(POLICIES, min_size=1, max_size=3), LIMITS, st.integers(0, 9))
+def test_an_improved_order_is_never_longer_and_keeps_its_limits(
+    made: tuple[Schedule, Costs], policies: list[Policy], limit: float, plays: int
+):
+    schedule, costs = made
+    on_stages, allowed = costs.on(schedule.placement), own_limits(schedule, costs, limit)
+    better = improve(schedule, on_stages, [limit] * schedule.ranks, policies, plays)
+    validate(better)
+    assert [sorted(row) for row in better.order] == [sorted(row) for row in schedule.order]
+    assert timed(better, costs).makespan <= timed(schedule, costs).makespan + 1e-9
+    assert all(held <= most + 1e-9 for held, most in zip(peaks(better, on_stages), allowed, strict=True))
+    assert improve(schedule, on_stages, [limit] * schedule.ranks, policies, plays) == better, "the same every time"
+    if not plays:
+        assert better == schedule
+
+
+@examples(150)
+@given(costed_schedules(), POLICIES, LIMITS)
+def test_played_in_either_direction_an_order_stays_sound(made: tuple[Schedule, Costs], policy: Policy, limit: float):
+    schedule, costs = made
+    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
+    limits = own_limits(schedule, costs, limit)
+    forward, reached = play(tasks, limits, policy)
+    backward, length = play(tasks.reversed(), limits, policy)
+    for rows, stated in ((forward, reached), (tuple(row[::-1] for row in backward), length)):
+        played = as_schedule(schedule, passes, rows)
+        validate(played)
+        assert timed(played, costs).makespan <= stated + 1e-9
+        held = timed(played, costs).peaks
+        assert all(own <= most + 1e-9 for own, most in zip(held, limits, strict=True))
+
+
+@examples(100)
+@given(costed_schedules())
+def test_looking_at_one_pass_only_changes_nothing(made: tuple[Schedule, Costs]):
+    """Then each rank does its passes in order, as the simulator has it."""
+    schedule, costs = made
+    tasks, _ = tasks_of(schedule, costs.on(schedule.placement))
+    limits = own_limits(schedule, costs, 0)
+    rows, reached = play(tasks, limits, Policy(window=1, defer_weights=False))
+    assert rows == tasks.rows
+    assert reached == pytest.approx(timed(schedule, costs).makespan)
+
+
+@examples(100)
+@given(costed_schedules(), POLICIES, LIMITS)
+def test_what_stands_before_the_last_forward_can_be_kept_in_order(
+    made: tuple[Schedule, Costs], policy: Policy, limit: float
+):
+    """Backward in time passes of the cool-down may come to stand between them, forward not even that."""
+    schedule, costs = made
+    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
+    limits, policy = own_limits(schedule, costs, limit), replace(policy, ends_only=True)
+    forward, _ = play(tasks, limits, policy)
+    backward, _ = play(tasks.reversed(), limits, policy)
+    played = [as_schedule(schedule, passes, rows).order for rows in (forward, tuple(row[::-1] for row in backward))]
+    for rank, row in enumerate(schedule.order):
+        steady = row[: max(place for place, work in enumerate(row) if work.kind is Kind.F)]
+        assert played[0][rank][: len(steady)] == steady
+        assert tuple(work for work in played[1][rank] if work in steady) == steady
+
+
+@examples(50)
+@given(costed_schedules())
+def test_time_turned_round_twice_is_time(made: tuple[Schedule, Costs]):
+    schedule, costs = made
+    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
+    assert tasks.reversed().reversed() == tasks
+    assert sorted(passes) == sorted(work for _, work in schedule.passes())
+
+
+# --- what a limit and a policy mean -------------------------------------------------------------------------------
+
+
+def test_memory_is_what_lets_ranks_work_at_once():
+    """One microbatch after the other: within one nothing can be gained, within two the ranks overlap."""
+    base = written(sequential(2), 3, "0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    on_stages = Costs().on(base.placement)
+    alone = timed(base).makespan
+    assert alone == 3 * (2 + 2 + 4 + 4)
+    kept = improve(base, on_stages, [1, 1], [Policy()], 9)
+    assert timed(kept).makespan == alone
+    overlapping = improve(base, on_stages, [2, 1], [Policy()], 9)
+    assert timed(overlapping).makespan == (3 + 2 - 1) * 6, "1F1B's length, the best there is for whole backwards"
+    assert timed(overlapping).peaks == (2, 1)
+
+
+def second_row(
+    policy: Policy,
+    order: str,
+    length: dict[str, float],
+    after: dict[str, str],
+    change: dict[str, float] | None = None,
+    limit: float = 9,
+) -> str:
+    """Rank 0 does "a" alone; how rank 1 plays ``order``. Capitals are W; ``after``: what waits for what."""
+    names = ["a", *order]
+    number = {name: index for index, name in enumerate(names)}
+    tasks = Tasks(
+        rows=((0,), tuple(number[name] for name in order)),
+        rank=(0, *(1 for _ in order)),
+        duration=tuple(length.get(name, 1.0) for name in names),
+        change=tuple((change or {}).get(name, 0.0) for name in names),
+        weight=tuple(name.isupper() for name in names),
+        steady=(False,) * len(names),
+        before=tuple(((number[after[name]], 0.0),) if name in after else () for name in names),
+        after=tuple(tuple((number[k], 0.0) for k, source in after.items() if source == name) for name in names),
+    )
+    rows, _ = play(tasks, [limit, limit], policy)
+    return "".join(names[task] for task in rows[1])
+
+
+@pytest.mark.parametrize(("patience", "expected"), [(0.0, "bc"), (0.2, "bc"), (0.25, "cb"), (1.0, "cb")])
+def test_patience_is_the_delay_borne_as_a_share_of_the_pass_done_meanwhile(patience: float, expected: str):
+    """b comes in at 3; c, four long and ready at once, would hold it up by 1."""
+    assert second_row(Policy(patience=patience), "bc", {"a": 3, "c": 4}, {"b": "a"}) == expected
+
+
+def test_a_pass_that_ends_in_time_is_done_whatever_the_patience():
+    assert second_row(Policy(patience=0.0), "bc", {"a": 3, "c": 3}, {"b": "a"}) == "cb"
+
+
+@pytest.mark.parametrize(("defer", "expected"), [(False, "Bc"), (True, "cB")])
+def test_a_weight_gradient_gives_way_only_where_it_is_to_be_deferred(defer: bool, expected: str):
+    assert second_row(Policy(defer_weights=defer), "Bc", {}, {}) == expected
+
+
+def test_a_deferred_weight_gradient_still_fills_what_would_be_idle():
+    assert second_row(Policy(defer_weights=True), "Bc", {"a": 3}, {"c": "a"}) == "Bc"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, "bdce"), (2, "cebd")])
+def test_nothing_overtakes_into_memory_that_is_needed_first(limit: float, expected: str):
+    """b, which comes in late, and c take one each, d and e give it back: c goes ahead only where both fit."""
+    change = {"b": 1.0, "d": -1.0, "c": 1.0, "e": -1.0}
+    assert second_row(Policy(), "bdce", {"a": 3}, {"b": "a", "d": "b", "e": "c"}, change, limit) == expected
+
+
+@pytest.mark.parametrize(("window", "expected"), [(2, "bcd"), (3, "dbc")])
+def test_no_pass_beyond_the_window_is_seen(window: int, expected: str):
+    assert second_row(Policy(window=window), "bcd", {"a": 3}, {"b": "a", "c": "a"}) == expected

@@ -1,0 +1,139 @@
+"""The simulator agrees with a slow and simple one, and its figures are what their definitions say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.placement import sequential, v_shape
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planning.validate import validate
+from tests.planning.made_schedules import REAL, UNIT, costed_schedules, examples, planned, timed, written
+from tests.planning.slow_oracle import held_at, slow_spans
+from tests.runtime.random_schedules import random_schedule
+
+
+@examples(150)
+@given(costed_schedules())
+def test_every_pass_runs_when_the_slow_oracle_says(made: tuple[Schedule, Costs]):
+    schedule, costs = made
+    timeline, spans = timed(schedule, costs), slow_spans(schedule, costs)
+    assert spans is not None
+    for row, starts, ends in zip(schedule.order, timeline.start, timeline.end, strict=True):
+        assert list(zip(starts, ends, strict=True)) == [pytest.approx(spans[work]) for work in row]
+
+
+@examples(100)
+@given(costed_schedules())
+def test_makespan_and_bubbles_are_as_defined(made: tuple[Schedule, Costs]):
+    schedule, costs = made
+    timeline, spans = timed(schedule, costs), slow_spans(schedule, costs)
+    assert spans is not None
+    makespan = max(end for _, end in spans.values())
+    work = [sum(spans[p][1] - spans[p][0] for p in row) for row in schedule.order]
+    assert timeline.makespan == pytest.approx(makespan)
+    assert timeline.bubble == pytest.approx(1 - sum(work) / schedule.ranks / makespan)
+    own_spans = [max(spans[p][1] for p in row) - min(spans[p][0] for p in row) for row in schedule.order]
+    assert timeline.span_bubble == pytest.approx(max(1 - w / s for w, s in zip(work, own_spans, strict=True)))
+    if costs.stage_weights is None:
+        ideal = schedule.microbatches * 2 * (costs.forward + costs.input_grad + costs.weight_grad)
+        assert timeline.bubble == pytest.approx(1 - ideal / makespan)
+
+
+@examples(100)
+@given(costed_schedules())
+def test_memory_is_held_from_the_start_of_f_to_the_end_of_w(made: tuple[Schedule, Costs]):
+    schedule, costs = made
+    timeline, spans = timed(schedule, costs), slow_spans(schedule, costs)
+    assert spans is not None
+    for rank in range(schedule.ranks):
+        steps = timeline.memory(rank)
+        times = [time for time, _ in steps]
+        assert times == sorted(times) and steps[0] == (0.0, 0.0)
+        for index, (time, held) in enumerate(steps):
+            until = times[index + 1] if index + 1 < len(times) else time + 1
+            if until > time + 1e-6:  # between two steps: at one instant several may follow each other
+                assert held == pytest.approx(held_at((time + until) / 2, rank, schedule, costs, spans))
+        assert steps[-1][1] == pytest.approx(0), "all is given back"
+        at_starts = [held_at(spans[p][0] + 1e-7, rank, schedule, costs, spans) for p in schedule.order[rank]]
+        assert timeline.peaks[rank] == pytest.approx(max(at_starts))
+    assert timeline.peak == max(timeline.peaks)
+
+
+@pytest.mark.parametrize("costs", [UNIT, "20,22,15,0", "3,1,2,0"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 9), (3, 2), (4, 4), (5, 17), (8, 3), (16, 40)])
+def test_1f1b_takes_what_its_closed_form_says(ranks: int, microbatches: int, costs: str):
+    timeline, asked = planned("1f1b", ranks, microbatches, costs), Costs.parse(costs)
+    period = 2 * (asked.forward + asked.input_grad + asked.weight_grad)
+    assert timeline.makespan == pytest.approx((microbatches + ranks - 1) * period)
+    assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+    assert timeline.peaks == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
+
+
+def test_a_hop_takes_time_between_ranks_and_none_within_one():
+    """A V with one microbatch: the chain crosses between ranks twice forward and twice backward."""
+    rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
+    without, with_hops = (timed(written(v_shape(2), 1, *rows), Costs(comm=hop)) for hop in (0.0, 10.0))
+    assert with_hops.makespan == without.makespan + 4 * 10
+    assert with_hops.start[1] == (11, 12, 36, 38)
+
+
+def test_the_span_form_looks_at_the_worst_rank_between_its_own_first_start_and_last_end():
+    """Rank 0 computes 6 of its 26; rank 1, five times as heavy, runs without a pause from 2 to 32."""
+    timeline = timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0"), Costs(stage_weights=(1, 5)))
+    assert timeline.makespan == 32
+    assert timeline.bubble == pytest.approx(1 - (6 + 30) / 2 / 32)
+    assert timeline.span_bubble == pytest.approx(20 / 26)
+
+
+# --- orders that cannot finish ------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_names_each_rank_and_what_it_waits_at():
+    stuck = written(v_shape(2), 1, "3F0 0F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    with pytest.raises(PlanError) as caught:
+        simulate(stuck, Costs().on(stuck.placement))
+    assert str(caught.value) == "written: the order cannot finish: rank 0 at 3F0, rank 1 at 1F0 wait for each other"
+
+
+def test_an_order_finishes_exactly_where_the_oracle_finds_times():
+    """Passes of random schedules moved about: some orders stay sound, some end up waiting in a circle."""
+    sound = stuck = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        schedule = random_schedule(seed, ranks=rng.randint(2, 4), microbatches=rng.randint(1, 4))
+        order = [list(row) for row in schedule.order]
+        for _ in range(rng.randint(1, 4)):
+            row = rng.choice(order)
+            row.insert(rng.randrange(len(row)), row.pop(rng.randrange(len(row))))
+        moved = replace(schedule, order=tuple(map(tuple, order)))
+        if slow_spans(moved, Costs()) is None:
+            stuck += 1
+            with pytest.raises(PlanError):
+                validate(moved)
+        else:
+            sound += 1
+            validate(moved)
+    assert sound > 50 and stuck > 50
+
+
+@examples(30)
+@given(st.sampled_from(("1f1b", "zb-1p", "v-half")), st.integers(2, 5), st.integers(1, 6), st.integers(0, 10**6))
+def test_named_schedules_run_as_the_slow_oracle_says(name: str, ranks: int, microbatches: int, seed: int):
+    """Orders that mean something reach states that random ones do not."""
+    rng = random.Random(seed)
+    costs = Costs(*(rng.randint(1, 9) for _ in range(3)), comm=rng.choice((0, 1, 5)))
+    schedule = plan(Request(name, ranks, microbatches, Costs.parse(REAL)))
+    spans = slow_spans(schedule, costs)
+    assert spans is not None
+    assert timed(schedule, costs).makespan == pytest.approx(max(end for _, end in spans.values()))
+    assert {work.kind for work in spans} <= set(Kind)
