@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.schedules.integration import gloo_at_exit
+
 
 def needed() -> bool:
     """Whether this machine has no CUDA device."""
@@ -44,6 +46,7 @@ def enable() -> None:
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
     _OnTheCpu().__enter__()
+    gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
 
