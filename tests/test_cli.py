@@ -169,7 +169,7 @@ WRONG = {
     "no CSV": (["plan", "--schedule", "file", *SIZE], "--schedule-file"),
     "no such CSV": (["plan", "--schedule-file", "/no/such.csv"], "--schedule-file: cannot read"),
     "a CSV and a name": ([*PLAN, "--schedule-file", str(ROOT / "LICENSE")], "v-half"),
-    "no schedule in the file": (["plan", "--schedule-file", str(ROOT / "LICENSE")], "CSV row 1, cell 1"),
+    "no schedule in the file": (["plan", "--schedule-file", str(ROOT / "LICENSE")], "CSV row 2, cell 1"),
     "a program for a CSV": (["plan", "--schedule-file", sys.executable], "not a text file"),
 }
 

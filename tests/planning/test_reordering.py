@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.reorder import Policy, Rows, Tasks, improve, play, tasks_of
+from megatron.schedules.planning.reorder import Policy, improve, play_under
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks
+from megatron.schedules.planning.tasks import Links, Tasks, tasks_of
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import costed_schedules, examples, timed, written
 
@@ -31,8 +32,19 @@ def own_limits(schedule: Schedule, costs: Costs, limit: float) -> list[float]:
     return [max(limit, own) for own in peaks(schedule, costs.on(schedule.placement))]
 
 
-def as_schedule(schedule: Schedule, passes: list[Pass], rows: Rows) -> Schedule:
-    return replace(schedule, order=tuple(tuple(passes[task] for task in row) for row in rows))
+def played(
+    made: tuple[Schedule, Costs], policy: Policy, limits: list[float], *, backward: bool = False
+) -> tuple[Schedule, float]:
+    """The schedule that a play in one direction of time makes, and the makespan stated with it."""
+    schedule, costs = made
+    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
+    order = list(range(len(passes)))
+    if backward:
+        order, reached = play_under(tasks.reversed(), tasks.turned(order), limits, policy)
+        order = tasks.turned(order)
+    else:
+        order, reached = play_under(tasks, order, limits, policy)
+    return replace(schedule, order=tasks.rows(order, passes)), reached
 
 
 @examples(200)
@@ -55,29 +67,22 @@ def test_an_improved_order_is_never_longer_and_keeps_its_limits(
 @examples(150)
 @given(costed_schedules(), POLICIES, LIMITS)
 def test_played_in_either_direction_an_order_stays_sound(made: tuple[Schedule, Costs], policy: Policy, limit: float):
-    schedule, costs = made
-    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
-    limits = own_limits(schedule, costs, limit)
-    forward, reached = play(tasks, limits, policy)
-    backward, length = play(tasks.reversed(), limits, policy)
-    for rows, stated in ((forward, reached), (tuple(row[::-1] for row in backward), length)):
-        played = as_schedule(schedule, passes, rows)
-        validate(played)
-        assert timed(played, costs).makespan <= stated + 1e-9
-        held = timed(played, costs).peaks
-        assert all(own <= most + 1e-9 for own, most in zip(held, limits, strict=True))
+    limits = own_limits(*made, limit)
+    for backward in (False, True):
+        schedule, stated = played(made, policy, limits, backward=backward)
+        validate(schedule)
+        timeline = timed(schedule, made[1])
+        assert timeline.makespan <= stated + 1e-9
+        assert all(own <= most + 1e-9 for own, most in zip(timeline.peaks, limits, strict=True))
 
 
 @examples(100)
 @given(costed_schedules())
 def test_looking_at_one_pass_only_changes_nothing(made: tuple[Schedule, Costs]):
     """Then each rank does its passes in order, as the simulator has it."""
-    schedule, costs = made
-    tasks, _ = tasks_of(schedule, costs.on(schedule.placement))
-    limits = own_limits(schedule, costs, 0)
-    rows, reached = play(tasks, limits, Policy(window=1, defer_weights=False))
-    assert rows == tasks.rows
-    assert reached == pytest.approx(timed(schedule, costs).makespan)
+    schedule, reached = played(made, Policy(window=1, defer_weights=False), own_limits(*made, 0))
+    assert schedule == made[0]
+    assert reached == pytest.approx(timed(*made).makespan)
 
 
 @examples(100)
@@ -86,16 +91,13 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
     made: tuple[Schedule, Costs], policy: Policy, limit: float
 ):
     """Backward in time passes of the cool-down may come to stand between them, forward not even that."""
-    schedule, costs = made
-    tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
-    limits, policy = own_limits(schedule, costs, limit), replace(policy, ends_only=True)
-    forward, _ = play(tasks, limits, policy)
-    backward, _ = play(tasks.reversed(), limits, policy)
-    played = [as_schedule(schedule, passes, rows).order for rows in (forward, tuple(row[::-1] for row in backward))]
-    for rank, row in enumerate(schedule.order):
+    limits, policy = own_limits(*made, limit), replace(policy, ends_only=True)
+    forward, _ = played(made, policy, limits)
+    backward, _ = played(made, policy, limits, backward=True)
+    for rank, row in enumerate(made[0].order):
         steady = row[: max(place for place, work in enumerate(row) if work.kind is Kind.F)]
-        assert played[0][rank][: len(steady)] == steady
-        assert tuple(work for work in played[1][rank] if work in steady) == steady
+        assert forward.order[rank][: len(steady)] == steady
+        assert tuple(work for work in backward.order[rank] if work in steady) == steady
 
 
 @examples(50)
@@ -104,6 +106,9 @@ def test_time_turned_round_twice_is_time(made: tuple[Schedule, Costs]):
     schedule, costs = made
     tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
     assert tasks.reversed().reversed() == tasks
+    order = list(range(len(passes)))
+    assert tasks.turned(tasks.turned(order)) == order
+    assert tasks.rows(order, passes) == schedule.order
     assert sorted(passes) == sorted(work for _, work in schedule.passes())
 
 
@@ -135,17 +140,17 @@ def second_row(
     names = ["a", *order]
     number = {name: index for index, name in enumerate(names)}
     tasks = Tasks(
-        rows=((0,), tuple(number[name] for name in order)),
-        rank=(0, *(1 for _ in order)),
-        duration=tuple(length.get(name, 1.0) for name in names),
-        change=tuple((change or {}).get(name, 0.0) for name in names),
-        weight=tuple(name.isupper() for name in names),
-        steady=(False,) * len(names),
-        before=tuple(((number[after[name]], 0.0),) if name in after else () for name in names),
-        after=tuple(tuple((number[k], 0.0) for k, source in after.items() if source == name) for name in names),
+        first=[0, 1, len(names)],
+        rank=[0, *(1 for _ in order)],
+        duration=[length.get(name, 1.0) for name in names],
+        change=[(change or {}).get(name, 0.0) for name in names],
+        weight=[name.isupper() for name in names],
+        steady=[False] * len(names),
+        before=Links.of([[(number[after[name]], 0.0)] if name in after else [] for name in names]),
+        after=Links.of([[(number[k], 0.0) for k, source in after.items() if source == name] for name in names]),
     )
-    rows, _ = play(tasks, [limit, limit], policy)
-    return "".join(names[task] for task in rows[1])
+    played, _ = play_under(tasks, range(len(names)), [limit, limit], policy)
+    return "".join(names[task] for task in played[1:])
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0.0, "bc"), (0.2, "bc"), (0.25, "cb"), (1.0, "cb")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
@@ -50,3 +51,9 @@ def random_schedule(seed: int, ranks: int | None = None, microbatches: int | Non
                 else:
                     ready.append(weight)
     return Schedule(f"random {seed}", placement, n, tuple(map(tuple, rows)))
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """The forwards alone, in the same order: an evaluation."""
+    rows = tuple(tuple(work for work in row if work.kind is Kind.F) for row in schedule.order)
+    return replace(schedule, order=rows)

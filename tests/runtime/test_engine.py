@@ -22,7 +22,7 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Program, ProgramError
 from megatron.schedules.runtime.transport import Transport
 from tests.runtime.plain_stages import PlainStages, without_pipeline
-from tests.runtime.random_schedules import random_schedule
+from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.thread_ranks import run_threads
 
 
@@ -77,7 +77,7 @@ def test_any_valid_schedule_gives_the_gradients_of_a_plain_run(seed: int):
 def test_named_schedules_and_their_forwards_alone(name: str):
     schedule = plan(Request(name, 4, 6))
     expected, losses = without_pipeline(schedule)
-    for passes in (schedule, schedule.forward_only()):
+    for passes in (schedule, forwards_of(schedule)):
         placement = passes.placement
         all_stages = [PlainStages(placement.stages_of(r), placement.last_stage) for r in range(4)]
 

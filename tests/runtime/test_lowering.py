@@ -17,7 +17,7 @@ from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel, Op, Program, ProgramError, channels_of
-from tests.runtime.random_schedules import random_schedule
+from tests.runtime.random_schedules import forwards_of, random_schedule
 
 COMPUTING = (Op.F, Op.I, Op.W, Op.B)
 SENDS = (Op.SEND_F, Op.SEND_B)
@@ -98,7 +98,7 @@ def test_channels_are_both_directions_of_every_hop():
 def test_any_valid_schedule(seed: int, forward_only: bool):
     passes = random_schedule(seed)
     if forward_only:
-        passes = passes.forward_only()
+        passes = forwards_of(passes)
     programs = lower(passes)
     traffic = check(programs)
     assert set(traffic.messages) <= set(channels_of(passes.placement))
@@ -152,7 +152,7 @@ def _check_places(program: Program) -> None:
 def test_named_schedules(name: str, ranks: int):
     for n in (1, 2, ranks - 1, ranks, 2 * ranks + 1):
         planned = plan(Request(name, ranks, n))
-        for passes in (planned, planned.forward_only()):
+        for passes in (planned, forwards_of(planned)):
             check(lower(passes))
 
 

@@ -23,7 +23,7 @@ from megatron.schedules.runtime.program import Channel, channels_of
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
 from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
-from tests.runtime.random_schedules import random_schedule
+from tests.runtime.random_schedules import forwards_of, random_schedule
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec(SHAPE, torch.float32, CPU)
@@ -311,7 +311,7 @@ def _forward_only_body(schedules: list[Schedule]) -> list[dict[int, float]]:
 
 @pytest.mark.parametrize("name", ["v-half", "interleaved-1f1b"])
 def test_forwards_alone(name: str):
-    schedules = [plan(Request(name, 3, n)).forward_only() for n in (1, 2, 7)]
+    schedules = [forwards_of(plan(Request(name, 3, n))) for n in (1, 2, 7)]
     found = run_ranks(3, _forward_only_body, schedules)
     for index, schedule in enumerate(schedules):
         losses = {m: loss for rank_found in found for m, loss in rank_found[index].items()}

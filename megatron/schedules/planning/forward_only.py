@@ -5,8 +5,9 @@ from __future__ import annotations
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.reorder import Policy, play, tasks_of
+from megatron.schedules.planning.reorder import Policy, play_under
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.tasks import tasks_of
 
 
 def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Schedule:
@@ -18,5 +19,5 @@ def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Sched
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement))
     policy = Policy(window=2 * placement.stages, defer_weights=False)
-    played, _ = play(tasks, [float("inf")] * placement.ranks, policy)
-    return Schedule(base.name, placement, microbatches, tuple(tuple(passes[i] for i in row) for row in played))
+    played, _ = play_under(tasks, range(len(passes)), [float("inf")] * placement.ranks, policy)
+    return Schedule(base.name, placement, microbatches, tasks.rows(played, passes))

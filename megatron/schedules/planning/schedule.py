@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
 Order = tuple[tuple[Pass, ...], ...]
@@ -37,12 +37,3 @@ class Schedule:
         for rank, row in enumerate(self.order):
             for work in row:
                 yield rank, work
-
-    def forward_only(self) -> Schedule:
-        """The forwards alone, in the same order: what evaluation runs."""
-        rows = tuple(tuple(work for work in row if work.kind is Kind.F) for row in self.order)
-        return replace(self, order=rows)
-
-    def renamed(self, name: str) -> Schedule:
-        """The same schedule under another name."""
-        return replace(self, name=name)
