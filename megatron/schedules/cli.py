@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,22 @@ from typing import Any
 import click
 
 import megatron.schedules
+from megatron.schedules.ask import Ask, integer, size_flags
+from megatron.schedules.planning.adaptive.plan import bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Request, describe, plan
-from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.textforms import from_csv, to_csv, to_json
+from megatron.schedules.planning.registry import NAMES, Tick, describe
+from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.planning.textforms import to_csv, to_json
 from megatron.schedules.report import table
-from megatron.schedules.report.figures import Figures, counted, figures, number
+from megatron.schedules.report.figures import Figures, counted, figures, number, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
-# Ranks x microbatches x chunks. More is a slip of the finger, and would take hours and all the memory there is.
-_LARGEST = 1_000_000
-
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
 _SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in NAMES)])
-
-Command = Callable[..., None]
 
 _one = click.option("--schedule", metavar="NAME", help="Which schedule to plan; the list is below.")
 _several = click.option(
@@ -42,55 +40,6 @@ _several = click.option(
     help="Give this flag once for each schedule to choose which are shown, and in what order.",
 )
 _form_help = "Without it the ending of --output's file decides, and otherwise it is"
-
-
-def _size(command: Command) -> Command:
-    """The flags every command has: what is planned, and where the result goes."""
-    for flag in reversed(
-        (
-            click.option(
-                "--pipeline-size",
-                metavar="D",
-                help="Pipeline ranks, 2 or more: what Megatron calls --pipeline-model-parallel-size. May be left out "
-                "where a CSV says it.",
-            ),
-            click.option(
-                "--microbatches",
-                metavar="N",
-                help="Microbatches of one iteration: global batch / (micro batch x data-parallel size). May be left "
-                "out where a CSV says it.",
-            ),
-            click.option(
-                "--costs",
-                metavar="F,B,W[,COMM]",
-                default="1,1,1,0",
-                show_default=True,
-                help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop "
-                "between ranks, in any unit. Give measured ones: order and bubble depend on them.",
-            ),
-            click.option(
-                "--chunks",
-                metavar="V",
-                help="Model chunks a rank, for interleaved-1f1b (2 without this flag): more of them shrink its bubble "
-                "and multiply its messages.",
-            ),
-            click.option(
-                "--schedule-file",
-                metavar="CSV",
-                type=Path,
-                help="A compute-only CSV of your own, one row a rank, as torch.distributed.pipelining writes it: for "
-                "an order that has no name here.",
-            ),
-            click.option(
-                "--output",
-                metavar="FILE",
-                type=Path,
-                help="Write here rather than to the terminal. A file that exists is overwritten.",
-            ),
-        )
-    ):
-        command = flag(command)
-    return command
 
 
 _width = click.option(
@@ -115,7 +64,7 @@ def _program(context: click.Context, version: bool) -> None:
 
 @_program.command("plan", epilog=_SCHEDULES)
 @_one
-@_size
+@size_flags
 @click.option(
     "--format",
     "form",
@@ -132,22 +81,26 @@ def _plan(schedule: str | None, form: str | None, output: Path | None, width: st
     if schedule not in (None, "file") and file is not None:
         raise PlanError(f"--schedule-file goes with --schedule file, not {schedule}: leave one of them out")
     form = _form(form, output, ("text", "csv", "json", "svg"))
-    ask = _Ask(**size)
-    timeline = ask.timeline(schedule or "file")
+    ask = Ask(**size)
+    with _progress_bar(shown=schedule == "adaptive") as tick:
+        timeline = ask.timeline(schedule or "file", tick)
     chunks = timeline.schedule.placement.chunks
-    if ask.chunks not in (None, chunks):
+    if ask.chunks not in (None, chunks) and schedule != "adaptive":
         raise PlanError(f"--chunks {ask.chunks}: {schedule or 'file'} has {chunks} a rank; leave the flag out")
     if form == "csv":
         _emit(to_csv(timeline.schedule), output)
     elif form == "json":
-        _emit(to_json(timeline.schedule, _extra(ask.costs, figures(timeline))) + "\n", output)
+        extra = _extra(ask.costs, figures(timeline))
+        if schedule == "adaptive":
+            extra["figures"]["lower_bound"] = bound(ask.request(schedule))
+        _emit(to_json(timeline.schedule, extra) + "\n", output)
     else:
-        _emit_drawing(form, [timeline], ask, output, width)
+        _emit_drawing(form, [timeline], ask, output, width, _how_good(timeline, ask) if schedule == "adaptive" else "")
 
 
 @_program.command("compare", epilog=_SCHEDULES)
 @_several
-@_size
+@size_flags
 @click.option(
     "--format",
     "form",
@@ -157,8 +110,9 @@ def _plan(schedule: str | None, form: str | None, output: Path | None, width: st
 def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, ("text", "markdown", "csv", "json"))
-    ask = _Ask(**size)
-    names = schedules or [name for name in NAMES if name != "file" or ask.csv]
+    ask = Ask(**size)
+    given = {"file": ask.csv, "adaptive": ask.memory_limit}
+    names = schedules or [name for name in NAMES if given.get(name, name)]
     for name in names:
         ask.known(name)
     baseline = ask.timeline("1f1b").makespan
@@ -166,7 +120,8 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     for index, name in enumerate(names):
         _progress(f"planning {name} ({index + 1} of {len(names)})")
         try:
-            found = figures(ask.timeline(name))
+            with _progress_bar(shown=name == "adaptive") as tick:
+                found = figures(ask.timeline(name, tick))
         except PlanError as error:
             rows.append(table.Row(name, str(error)))
         else:
@@ -178,7 +133,7 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
 
 @_program.command("draw", epilog=_SCHEDULES)
 @_several
-@_size
+@size_flags
 @click.option(
     "--format",
     "form",
@@ -189,82 +144,9 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
 def _draw(schedules: Sequence[str], form: str | None, output: Path | None, width: str | None, **size: Any) -> None:
     """Draw schedules below one another on one time scale. Without --schedule: 1F1B and V-Half."""
     form = _form(form, output, ("svg", "text"))
-    ask = _Ask(**size)
+    ask = Ask(**size)
     names = schedules or (["file"] if ask.csv else ["1f1b", "v-half"])
     _emit_drawing(form, [ask.timeline(name) for name in names], ask, output, width)
-
-
-class _Ask:
-    """What the flags ask for, checked: a size, costs, and perhaps a CSV. Raises :class:`PlanError`."""
-
-    def __init__(
-        self,
-        pipeline_size: str | None,
-        microbatches: str | None,
-        costs: str,
-        chunks: str | None,
-        schedule_file: Path | None,
-    ) -> None:
-        d = _integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
-        n = _integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
-        self.chunks = _integer("--chunks", chunks, 1, "a rank holds 1 chunk or more")
-        self.costs = _named("--costs", lambda: Costs.parse(costs))
-        self.csv = csv = None if schedule_file is None else _read(schedule_file)
-        if csv is not None and (d is None or n is None):
-            own = _named("--schedule-file", lambda: from_csv(csv))
-            d, n = d or own.ranks, n or own.microbatches
-        if d is None:
-            raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
-        if n is None:
-            raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-        if d * n * (self.chunks or 1) > _LARGEST:
-            raise PlanError(
-                f"--pipeline-size {d} with --microbatches {n} is too large to plan: "
-                f"ranks x microbatches x chunks may be {_LARGEST} at most"
-            )
-        self.ranks, self.microbatches = d, n
-
-    def known(self, name: str) -> None:
-        """Raise for a name that no schedule has, or that lacks its CSV."""
-        if name not in NAMES or (name == "file" and self.csv is None):
-            _named("--schedule", lambda: plan(Request(name, self.ranks, self.microbatches)))
-
-    def timeline(self, name: str) -> Timeline:
-        """Schedule ``name`` at this size, timed under these costs."""
-        self.known(name)
-        chunks = {} if self.chunks is None else {"chunks": self.chunks}
-        schedule = plan(Request(name, self.ranks, self.microbatches, self.costs, csv=self.csv, **chunks))
-        return simulate(schedule, self.costs.on(schedule.placement))
-
-
-def _named[T](flag: str, compute: Callable[[], T]) -> T:
-    """``compute()``, its error preceded by the flag it is about."""
-    try:
-        return compute()
-    except PlanError as error:
-        raise PlanError(f"{flag}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--schedule-file: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"--schedule-file: {path} is not a text file; a CSV in UTF-8 is needed") from None
-
-
-def _integer(flag: str, text: str | None, least: int, why: str) -> int | None:
-    """The number given for ``flag``, None where there is none."""
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        raise PlanError(f"{flag} {text!r} is not a whole number: {why}") from None
-    if value < least:
-        raise PlanError(f"{flag} {value} is too small: {why}")
-    return value
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
@@ -297,9 +179,35 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
     }
 
 
-def _emit_drawing(form: str, timelines: Sequence[Timeline], ask: _Ask, output: Path | None, width: str | None) -> None:
+def _how_good(timeline: Timeline, ask: Ask) -> str:
+    """How far from the best possible an adaptive plan is at most."""
+    least = bound(ask.request("adaptive"))
+    return (
+        f"No schedule within this memory ends before {number(least)}, a bubble of "
+        f"{percent(1 - timeline.ideal / least)}: this one, which ends at {number(timeline.makespan)}, is at most "
+        f"{percent(timeline.makespan / least - 1)} longer than the best there is.\n"
+    )
+
+
+@contextmanager
+def _progress_bar(*, shown: bool) -> Iterator[Tick]:
+    """How far a search is, on standard error if anybody is looking; takes the shares of the work done."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda share: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("searching", total=1.0)
+        yield lambda share: progress.advance(task, share)
+
+
+def _emit_drawing(
+    form: str, timelines: Sequence[Timeline], ask: Ask, output: Path | None, width: str | None, footer: str = ""
+) -> None:
     """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
-    columns = _integer("--width", width, 1, "60 columns or more read well")
+    columns = integer("--width", width, 1, "60 columns or more read well")
     if form == "svg":
         from megatron.schedules.report.svg import draw_svg
 
@@ -315,6 +223,7 @@ def _emit_drawing(form: str, timelines: Sequence[Timeline], ask: _Ask, output: P
     # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     drawing = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour)
+    drawing.append(footer)
     if not terminal:
         _emit(drawing.plain, output)
         return
@@ -323,7 +232,7 @@ def _emit_drawing(form: str, timelines: Sequence[Timeline], ask: _Ask, output: P
     _emit(captured.get(), None)
 
 
-def _caption(ask: _Ask) -> str:
+def _caption(ask: Ask) -> str:
     times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind, Pass
@@ -49,8 +49,9 @@ class Costs:
     """Times of one pass over half a rank's layers, and of one hop between ranks: ``--costs F,B,W,COMM``.
 
     ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
-    the same work. ``stage_weights`` (optional, one number a stage) scales single stages, for an embedding or an
-    output layer that makes the ends heavier; ``stage_activations`` does the same for what they hold.
+    the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
+    the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
+    multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
     """
 
     forward: float = 1.0
@@ -84,6 +85,15 @@ class Costs:
         forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
         return Costs(forward, input_grad, weight_grad, comm)
 
+    def around_one(self) -> tuple[Costs, float]:
+        """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
+
+        The unit is a power of two, which rounds nothing: the same plan comes out whatever costs are measured in.
+        """
+        unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
+        times = {field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm")}
+        return replace(self, **times), unit
+
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
         share = 2 / placement.chunks
@@ -99,8 +109,11 @@ class Costs:
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
+    """One value a stage: given so, or for slices finer than stages, of which a stage takes the mean."""
+    stages = placement.stages
     if values is None:
-        return (1.0,) * placement.stages
-    if len(values) != placement.stages:
-        raise PlanError(f"{len(values)} stage {what} given for {placement}, which has {placement.stages} stages")
-    return values
+        return (1.0,) * stages
+    if not values or len(values) % stages:
+        raise PlanError(f"{len(values)} stage {what} given for {placement}, which has {stages} stages")
+    each = len(values) // stages
+    return tuple(sum(values[s * each : (s + 1) * each]) / each for s in range(stages))

@@ -6,7 +6,6 @@ every I and W that stand together, and that nobody waits between, become one who
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs
@@ -23,7 +22,7 @@ _FEWEST_PLAYS, _MOST_PLAYS = 5, 60
 
 def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and join what need not be split."""
-    on_stages = _in_plain_numbers(costs).on(base.placement)
+    on_stages = costs.around_one()[0].on(base.placement)
     # A window of two microbatches a rank reaches everything a rank could sensibly start ahead of its turn.
     window = max(16, 2 * base.ranks)
     policies = [Policy(window, False, patience) for patience in (0.0, 0.5, 1.0)]
@@ -36,16 +35,6 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
     best = improve(base, on_stages, [limit] * base.ranks, policies, plays)
     return join(simulate(best, on_stages))
-
-
-def _in_plain_numbers(costs: Costs) -> Costs:
-    """The same proportions in numbers around 1, which reordering's tolerance for rounding is made for.
-
-    A power of two rounds nothing, so the plan is the same whatever the unit of time.
-    """
-    unit = 2.0 ** math.frexp(costs.forward + costs.input_grad + costs.weight_grad)[1]
-    times = {field: getattr(costs, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm")}
-    return replace(costs, **times)
 
 
 def join(timeline: Timeline) -> Schedule:

@@ -18,6 +18,9 @@ class Request:
         costs: of half a rank's layers, see :class:`Costs`.
         chunks: stages a rank holds, where the schedule leaves that open (``interleaved-1f1b``).
         csv: the text of a compute-only CSV, for ``file``.
+        memory_limit: for ``adaptive``, of 1F1B's d microbatches on the rank that holds most.
+        chunk_choices: for ``adaptive``, how many stages a rank may hold.
+        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
     """
 
     schedule: str
@@ -26,3 +29,6 @@ class Request:
     costs: Costs = field(default_factory=Costs)
     chunks: int = 2
     csv: str | None = None
+    memory_limit: float | None = None
+    chunk_choices: tuple[int, ...] = (1, 2, 4)
+    search_seconds: float | None = None

@@ -1,0 +1,37 @@
+"""A lower bound on the makespan of any schedule within a memory limit, by argument rather than by search."""
+
+from __future__ import annotations
+
+from megatron.schedules.planning.costs import StageCosts
+from megatron.schedules.planning.placement import Placement
+
+
+def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limit: float) -> float:
+    """No schedule on ``placement`` that holds at most ``limit`` microbatches a rank ends sooner (same unit as costs).
+
+    The largest of, for every rank,
+    - its work, after the forwards that lead to it and before the input gradients that lead on from it;
+    - its memory: each microbatch on a stage is held at least as long as its forward, all that comes after it, its
+      input and its weight gradient take; these times times what is held must fit under the limit;
+    and of the one chain of passes that a single microbatch is.
+    """
+    stages = range(placement.stages)
+    rank_of, n = placement.rank_of, microbatches
+    hop = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]  # into s, or out of s back
+    # From the start of F of stage s to the end of its I.
+    span = [0.0] * (placement.stages + 1)
+    for s in reversed(stages):
+        onward = span[s + 1] + 2 * hop[s + 1] if s < placement.last_stage else 0.0
+        span[s] = costs.forward[s] + onward + costs.input_grad[s]
+    bound = span[0] + min(costs.weight_grad)
+    for rank in range(placement.ranks):
+        held = placement.stages_of(rank)
+        first = held[0]
+        head = sum(costs.forward[s] + hop[s + 1] for s in range(first))
+        tail = sum(costs.input_grad[s] + hop[s + 1] for s in range(first))
+        passes = n * sum(costs.forward[s] + costs.input_grad[s] for s in held)
+        weights = n * sum(costs.weight_grad[s] for s in held)
+        occupied = n * sum(costs.activation[s] * (span[s] + costs.weight_grad[s]) for s in held)
+        last = costs.weight_grad[0] if first else 0.0
+        bound = max(bound, head + passes + weights, head + passes + tail + last, head + occupied / limit)
+    return bound

@@ -1,0 +1,106 @@
+"""The frontier: the shortest schedule found for each of a ladder of memory limits, from the least to the one asked for.
+
+Each rung starts from what the one below it found, and its search does not depend on how far up the ladder goes. So a
+larger limit never gives a longer makespan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.schedules.planning.adaptive.bound import lower_bound
+from megatron.schedules.planning.adaptive.problem import Order, Problem
+from megatron.schedules.planning.adaptive.search import race
+from megatron.schedules.planning.play import EPSILON
+from megatron.schedules.planning.polish import join
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import Timeline, simulate
+
+# Rungs to a pipeline's own d microbatches, and the finest step between them.
+_RUNGS, _FINEST = 16, 0.5
+# Below a third of 1F1B's memory, and above all of it, little is asked for: such a rung gets this share of a full one.
+_SELDOM = 0.25
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What was found for one memory limit.
+
+    Args:
+        limit: microbatches a rank may hold.
+        timeline: the shortest schedule found, with its times.
+        bound: no schedule on the placements tried ends before this.
+    """
+
+    limit: float
+    timeline: Timeline
+    bound: float
+
+
+def ladder(ranks: int, microbatches: int, least: float, named: Sequence[float]) -> list[float]:
+    """The limits that are searched, ascending: even steps from ``least`` on, and what the named schedules hold."""
+    step = max(_FINEST, ranks / _RUNGS)
+    most = max(least, min(2 * ranks, microbatches * least))
+    limits = {least + step * k for k in range(math.ceil((ranks - least) / step))}
+    limits |= {float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
+    return sorted(limit for limit in limits if least <= limit <= most)
+
+
+def frontier(
+    problems: Sequence[Problem],
+    named: Sequence[Timeline],
+    up_to: float,
+    budget: float,
+    tick: Callable[[float], None] = lambda share: None,
+) -> list[Rung]:
+    """The rungs from the least limit to the largest that is not above ``up_to``.
+
+    Args:
+        problems: the placements to search on, the likeliest first.
+        named: schedules by name under the same costs, which the result must not lose to.
+        up_to: microbatches a rank may hold.
+        budget: tasks to play for the whole ladder to 1F1B's memory.
+        tick: called with the share of all work done since the last call.
+    """
+    placed = {problem.placement: problem.costs for problem in problems}
+    placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
+    ranks, n = problems[0].placement.ranks, problems[0].schedule.microbatches
+    limits = ladder(ranks, n, min(problem.least for problem in problems), [timeline.peak for timeline in named])
+    share = {limit: _SELDOM if not ranks / 3 <= limit <= ranks else 1.0 for limit in limits}
+    full = budget / sum(share[limit] for limit in limits if limit <= ranks)
+    asked = [limit for limit in limits if limit <= up_to + EPSILON]
+    work = full * sum(share[limit] for limit in asked)
+    best: Timeline | None = None
+    found: dict[int, Order] = {}
+    rungs: list[Rung] = []
+    below = 0.0
+    for limit in asked:
+        fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
+        new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]
+        starts = [(problem, found[index]) for index, problem in fits if index in found]
+        starts += [(problem, problem.order()) for _, problem in fits]
+        for timeline in new:
+            if best is None or timeline.makespan < best.makespan - EPSILON:
+                best = timeline
+            starts += [
+                (problem, problem.order(timeline.schedule))
+                for _, problem in fits
+                if problem.placement == timeline.schedule.placement
+            ]
+        for climb in reversed(race(starts, limit, full * share[limit], lambda spent: tick(spent / work))):
+            found[problems.index(climb.problem)] = climb.best
+            if best is None or climb.makespan < best.makespan - EPSILON:
+                best = _timeline(climb.problem, climb.best)
+        assert best is not None
+        bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
+        rungs.append(Rung(limit, best, bound))
+        below = limit + EPSILON
+    return rungs
+
+
+def _timeline(problem: Problem, order: Order) -> Timeline:
+    placement, n = problem.placement, problem.schedule.microbatches
+    split = Schedule("adaptive", placement, n, problem.rows(order))
+    return simulate(join(simulate(split, problem.costs)), problem.costs)

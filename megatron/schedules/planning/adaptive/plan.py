@@ -1,0 +1,101 @@
+"""From a request to the best schedule under its memory limit: which placements and named schedules the search knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron.schedules.planning.adaptive.bound import lower_bound
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.placement import Placement, sequential, zigzag
+from megatron.schedules.planning.play import EPSILON
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import Timeline
+
+# Passes that a second's play is reckoned to take through. Real machines do more; a fixed number makes the effort, and
+# so the plan, the same on all of them.
+_PASSES_A_SECOND = 2e6
+
+
+def placements(request: Request) -> list[Placement]:
+    """Where the search may put the stages, the likeliest first: finer chunks pack better.
+
+    Raises:
+        PlanError: where no number of chunks is left, or the costs given for single stages go with none.
+    """
+    ranks, found, why = request.ranks, [], "adaptive needs a number of chunks a rank to choose from, 1 or more"
+    for chunks in sorted({chunks for chunks in request.chunk_choices if chunks > 0}, reverse=True):
+        placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
+        try:
+            request.costs.on(placement)
+        except PlanError as error:  # fewer slices than stages
+            why = str(error)
+        else:
+            found.append(placement)
+    if not found:
+        raise PlanError(why)
+    return found
+
+
+def least_limit(request: Request) -> float:
+    """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
+    found = []
+    for placement in placements(request):
+        held = request.costs.on(placement).activation
+        found.append(max(sum(held[s] for s in placement.stages_of(rank)) for rank in range(request.ranks)))
+    return min(found) / request.ranks
+
+
+def default_seconds(ranks: int, microbatches: int) -> float:
+    """How long to search where nobody says: 5 s for 8 ranks and 32 microbatches, 40 s for 32 and 128."""
+    return max(2.0, 5 * (ranks * microbatches / 256) ** 0.7)
+
+
+def bound(request: Request) -> float:
+    """No schedule within the request's memory ends before this on any placement the search may use."""
+    limit = _limit(request)
+    return min(
+        lower_bound(placement, request.microbatches, request.costs.on(placement), limit)
+        for placement in placements(request)
+    )
+
+
+def plan_adaptive(
+    request: Request, named: Callable[[Request], Sequence[Timeline]], tick: Callable[[float], None]
+) -> Schedule:
+    """The shortest schedule found within ``request.memory_limit``.
+
+    Args:
+        named: plans every schedule by name for a request, with times; the result never loses to one that fits.
+        tick: called with the share of the work done since the last call.
+
+    Raises:
+        PlanError: where nothing fits under the limit; it says the smallest that works.
+    """
+    from megatron.schedules.planning.adaptive.frontier import frontier
+    from megatron.schedules.planning.adaptive.problem import Problem
+
+    limit = _limit(request)
+    costs, _ = request.costs.around_one()
+    problems = [Problem(placement, request.microbatches, costs.on(placement)) for placement in placements(request)]
+    seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
+    known = named(replace(request, costs=costs))
+    return frontier(problems, known, limit, seconds * _PASSES_A_SECOND, tick)[-1].timeline.schedule
+
+
+def _limit(request: Request) -> float:
+    """The request's limit in microbatches."""
+    asked, least = request.memory_limit, least_limit(request)
+    if asked is None:
+        raise PlanError("adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5")
+    if not math.isfinite(asked) or asked < least - EPSILON:
+        # Rounded up, so that what is named works.
+        raise PlanError(
+            f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "
+            f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works"
+        )
+    if request.search_seconds is not None and not request.search_seconds > 0:
+        raise PlanError(f"the search needs a positive number of seconds, not {request.search_seconds:g}")
+    return asked * request.ranks
