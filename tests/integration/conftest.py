@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,18 @@ class Training:
 
     def __call__(self, world: int, *flags: str, tied: bool = False) -> Result:
         """Train with ``flags`` on ``world`` ranks."""
-        return self._run(world, *flags, *self._load(tied), tied=tied)
+        return self._run(world, *flags, *self._load(tied, _layers(flags)), tied=tied)
 
     def _stock(self, world: int, *flags: str, tied: bool = False) -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
         return self(world, *flags, tied=tied)
 
-    def _load(self, tied: bool) -> list[str]:
-        folder = self._folder / ("tied" if tied else "untied")
+    def _load(self, tied: bool, layers: list[str]) -> list[str]:
+        folder = self._folder / "-".join(["tied" if tied else "untied", *layers[1:]])
         if not folder.exists():
             once = "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim".split()
-            self._run(1, *once, "--save", str(folder), tied=tied)
+            self._run(1, *once, *layers, "--save", str(folder), tied=tied)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
     def _run(self, world: int, *flags: str, tied: bool) -> Result:
@@ -44,6 +44,12 @@ class Training:
         result: Any = self._megatron("train", world, [*MODEL, *ends, *flags])
         assert isinstance(result, Result)
         return result
+
+
+def _layers(flags: Sequence[str]) -> list[str]:
+    """The flag among ``flags`` that sets another number of layers, which needs weights of its own."""
+    at = flags.index("--num-layers") if "--num-layers" in flags else len(flags)
+    return list(flags[at : at + 2])
 
 
 @pytest.fixture(scope="session")

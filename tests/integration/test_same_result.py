@@ -71,6 +71,18 @@ def test_distributed_optimizer(train, schedule, size, overlap):
     assert [str(k) for k, v in stock.weights.items() if not torch.equal(v, ours.weights[k])] == []
 
 
+@pytest.mark.parametrize("limit", ["0.375", "0.5", "1"])
+@pytest.mark.parametrize("size", [4, 8])
+def test_adaptive(train, size, limit):
+    """Up to four chunks a rank; a number of microbatches that nothing divides."""
+    job = ("--train-iters", "3", "--global-batch-size", str(2 * size - 1), "--num-layers", str(4 * size))
+    pipeline = ("--pipeline-model-parallel-size", str(size))
+    adaptive = ("--pipeline-schedule", "adaptive", "--pipeline-memory-limit", limit, "--pipeline-search-seconds", "0.5")
+    ours = train(size, *job, *pipeline, *adaptive, "--pipeline-schedule-costs", "1,1.1,0.75,0.05")
+    assert_same_losses(ours, train.stock(1, *job))
+    assert differing(ours, train.stock(size, *job, *pipeline)) == []
+
+
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b"])
 def test_tied_embeddings(train, schedule, flags):

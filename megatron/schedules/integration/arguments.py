@@ -6,14 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron.schedules.integration.memory_limit import memory_limit
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind
-from megatron.schedules.planning.registry import NAMES, Request, describe, plan
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.registry import NAMES, Request, describe
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.store import kept_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -45,6 +49,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "ranks, in any unit: give measured ones and the schedule is ordered for them.",
     )
     group.add_argument(
+        "--pipeline-memory-limit",
+        metavar="X",
+        help="For --pipeline-schedule adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, "
+        "such as 0.5, or in GiB, such as 20GiB, by Megatron's own estimate of 1F1B's: give what your GPUs have left "
+        "beside weights and optimizer.",
+    )
+    group.add_argument(
+        "--pipeline-search-seconds",
+        metavar="S",
+        type=float,
+        help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
+        "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-stage-weights",
+        metavar="X,X,...",
+        help="Where some layers take longer, as those beside the embedding and the output layer do: the model cut into "
+        "equal slices (as many as stages, or a multiple), how long each takes against the average, in model order.",
+    )
+    group.add_argument(
         "--pipeline-schedule-report-memory",
         action="store_true",
         help="Count the bytes of activations each rank really holds and print every rank's peak after the first "
@@ -62,8 +86,8 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def request_for(args: Any, num_microbatches: int) -> Request:
-    """The plan that ``args`` ask for with this many microbatches.
+def request_for(args: Any, num_microbatches: int, placement: Placement | None = None) -> Request:
+    """The plan that ``args`` ask for with this many microbatches, on ``placement`` where that is settled.
 
     Raises:
         PlanError: naming the flag that cannot be read.
@@ -75,14 +99,41 @@ def request_for(args: Any, num_microbatches: int) -> Request:
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "not a text file"
             raise PlanError(f"--pipeline-schedule-file {args.pipeline_schedule_file}: {why}") from None
-    return Request(
+    request = Request(
         schedule=args.pipeline_schedule,
         ranks=args.pipeline_model_parallel_size,
         microbatches=num_microbatches,
-        costs=Costs.parse(args.pipeline_schedule_costs),
+        costs=_costs(args),
         chunks=2 if args.pipeline_schedule_chunks is None else args.pipeline_schedule_chunks,
         csv=text,
     )
+    if request.schedule != "adaptive":
+        return request
+    return replace(
+        request,
+        memory_limit=memory_limit(args),
+        search_seconds=args.pipeline_search_seconds,
+        chunk_choices=_chunk_choices(args),
+        placement=placement,
+    )
+
+
+def _costs(args: Any) -> Costs:
+    costs, weights = Costs.parse(args.pipeline_schedule_costs), args.pipeline_schedule_stage_weights
+    if weights is None:
+        return costs
+    try:
+        return replace(costs, stage_weights=tuple(float(weight) for weight in weights.split(",")))
+    except ValueError:
+        raise PlanError(f"--pipeline-schedule-stage-weights {weights!r} is not a list such as 1.5,1,1,1.2") from None
+
+
+def _chunk_choices(args: Any) -> tuple[int, ...]:
+    """The numbers of chunks up to four that the layers divide into; one always, as stock has its own say on that."""
+    if any(getattr(args, name, None) for name in _UNEVEN_LAYERS) or not args.num_layers:
+        return (1,)
+    each, rest = divmod(args.num_layers, args.pipeline_model_parallel_size)
+    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or (not rest and each % chunks == 0))
 
 
 def check(args: Any) -> Schedule:
@@ -116,8 +167,11 @@ def _checked(args: Any) -> Schedule:
         raise PlanError(
             f"--pipeline-schedule-chunks goes with --pipeline-schedule interleaved-1f1b; {name} has its own"
         )
+    for flag in ("pipeline_memory_limit", "pipeline_search_seconds"):
+        if getattr(args, flag) is not None and name != "adaptive":
+            raise PlanError(f"--{flag.replace('_', '-')} goes with --pipeline-schedule adaptive, not {name}")
     try:
-        schedule = plan(request_for(args, _microbatches(args)))
+        schedule = kept_plan(request_for(args, _microbatches(args)))
     except PlanError as error:
         raise PlanError(f"--pipeline-schedule {name}: {error}") from None
     facts = _Facts(args, schedule)
@@ -193,6 +247,13 @@ def _ends_elsewhere(facts: _Facts) -> bool:
 
 
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
+_UNEVEN_LAYERS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _UNEVEN = "layers are spread evenly over the stages so far; leave the flag out or use a schedule with one chunk a rank"
 
 _RULES = (
@@ -212,11 +273,7 @@ _RULES = (
     ),
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    _flag("pipeline_model_parallel_layout", _UNEVEN, _several),
-    _flag("decoder_first_pipeline_num_layers", _UNEVEN, _several),
-    _flag("decoder_last_pipeline_num_layers", _UNEVEN, _several),
-    _flag("account_for_embedding_in_pipeline_split", _UNEVEN, _several),
-    _flag("account_for_loss_in_pipeline_split", _UNEVEN, _several),
+    *(_flag(name, _UNEVEN, _several) for name in _UNEVEN_LAYERS),
     _flag(
         "transformer_impl",
         "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cached_property
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 from megatron.schedules.integration.arguments import request_for
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.registry import plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.store import kept_plan
+from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 
 
 class Planner:
-    """Makes each plan once. Every rank plans for itself: planning is deterministic.
+    """Makes each plan once. Every rank plans for itself, or finds what another kept: planning is deterministic.
 
     Args:
         args: Megatron's arguments, ours among them.
@@ -44,6 +46,11 @@ class Planner:
         """The pipeline rank with the output layer."""
         return self.placement.rank_of[-1]
 
+    @property
+    def digest(self) -> str:
+        """Tells the first plan from any other."""
+        return hashlib.sha256(to_csv(self.first).encode()).hexdigest()
+
     @cached_property
     def timeline(self) -> Timeline:
         """The first plan, timed under the costs given."""
@@ -60,11 +67,11 @@ class Planner:
         return self._programs[key][rank]
 
     def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
-        request = request_for(self._args, num_microbatches)
+        request = request_for(self._args, num_microbatches, self.placement)
         if evaluating:
             return forward_only(self.placement, num_microbatches, request.costs)
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = plan(request)
+            self._schedules[num_microbatches] = kept_plan(request)
         return self._schedules[num_microbatches]
 
     def summary(self) -> str:

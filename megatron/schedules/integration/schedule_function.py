@@ -148,9 +148,17 @@ class ScheduleFunction:
 
 
 def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
-    return make_channels(sorted(map(list, {tuple(ranks) for ranks in pipelines})), channels_of(planner.placement))
+    """The messages' process groups, once every rank is seen to have the same plan."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (dist.get_process_group_ranks(group), planner.digest))
+    other = next((rank for rank, (_, digest) in enumerate(found) if digest != found[0][1]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
+            "all the same, or one folder for plans in $MEGATRON_SCHEDULES_CACHE"
+        )
+    pipelines = {tuple(ranks) for ranks, _ in found}
+    return make_channels(sorted(map(list, pipelines)), channels_of(planner.placement))
 
 
 def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:

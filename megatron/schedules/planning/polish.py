@@ -11,7 +11,7 @@ from dataclasses import replace
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.reorder import Policy, improve
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
 
 # Playing a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan of
@@ -34,7 +34,7 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     size = sum(map(len, base.order))
     plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
     best = improve(base, on_stages, [limit] * base.ranks, policies, plays)
-    return join(simulate(best, on_stages))
+    return join(simulate(in_turn(best), on_stages))
 
 
 def join(timeline: Timeline) -> Schedule:

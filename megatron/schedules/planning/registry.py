@@ -11,7 +11,7 @@ from megatron.schedules.planning.adaptive.plan import plan_adaptive
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.named import from_file, interleaved, one_chunk, v_shaped
 from megatron.schedules.planning.named.request import Request
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
@@ -94,5 +94,6 @@ def plan(request: Request, tick: Tick = lambda share: None) -> Schedule:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}")
     schedule = _ENTRIES[request.schedule].build(request, tick)
     validate(schedule)
+    schedule = in_turn(schedule)
     request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
     return schedule

@@ -38,7 +38,7 @@ def kept_plan(request: Request, tick: Tick = lambda share: None) -> Schedule:
         if writable:
             try:
                 return from_json(path.read_text())
-            except (OSError, PlanError):  # not there, or not whole
+            except (OSError, UnicodeDecodeError, PlanError):  # not there, or not whole
                 pass
         schedule = plan(request, tick)
         if writable:

@@ -33,5 +33,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         weights = n * sum(costs.weight_grad[s] for s in held)
         occupied = n * sum(costs.activation[s] * (span[s] + costs.weight_grad[s]) for s in held)
         last = costs.weight_grad[0] if first else 0.0
-        bound = max(bound, head + passes + weights, head + passes + tail + last, head + occupied / limit)
+        bound = max(bound, head + passes + weights, head + passes + tail + last)
+        if occupied:  # what holds nothing goes under any limit, even none
+            bound = max(bound, head + occupied / limit)
     return bound

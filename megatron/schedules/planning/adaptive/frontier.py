@@ -15,7 +15,7 @@ from megatron.schedules.planning.adaptive.problem import Order, Problem
 from megatron.schedules.planning.adaptive.search import race
 from megatron.schedules.planning.play import EPSILON
 from megatron.schedules.planning.polish import join
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
 
 # Rungs to a pipeline's own d microbatches, and the finest step between them.
@@ -39,13 +39,19 @@ class Rung:
     bound: float
 
 
-def ladder(ranks: int, microbatches: int, least: float, named: Sequence[float]) -> list[float]:
-    """The limits that are searched, ascending: even steps from ``least`` on, and what the named schedules hold."""
-    step = max(_FINEST, ranks / _RUNGS)
-    most = max(least, min(2 * ranks, microbatches * least))
-    limits = {least + step * k for k in range(math.ceil((ranks - least) / step))}
-    limits |= {float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
-    return sorted(limit for limit in limits if least <= limit <= most)
+def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float]) -> list[float]:
+    """The limits that are searched, ascending: even steps from the least on, and what the named schedules hold.
+
+    Args:
+        ranks, microbatches: d and n.
+        least: what one microbatch holds on each of the placements.
+        named: what each named schedule holds.
+    """
+    step, lowest = max(_FINEST, ranks / _RUNGS), min(least)
+    most = max(lowest, min(2 * ranks, microbatches * max(least)), *named)
+    limits = {lowest + step * k for k in range(math.ceil((ranks - lowest) / step))}
+    limits |= {lowest, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
+    return sorted(limit for limit in limits if lowest <= limit <= most)
 
 
 def frontier(
@@ -67,32 +73,33 @@ def frontier(
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
     ranks, n = problems[0].placement.ranks, problems[0].schedule.microbatches
-    limits = ladder(ranks, n, min(problem.least for problem in problems), [timeline.peak for timeline in named])
+    limits = ladder(ranks, n, [problem.least for problem in problems], [timeline.peak for timeline in named])
     share = {limit: _SELDOM if not ranks / 3 <= limit <= ranks else 1.0 for limit in limits}
-    full = budget / sum(share[limit] for limit in limits if limit <= ranks)
+    full = budget / sum(share[limit] for limit in limits if limit <= max(ranks, limits[0]))
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
     best: Timeline | None = None
     found: dict[int, Order] = {}
     rungs: list[Rung] = []
+
+    def tell(spent: float) -> None:
+        tick(spent / work)
+
     below = 0.0
     for limit in asked:
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
         new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]
-        starts = [(problem, found[index]) for index, problem in fits if index in found]
-        starts += [(problem, problem.order()) for _, problem in fits]
-        for timeline in new:
-            if best is None or timeline.makespan < best.makespan - EPSILON:
-                best = timeline
-            starts += [
-                (problem, problem.order(timeline.schedule))
-                for _, problem in fits
-                if problem.placement == timeline.schedule.placement
-            ]
-        for climb in reversed(race(starts, limit, full * share[limit], lambda spent: tick(spent / work))):
-            found[problems.index(climb.problem)] = climb.best
+        best = min([*new, *([best] if best else [])], key=lambda timeline: timeline.makespan, default=None)
+        size = sum(problem.size for _, problem in fits)
+        for index, problem in fits:
+            spend = full * share[limit] * problem.size / size / 2
+            fresh = race(problem, [problem.order()], limit, spend, tell)
+            known = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
+            carried = [found[index]] if index in found else []
+            climb = race(problem, [*carried, fresh.best, *known], limit, spend, tell)
+            found[index] = climb.best
             if best is None or climb.makespan < best.makespan - EPSILON:
-                best = _timeline(climb.problem, climb.best)
+                best = _timeline(problem, climb.best)
         assert best is not None
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         rungs.append(Rung(limit, best, bound))
@@ -102,5 +109,5 @@ def frontier(
 
 def _timeline(problem: Problem, order: Order) -> Timeline:
     placement, n = problem.placement, problem.schedule.microbatches
-    split = Schedule("adaptive", placement, n, problem.rows(order))
+    split = in_turn(Schedule("adaptive", placement, n, problem.rows(order)))
     return simulate(join(simulate(split, problem.costs)), problem.costs)

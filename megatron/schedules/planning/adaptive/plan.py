@@ -9,14 +9,14 @@ from dataclasses import replace
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.named.request import Request
-from megatron.schedules.planning.placement import Placement, sequential, zigzag
+from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.play import EPSILON
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline
 
-# Passes that a second's play is reckoned to take through. Real machines do more; a fixed number makes the effort, and
-# so the plan, the same on all of them.
-_PASSES_A_SECOND = 2e6
+# Passes that a second's play is reckoned to take through with one rank; the more ranks, the further each looks. Real
+# machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
+_PASSES_A_SECOND = 16e6
 
 
 def placements(request: Request) -> list[Placement]:
@@ -25,6 +25,8 @@ def placements(request: Request) -> list[Placement]:
     Raises:
         PlanError: where no number of chunks is left, or the costs given for single stages go with none.
     """
+    if request.placement is not None:
+        return [request.placement]
     ranks, found, why = request.ranks, [], "adaptive needs a number of chunks a rank to choose from, 1 or more"
     for chunks in sorted({chunks for chunks in request.chunk_choices if chunks > 0}, reverse=True):
         placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
@@ -49,17 +51,22 @@ def least_limit(request: Request) -> float:
 
 
 def default_seconds(ranks: int, microbatches: int) -> float:
-    """How long to search where nobody says: 5 s for 8 ranks and 32 microbatches, 40 s for 32 and 128."""
-    return max(2.0, 5 * (ranks * microbatches / 256) ** 0.7)
+    """How long to search where nobody says: 4 s for 8 ranks and 32 microbatches, 35 s for 32 and 128."""
+    return min(max(1.0, 4 * (ranks * microbatches / 256) ** 0.78), 100.0)
+
+
+def effort(ranks: int, seconds: float) -> float:
+    """How many passes are played in so many seconds."""
+    return seconds * _PASSES_A_SECOND / math.sqrt(ranks)
 
 
 def bound(request: Request) -> float:
-    """No schedule within the request's memory ends before this on any placement the search may use."""
-    limit = _limit(request)
-    return min(
-        lower_bound(placement, request.microbatches, request.costs.on(placement), limit)
-        for placement in placements(request)
-    )
+    """No schedule within the request's memory ends before this on any placement the plan may have."""
+    limit, placed = _limit(request), placements(request)
+    if request.placement is None and any(placement.chunks == request.chunks for placement in placed):
+        # That of interleaved-1f1b, which may be the answer too.
+        placed.append(interleaved(request.ranks, request.chunks))
+    return min(lower_bound(placement, request.microbatches, request.costs.on(placement), limit) for placement in placed)
 
 
 def plan_adaptive(
@@ -81,8 +88,13 @@ def plan_adaptive(
     costs, _ = request.costs.around_one()
     problems = [Problem(placement, request.microbatches, costs.on(placement)) for placement in placements(request)]
     seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
-    known = named(replace(request, costs=costs))
-    return frontier(problems, known, limit, seconds * _PASSES_A_SECOND, tick)[-1].timeline.schedule
+    known = [
+        timeline
+        for timeline in named(replace(request, costs=costs))
+        if timeline.schedule.placement.chunks in request.chunk_choices
+        and request.placement in (None, timeline.schedule.placement)
+    ]
+    return frontier(problems, known, limit, effort(request.ranks, seconds), tick)[-1].timeline.schedule
 
 
 def _limit(request: Request) -> float:
@@ -96,6 +108,6 @@ def _limit(request: Request) -> float:
             f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "
             f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works"
         )
-    if request.search_seconds is not None and not request.search_seconds > 0:
+    if request.search_seconds is not None and not 0 < request.search_seconds < math.inf:
         raise PlanError(f"the search needs a positive number of seconds, not {request.search_seconds:g}")
-    return asked * request.ranks
+    return max(asked, least) * request.ranks

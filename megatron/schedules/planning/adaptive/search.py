@@ -1,8 +1,8 @@
-"""The search: climbs from several orders race, the budget going to those that get furthest.
+"""The search: climbs from several orders race, half of the budget going to the one that is ahead at half-time.
 
 A climb plays its order forward and backward in time with a little noise in the choices, lets plain plays close the
 gaps that leaves, and goes on from the result unless it is clearly longer (iterated forward-backward improvement with
-threshold acceptance). The climbs race by successive halving.
+threshold acceptance).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _DEFER = 0.2
 _INNER = 3
 # How much longer than the order it came from a new one may be, as a share of a forward over half a rank's layers.
 _THRESHOLD = 0.5
-# Share of the budget for each round of the race, and of the climbs that take part in it.
-_ROUNDS = ((0.4, 1.0), (0.3, 0.34), (0.3, 0.0))
 # With fewer plays than these a climb says nothing about what it will reach.
 _FEWEST_PLAYS = 8
 
@@ -90,27 +88,23 @@ class Climb:
 
 
 def race(
-    starts: Sequence[tuple[Problem, Order]], limit: float, budget: float, tick: Callable[[float], None]
-) -> list[Climb]:
-    """Climb from every start; the climbs, the one with the shortest makespan first.
+    problem: Problem, starts: Sequence[Order], limit: float, budget: float, tick: Callable[[float], None]
+) -> Climb:
+    """Climb from every start, and on from the best; the climb that got furthest.
 
     Args:
+        problem: what is scheduled.
         starts: the likeliest first. Where the budget is small the last ones get no turn.
         limit: microbatches a rank may hold; every start keeps within it.
         budget: tasks to play in all. A count, not a time, so that the same request gives the same plan everywhere.
         tick: called with what has been spent since the last call.
     """
-    climbs: list[Climb] = []
-    least = 0.0
-    for problem, order in starts:
-        least += problem.size * _FEWEST_PLAYS
-        if not climbs or least <= budget * _ROUNDS[0][0]:
-            climbs.append(Climb(problem, limit, order, seed=len(climbs)))
-    for share, kept in _ROUNDS:
-        going_on = climbs[: max(1, round(len(climbs) * kept))]
-        for climb in going_on:
-            spend = budget * share / len(going_on)
-            climb.run(max(1, int(spend / climb.problem.size)))
+    turns = max(1, int(budget / 2 / (problem.size * _FEWEST_PLAYS)))
+    climbs = [Climb(problem, limit, order, seed) for seed, order in enumerate(starts[:turns])]
+    for racing in (climbs, climbs[:1]):
+        for climb in racing:
+            spend = budget / 2 / len(racing)
+            climb.run(max(1, int(spend / problem.size)))
             tick(spend)
         climbs.sort(key=lambda climb: climb.makespan)
-    return climbs
+    return climbs[0]

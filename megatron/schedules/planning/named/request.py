@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Request:
         csv: the text of a compute-only CSV, for ``file``.
         memory_limit: for ``adaptive``, of 1F1B's d microbatches on the rank that holds most.
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
+        placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
         search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
     """
 
@@ -31,4 +33,5 @@ class Request:
     csv: str | None = None
     memory_limit: float | None = None
     chunk_choices: tuple[int, ...] = (1, 2, 4)
+    placement: Placement | None = None
     search_seconds: float | None = None
