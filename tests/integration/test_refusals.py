@@ -33,6 +33,27 @@ REFUSED = {
     "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
     "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
     "data of another make": ("--pipeline-schedule v-half --sft", "--sft is not supported here"),
+    "adaptive without a limit": ("--pipeline-schedule adaptive", "--pipeline-memory-limit"),
+    "a limit that is none": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit half",
+        "neither a fraction such as 0.5 nor such as 20GiB",
+    ),
+    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.25 is the smallest"),
+    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB", "0.25 is the smallest"),
+    "no time to search": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 0",
+        "a positive number of seconds",
+    ),
+    "a limit for another schedule": ("--pipeline-schedule v-half --pipeline-memory-limit 0.5", "goes with"),
+    "linears it cannot split, before it searches": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --transformer-impl transformer_engine",
+        "--transformer-impl",
+    ),
+    "stage weights that are no numbers": (
+        "--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,b",
+        "--pipeline-schedule-stage-weights",
+    ),
+    "too few stage weights": ("--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,2", "which has 8 stages"),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
 }
 

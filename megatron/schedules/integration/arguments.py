@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.integration.memory_limit import memory_limit
+from megatron.schedules.planning.adaptive.plan import bound, default_seconds
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.registry import NAMES, Request, describe
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.store import kept_plan
+from megatron.schedules.planning.store import folder, kept_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -170,8 +171,13 @@ def _checked(args: Any) -> Schedule:
     for flag in ("pipeline_memory_limit", "pipeline_search_seconds"):
         if getattr(args, flag) is not None and name != "adaptive":
             raise PlanError(f"--{flag.replace('_', '-')} goes with --pipeline-schedule adaptive, not {name}")
+    if name == "adaptive" and _is_set(args, "transformer_impl"):
+        raise PlanError(f"--pipeline-schedule {name} does not work with --transformer-impl: {_LOCAL_ONLY}")
     try:
-        schedule = kept_plan(request_for(args, _microbatches(args)))
+        request = request_for(args, _microbatches(args))
+        if name == "adaptive":
+            _announce_search(request)
+        schedule = kept_plan(request)
     except PlanError as error:
         raise PlanError(f"--pipeline-schedule {name}: {error}") from None
     facts = _Facts(args, schedule)
@@ -203,14 +209,29 @@ def _microbatches(args: Any) -> int:
     return n
 
 
+def _announce_search(request: Request) -> None:
+    """Say on the first rank that the job will stand still for a while, and why; a bad request raises first."""
+    bound(request)
+    if int(os.environ.get("RANK", "0")) == 0:
+        seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
+        print(
+            f"pipeline schedule adaptive: searching for some {seconds:.0f} s, unless {folder()} has the plan",
+            flush=True,
+        )
+
+
+def _is_set(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
+
+
 class _Facts(NamedTuple):
     args: Any
     schedule: Schedule
 
     def on(self, name: str) -> bool:
         """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        value = getattr(self.args, name, None)
-        return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
+        return _is_set(self.args, name)
 
     @property
     def splits(self) -> bool:
@@ -247,6 +268,10 @@ def _ends_elsewhere(facts: _Facts) -> bool:
 
 
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
+_LOCAL_ONLY = (
+    "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
+    "1f1b-v, which do not split the backward"
+)
 _UNEVEN_LAYERS = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
@@ -276,8 +301,7 @@ _RULES = (
     *(_flag(name, _UNEVEN, _several) for name in _UNEVEN_LAYERS),
     _flag(
         "transformer_impl",
-        "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
-        "1f1b-v, which do not split the backward",
+        _LOCAL_ONLY,
         lambda facts: facts.splits,
     ),
     _flag("mtp_num_layers", "multi-token prediction is not supported yet; leave the flag out"),
