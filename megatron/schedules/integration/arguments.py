@@ -214,10 +214,8 @@ def _announce_search(request: Request) -> None:
     bound(request)
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
-        print(
-            f"pipeline schedule adaptive: searching for some {seconds:.0f} s, unless {folder()} has the plan",
-            flush=True,
-        )
+        sys.stdout.write(f"pipeline schedule adaptive: searches some {seconds:.0f} s, unless {folder()} has the plan\n")
+        sys.stdout.flush()
 
 
 def _is_set(args: Any, name: str) -> bool:
