@@ -137,3 +137,22 @@ def test_named_schedules_run_as_the_slow_oracle_says(name: str, ranks: int, micr
     assert spans is not None
     assert timed(schedule, costs).makespan == pytest.approx(max(end for _, end in spans.values()))
     assert {work.kind for work in spans} <= set(Kind)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_an_input_gradient_gives_back_what_no_weight_gradient_needs(share: float):
+    schedule = written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
+    timeline = timed(schedule, Costs(weight_share=share))
+    held = [level for _, level in timeline.memory(0)]
+    assert held == [0.0, 1.0, *([share] if share < 1 else []), *([0.0] if share else [])]
+
+
+def test_what_an_input_gradient_gives_back_makes_room():
+    """Deferred weight gradients cost little then: within 1F1B's memory less is idle."""
+    roomy = planned("zb-1p", 4, 12)
+    costs = Costs(weight_share=0.25)
+    assert timed(plan(Request("zb-1p", 4, 12, costs)), costs).peak <= roomy.peak
+    adaptive = Request("adaptive", 4, 8, memory_limit=0.5, search_seconds=0.3)
+    freed = replace(adaptive, costs=costs)
+    assert timed(plan(freed), costs).peak <= 2
+    assert timed(plan(freed), costs).makespan < timed(plan(adaptive)).makespan

@@ -20,6 +20,7 @@ class StageCosts:
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
             microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
         comm: time of one hop between two ranks; a hop within a rank takes none.
+        weight_share: the part of ``activation`` that W needs and I does not give back yet.
     """
 
     forward: tuple[float, ...]
@@ -27,6 +28,7 @@ class StageCosts:
     weight_grad: tuple[float, ...]
     activation: tuple[float, ...]
     comm: float
+    weight_share: float = 1.0
 
     def of(self, work: Pass) -> float:
         """The duration of ``work``."""
@@ -37,6 +39,12 @@ class StageCosts:
         """Kind -> duration by stage."""
         whole = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=True))
         return {Kind.F: self.forward, Kind.I: self.input_grad, Kind.W: self.weight_grad, Kind.B: whole}
+
+    @property
+    def changes(self) -> dict[Kind, tuple[float, ...]]:
+        """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
+        of_a_pass = {Kind.F: 1.0, Kind.I: self.weight_share - 1, Kind.W: -self.weight_share, Kind.B: -1.0}
+        return {kind: tuple(share * held for held in self.activation) for kind, share in of_a_pass.items()}
 
     def work(self, placement: Placement, rank: int) -> float:
         """Time rank ``rank`` computes for one microbatch."""
@@ -52,6 +60,7 @@ class Costs:
     the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
     the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
     multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
+    ``weight_share`` is the part of the activations that stays from I until W is done: all of it unless measured.
     """
 
     forward: float = 1.0
@@ -60,6 +69,7 @@ class Costs:
     comm: float = 0.0
     stage_weights: tuple[float, ...] | None = None
     stage_activations: tuple[float, ...] | None = None
+    weight_share: float = 1.0
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -70,6 +80,8 @@ class Costs:
         for scale in (self.stage_weights, self.stage_activations):
             if scale is not None and not all(math.isfinite(x) and x >= 0 for x in scale):
                 raise PlanError("per-stage weights must be zero or positive numbers")
+        if not 0 <= self.weight_share <= 1:
+            raise PlanError(f"the share of memory held until W must be from 0 to 1, not {self.weight_share:g}")
 
     @staticmethod
     def parse(text: str) -> Costs:
@@ -105,6 +117,7 @@ class Costs:
             weight_grad=tuple(self.weight_grad * share * w for w in weights),
             activation=tuple(h / placement.chunks for h in held),
             comm=self.comm,
+            weight_share=self.weight_share,
         )
 
 

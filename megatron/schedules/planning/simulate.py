@@ -62,16 +62,14 @@ class Timeline:
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Activation memory of ``rank`` over time, as steps (time, microbatches held from then on).
 
-        An activation is held from the start of its F to the end of its W (or B).
+        An activation is held from the start of its F to the end of its W (or B), less what its I gives back.
         """
-        held, steps = 0.0, [(0.0, 0.0)]
+        held, steps, changes = 0.0, [(0.0, 0.0)], self.costs.changes
         for work, start, end in zip(self.schedule.order[rank], self.start[rank], self.end[rank], strict=True):
-            if work.kind is Kind.F:
-                held += self.costs.activation[work.stage]
-                steps.append((start, held))
-            elif work.kind is not Kind.I:
-                held -= self.costs.activation[work.stage]
-                steps.append((end, held))
+            change = changes[work.kind][work.stage]
+            held += change
+            if change:
+                steps.append((start if change > 0 else end, held))
         return tuple(steps)
 
     @cached_property
@@ -87,15 +85,12 @@ class Timeline:
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Each rank's peak activation memory in microbatches. It follows from the order alone; no times are needed."""
-    found = []
+    found, changes = [], costs.changes
     for row in schedule.order:
         held = peak = 0.0
         for work in row:
-            if work.kind is Kind.F:
-                held += costs.activation[work.stage]
-                peak = max(peak, held)
-            elif work.kind is not Kind.I:
-                held -= costs.activation[work.stage]
+            held += changes[work.kind][work.stage]
+            peak = max(peak, held)
         found.append(round(peak, 9))
     return tuple(found)
 

@@ -79,7 +79,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     passes = [work for _, work in schedule.passes()]
     number = {work: index for index, work in enumerate(passes)}
     rank_of, last = schedule.placement.rank_of, schedule.placement.last_stage
-    durations = costs.durations
+    durations, changes = costs.durations, costs.changes
     before: list[list[tuple[int, float]]] = [[] for _ in passes]
     after: list[list[tuple[int, float]]] = [[] for _ in passes]
 
@@ -105,12 +105,11 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
         steady += [place < last_forward for place in range(len(row))]
-    sign = {Kind.F: 1.0, Kind.I: 0.0, Kind.W: -1.0, Kind.B: -1.0}
     tasks = Tasks(
         first=[0, *accumulate(map(len, schedule.order))],
         rank=[rank_of[work.stage] for work in passes],
         duration=[durations[work.kind][work.stage] for work in passes],
-        change=[sign[work.kind] * costs.activation[work.stage] for work in passes],
+        change=[changes[work.kind][work.stage] for work in passes],
         weight=[work.kind is Kind.W for work in passes],
         steady=steady,
         before=Links.of(before),
