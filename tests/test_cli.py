@@ -90,7 +90,7 @@ def test_the_ending_of_the_file_chooses_the_format(tmp_path, ending, begins, cap
 def test_compare_has_every_schedule(capsys):
     assert main(["compare", *SIZE]) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
-    assert [line.split()[0] for line in lines] == [name for name in NAMES if name != "file"]
+    assert [line.split()[0] for line in lines] == [name for name in NAMES if name not in ("adaptive", "file")]
 
 
 def test_compare_gives_a_reason_where_there_is_no_plan(capsys):
@@ -222,6 +222,8 @@ def test_help_explains_every_flag_and_schedule(name, capsys):
     for schedule in NAMES:
         assert schedule in text
     for flag in ("--pipeline-size", "--microbatches", "--costs", "--chunks", "--schedule-file", "--format", "--output"):
+        assert flag in text
+    for flag in ("--memory-limit", "--search-seconds", "--stage-weights", "--stage-activations"):
         assert flag in text
 
 

@@ -218,4 +218,7 @@ def _positive(flag: str, text: str | None, what: str) -> float | None:
 def _by_stage(flag: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
-    return tuple(_number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
+    found = tuple(_number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
+    if min(found) < 0:
+        raise PlanError(f"{flag} {min(found):g} is below zero: a list such as 1.5,1,1,1.2 is needed")
+    return found

@@ -80,6 +80,10 @@ def _plan(schedule: str | None, form: str | None, output: Path | None, width: st
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     if schedule not in (None, "file") and file is not None:
         raise PlanError(f"--schedule-file goes with --schedule file, not {schedule}: leave one of them out")
+    for flag in ("memory_limit", "search_seconds"):
+        if size[flag] is not None and schedule != "adaptive":
+            spelt = f"--{flag.replace('_', '-')}"
+            raise PlanError(f"{spelt} goes with --schedule adaptive, not {schedule or 'file'}: leave one of them out")
     form = _form(form, output, ("text", "csv", "json", "svg"))
     ask = Ask(**size)
     with _progress_bar(shown=schedule == "adaptive") as tick:

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 from tests.runtime.random_schedules import random_schedule
+
+# What is planned from its name alone.
+NAMED = [name for name in NAMES if name not in ("adaptive", "file")]
 
 UNIT = "1,1,1,0"
 # As measured on GPUs: a heavier input gradient, a lighter weight gradient, and hops that take time.

@@ -89,6 +89,16 @@ def test_a_stage_costs_what_its_weight_says():
     assert costs.activation == (0.25, 0.5, 0.5, 2)
 
 
+def test_a_stage_of_several_slices_costs_their_mean():
+    """One list, finer than any stage, serves every number of chunks."""
+    slices = (1.0, 2.0, 3.0, 6.0, 1.0, 1.0, 0.0, 2.0)
+    costs = Costs(1, 1, 1, 0, stage_weights=slices, stage_activations=slices)
+    assert costs.on(zigzag(2, 4)).forward == tuple(x / 2 for x in slices)
+    assert costs.on(v_shape(2)).forward == (1.5, 4.5, 1, 1)
+    assert costs.on(sequential(2)).forward == (6, 2)
+    assert costs.on(sequential(2)).activation == (3, 1)
+
+
 @pytest.mark.parametrize("field", ["stage_weights", "stage_activations"])
 def test_there_must_be_a_weight_for_every_stage(field: str):
     with pytest.raises(PlanError) as caught:

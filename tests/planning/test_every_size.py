@@ -7,12 +7,10 @@ from itertools import product
 import pytest
 
 from megatron.schedules.planning.passes import Kind
-from megatron.schedules.planning.registry import NAMES
 from megatron.schedules.planning.schedule import Schedule
-from tests.planning.made_schedules import REAL, UNIT, planned
+from tests.planning.made_schedules import NAMED, REAL, UNIT, planned
 from tests.planning.promises import promised_memory
 
-NAMED = [name for name in NAMES if name != "file"]
 ORDERED_ONLY = ("1f1b", "eager-1f1b", "interleaved-1f1b")  # stated rather than searched for: any size is cheap
 
 

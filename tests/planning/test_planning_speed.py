@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.schedules.planning.registry import NAMES
-from tests.planning.made_schedules import UNIT, plan_and_seconds
+from tests.planning.made_schedules import NAMED, UNIT, plan_and_seconds
 
-NAMED = [name for name in NAMES if name != "file"]
 anew = plan_and_seconds.__wrapped__
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import NAMES, Request, plan
-from tests.planning.made_schedules import REAL, UNIT, planned, timed
+from megatron.schedules.planning.registry import Request, plan
+from tests.planning.made_schedules import NAMED, REAL, UNIT, planned, timed
 
-NAMED = [name for name in NAMES if name != "file"]
 SEARCHED = ["zb-1p", "zb-2p", "v-min", "v-half", "v-zb"]
 SIZES = [(2, 2), (2, 7), (3, 3), (4, 4), (4, 9), (5, 10), (6, 8), (8, 16), (8, 24), (12, 25)]
 

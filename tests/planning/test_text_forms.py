@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.placement import interleaved, sequential, v_shape, zigzag
-from megatron.schedules.planning.registry import NAMES
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.textforms import from_csv, from_json, to_csv, to_json
-from tests.planning.made_schedules import examples, planned, schedules, written
-
-NAMED = [name for name in NAMES if name != "file"]
+from tests.planning.made_schedules import NAMED, examples, planned, schedules, written
 
 
 def no_csv(text: str) -> str:

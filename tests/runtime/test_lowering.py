@@ -151,7 +151,7 @@ def _check_places(program: Program) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 def test_named_schedules(name: str, ranks: int):
     for n in (1, 2, ranks - 1, ranks, 2 * ranks + 1):
-        planned = plan(Request(name, ranks, n))
+        planned = plan(Request(name, ranks, n, memory_limit=0.6, search_seconds=0.01))
         for passes in (planned, forwards_of(planned)):
             check(lower(passes))
 

@@ -90,9 +90,13 @@ def frontier(
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
         new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]
         best = min([*new, *([best] if best else [])], key=lambda timeline: timeline.makespan, default=None)
+        bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         size = sum(problem.size for _, problem in fits)
         for index, problem in fits:
             spend = full * share[limit] * problem.size / size / 2
+            if best is not None and best.makespan <= bound + EPSILON:  # nothing is left to find
+                tell(2 * spend)
+                continue
             fresh = race(problem, [problem.order()], limit, spend, tell)
             known = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
             carried = [found[index]] if index in found else []
@@ -101,7 +105,6 @@ def frontier(
             if best is None or climb.makespan < best.makespan - EPSILON:
                 best = _timeline(problem, climb.best)
         assert best is not None
-        bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         rungs.append(Rung(limit, best, bound))
         below = limit + EPSILON
     return rungs

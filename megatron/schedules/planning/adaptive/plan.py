@@ -102,7 +102,7 @@ def _limit(request: Request) -> float:
     asked, least = request.memory_limit, least_limit(request)
     if asked is None:
         raise PlanError("adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5")
-    if not math.isfinite(asked) or asked < least - EPSILON:
+    if not asked >= least - EPSILON:
         # Rounded up, so that what is named works.
         raise PlanError(
             f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "

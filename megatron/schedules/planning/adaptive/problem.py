@@ -52,6 +52,11 @@ class Problem:
         self._limits: NDArray[np.float64] = np.empty(0)
 
     @property
+    def effort(self) -> int:
+        """What one play counts for: its passes, and what calling it takes in the time of so many."""
+        return self.size + 200
+
+    @property
     def placement(self) -> Placement:
         """Where the stages live."""
         return self.schedule.placement

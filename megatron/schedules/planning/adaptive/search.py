@@ -99,12 +99,12 @@ def race(
         budget: tasks to play in all. A count, not a time, so that the same request gives the same plan everywhere.
         tick: called with what has been spent since the last call.
     """
-    turns = max(1, int(budget / 2 / (problem.size * _FEWEST_PLAYS)))
+    turns = max(1, int(budget / 2 / (problem.effort * _FEWEST_PLAYS)))
     climbs = [Climb(problem, limit, order, seed) for seed, order in enumerate(starts[:turns])]
     for racing in (climbs, climbs[:1]):
         for climb in racing:
             spend = budget / 2 / len(racing)
-            climb.run(max(1, int(spend / problem.size)))
+            climb.run(max(1, int(spend / problem.effort)))
             tick(spend)
         climbs.sort(key=lambda climb: climb.makespan)
     return climbs[0]

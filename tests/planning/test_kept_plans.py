@@ -1,0 +1,187 @@
+"""Plans that are kept: searched once, by one process, and never trusted where the file is not whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.planning import store
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.registry import Request, Tick, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.store import FOLDER_VARIABLE, folder, kept_plan
+
+ROOT = Path(__file__).parents[2]
+REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of plans: not there yet."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "some" / "plans"))
+    return tmp_path / "some" / "plans"
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What has been planned rather than read."""
+    requests = []
+
+    def counting(request: Request, tick: Tick) -> Schedule:
+        requests.append(request)
+        return plan(request, tick)
+
+    monkeypatch.setattr(store, "plan", counting)
+    return requests
+
+
+def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
+    first = kept_plan(REQUEST)
+    again = kept_plan(replace(REQUEST))
+    assert searched == [REQUEST]
+    assert first == again == plan(REQUEST)
+    assert [path.suffix for path in sorted(kept.iterdir())] == [".json", ".lock"], "and nothing half-written"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(REQUEST, microbatches=5),
+        replace(REQUEST, memory_limit=0.8),
+        replace(REQUEST, search_seconds=0.02),
+        replace(REQUEST, chunk_choices=(1, 2)),
+        replace(REQUEST, costs=Costs(1, 1.1, 0.75, 0.0500001)),
+        replace(REQUEST, costs=replace(REQUEST.costs, stage_weights=(1.0,) * 12)),
+    ],
+    ids=["microbatches", "limit", "seconds", "chunks", "hop", "weights"],
+)
+def test_something_else_is_searched_for_itself(kept: Path, searched: list[Request], other: Request):
+    kept_plan(REQUEST)
+    assert kept_plan(other).microbatches == other.microbatches
+    assert searched == [REQUEST, other]
+
+
+def test_another_version_of_the_planner_searches_anew(
+    kept: Path, searched: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code = tmp_path / "planner"
+    (code / "adaptive").mkdir(parents=True)
+    (code / "adaptive" / "search.py").write_text("one")
+    monkeypatch.setattr(store, "__file__", str(code / "store.py"))
+    kept_plan(REQUEST)
+    kept_plan(REQUEST)
+    assert len(searched) == 1
+    (code / "adaptive" / "search.py").write_text("another")
+    kept_plan(REQUEST)
+    assert len(searched) == 2
+
+
+@pytest.mark.parametrize(
+    "left", [b"", b"{}", b"\xff\x00", b"half", None], ids=["empty", "other", "bytes", "half", "gone"]
+)
+def test_what_is_not_whole_is_searched_and_written_anew(kept: Path, searched: list[Request], left: bytes | None):
+    schedule = kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    whole = path.read_bytes()
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(whole[: len(whole) // 2] if left == b"half" else left)
+    assert kept_plan(REQUEST) == schedule
+    assert len(searched) == 2
+    assert path.read_bytes() == whole
+
+
+def test_without_a_folder_to_write_to_it_plans_all_the_same(
+    searched: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "plans"))
+    assert kept_plan(REQUEST) == kept_plan(REQUEST) == plan(REQUEST)
+    assert len(searched) == 2
+
+
+def test_on_a_full_disk_it_plans_all_the_same(kept: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.os, "replace", full)
+    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert [path.suffix for path in kept.iterdir()] == [".lock"]
+
+
+def test_what_cannot_be_planned_is_not_kept(kept: Path):
+    for _ in range(2):
+        with pytest.raises(PlanError, match="too small"):
+            kept_plan(replace(REQUEST, memory_limit=0.01))
+    assert not list(kept.glob("*.json"))
+
+
+def test_named_schedules_are_not_kept(kept: Path, searched: list[Request]):
+    for _ in range(2):
+        kept_plan(replace(REQUEST, schedule="v-half"))
+    assert len(searched) == 2
+    assert not kept.exists()
+
+
+AT_ONCE = """
+import sys, time
+from pathlib import Path
+from megatron.schedules.planning import store
+from megatron.schedules.planning.textforms import to_csv
+from tests.planning.test_kept_plans import REQUEST
+
+def slowly(request, tick):
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("searched\\n")
+    time.sleep(0.5)
+    return plan(request, tick)
+
+plan, store.plan = store.plan, slowly
+print("ready", flush=True)
+sys.stdin.readline()
+print(to_csv(store.kept_plan(REQUEST)))
+"""
+
+
+def test_of_many_processes_one_searches_and_the_others_wait(kept: Path, tmp_path: Path):
+    """As the ranks of a job do that share a folder."""
+    log = tmp_path / "log"
+    arguments = [sys.executable, "-c", AT_ONCE, str(log)]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen(arguments, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    for rank in ranks:
+        assert rank.stdout and rank.stdin
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    found = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert len(set(found)) == 1
+    assert log.read_text() == "searched\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({FOLDER_VARIABLE: "/plans", "XDG_CACHE_HOME": "/cache"}, "/plans"),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/megatron-schedules"),
+        ({}, "/home/me/.cache/megatron-schedules"),
+        ({FOLDER_VARIABLE: "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/megatron-schedules"),
+    ],
+)
+def test_plans_are_kept_where_the_variable_says_or_in_the_users_cache(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    for variable in (FOLDER_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(variable, value)
+    assert folder() == Path(expected)
