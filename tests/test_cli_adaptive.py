@@ -78,6 +78,14 @@ def test_a_heavy_end_counts_for_named_schedules_too(capsys):
     assert json.loads(capsys.readouterr().out)["figures"]["peak_memory"] > 3
 
 
+def test_what_a_weight_gradient_leaves_makes_room(capsys):
+    lengths = []
+    for flags in ([], ["--weight-share", "0"]):
+        assert main([*ADAPTIVE, "--memory-limit", "0.5", *flags, "--format", "json"]) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
+    assert lengths[1] < lengths[0]
+
+
 def test_an_adaptive_plan_is_found_once_and_then_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
     assert main(ADAPTIVE) == 0
@@ -125,6 +133,8 @@ WRONG = {
     "too few weights": ([*ADAPTIVE, "--stage-weights", "1,1,1"], "3 stage weights given"),
     "too few activations": ([*PLAN, "--stage-activations", "1,1,1"], "3 stage activations given"),
     "a negative weight": ([*PLAN, "--stage-weights", "1,-2,1,1,1,1,1,1"], "--stage-weights -2 is below zero"),
+    "a share above all": ([*PLAN, "--weight-share", "1.5"], "--weight-share: the share of memory held until W must be"),
+    "a word for a share": ([*PLAN, "--weight-share", "half"], "--weight-share 'half' is not a number"),
     "a negative activation": ([*PLAN, "--stage-activations", "-1,1"], "--stage-activations -1 is below zero"),
 }
 

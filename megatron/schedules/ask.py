@@ -77,6 +77,12 @@ def size_flags(command: Command) -> Command:
                 help="The same for the activation memory each slice holds.",
             ),
             click.option(
+                "--weight-share",
+                metavar="X",
+                help="The part of the activation memory that an input gradient leaves to its weight gradient, from 0 to "
+                "1 (all of it without this flag): give it where it was measured, and weight gradients may wait longer.",
+            ),
+            click.option(
                 "--schedule-file",
                 metavar="CSV",
                 type=Path,
@@ -112,6 +118,7 @@ class Ask:
         search_seconds: str | None,
         stage_weights: str | None,
         stage_activations: str | None,
+        weight_share: str | None,
         schedule_file: Path | None,
     ) -> None:
         d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
@@ -125,6 +132,9 @@ class Ask:
             stage_weights=_by_stage("--stage-weights", stage_weights),
             stage_activations=_by_stage("--stage-activations", stage_activations),
         )
+        if weight_share is not None:
+            share = _number("--weight-share", weight_share, "a share from 0 to 1")
+            self.costs = named("--weight-share", lambda: replace(self.costs, weight_share=share))
         self.csv = csv = None if schedule_file is None else _read(schedule_file)
         if csv is not None and (d is None or n is None):
             own = named("--schedule-file", lambda: from_csv(csv))
