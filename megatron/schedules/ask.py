@@ -79,8 +79,8 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--weight-share",
                 metavar="X",
-                help="The part of the activation memory that an input gradient leaves to its weight gradient, from 0 to "
-                "1 (all of it without this flag): give it where it was measured, and weight gradients may wait longer.",
+                help="The part of the activation memory that an input gradient leaves to its weight gradient, from 0 "
+                "to 1 (all of it without this flag): give it where it was measured, and weight gradients may wait.",
             ),
             click.option(
                 "--schedule-file",
