@@ -190,6 +190,7 @@ def test_what_is_found_for_little_memory_does_not_depend_on_how_much_there_is():
     every = frontier(problems, known, 3.0, 1e5)
     assert len(every) > 4
     for most in range(2, len(every)):
-        assert frontier(problems, known, every[most - 1].limit, 1e5) == every[:most]
+        lower = frontier(problems, known, every[most - 1].limit, 1e5)
+        assert [(rung.limit, rung.timeline) for rung in lower] == [(rung.limit, rung.timeline) for rung in every[:most]]
     assert all(above.timeline.makespan <= below.timeline.makespan for below, above in pairwise(every))
     assert all(rung.bound <= rung.timeline.makespan + 1e-9 and rung.timeline.peak <= rung.limit for rung in every)

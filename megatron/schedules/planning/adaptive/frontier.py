@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.problem import Order, Problem
@@ -25,18 +26,38 @@ _SELDOM = 0.25
 
 
 @dataclass(frozen=True)
+class _Searched:
+    """An order that a search found; its timeline is made when asked for, which for a large plan takes its time."""
+
+    problem: Problem
+    order: Order
+    makespan: float
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        placement, n, costs = self.problem.placement, self.problem.schedule.microbatches, self.problem.costs
+        split = in_turn(Schedule("adaptive", placement, n, self.problem.rows(self.order)))
+        return simulate(join(simulate(split, costs)), costs)
+
+
+@dataclass(frozen=True)
 class Rung:
     """What was found for one memory limit.
 
     Args:
         limit: microbatches a rank may hold.
-        timeline: the shortest schedule found, with its times.
+        best: the shortest schedule found: one by name, or one of the search's.
         bound: no schedule on the placements tried ends before this.
     """
 
     limit: float
-    timeline: Timeline
+    best: Timeline | _Searched
     bound: float
+
+    @property
+    def timeline(self) -> Timeline:
+        """The shortest schedule found, with its times."""
+        return self.best if isinstance(self.best, Timeline) else self.best.timeline
 
 
 def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float]) -> list[float]:
@@ -78,39 +99,29 @@ def frontier(
     full = budget / sum(share[limit] for limit in limits if limit <= max(ranks, limits[0]))
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
-    best: Timeline | None = None
+    best: Timeline | _Searched | None = None
     found: dict[int, Order] = {}
     rungs: list[Rung] = []
-
-    def tell(spent: float) -> None:
-        tick(spent / work)
-
     below = 0.0
     for limit in asked:
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
         new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]
-        best = min([*new, *([best] if best else [])], key=lambda timeline: timeline.makespan, default=None)
+        best = min([*([best] if best else []), *new], key=lambda found: found.makespan, default=None)
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
-        size = sum(problem.size for _, problem in fits)
+        size = sum(problem.effort for _, problem in fits)
         for index, problem in fits:
-            spend = full * share[limit] * problem.size / size / 2
+            spend = full * share[limit] * problem.effort / size
+            tick(spend / work)
             if best is not None and best.makespan <= bound + EPSILON:  # nothing is left to find
-                tell(2 * spend)
                 continue
-            fresh = race(problem, [problem.order()], limit, spend, tell)
+            fresh, spent = race(problem, [problem.order()], limit, spend / 2)
             known = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
             carried = [found[index]] if index in found else []
-            climb = race(problem, [*carried, fresh.best, *known], limit, spend, tell)
+            climb, _ = race(problem, [*carried, fresh.best, *known], limit, spend - spent)
             found[index] = climb.best
             if best is None or climb.makespan < best.makespan - EPSILON:
-                best = _timeline(problem, climb.best)
+                best = _Searched(problem, climb.best, climb.makespan)
         assert best is not None
         rungs.append(Rung(limit, best, bound))
         below = limit + EPSILON
     return rungs
-
-
-def _timeline(problem: Problem, order: Order) -> Timeline:
-    placement, n = problem.placement, problem.schedule.microbatches
-    split = in_turn(Schedule("adaptive", placement, n, problem.rows(order)))
-    return simulate(join(simulate(split, problem.costs)), problem.costs)

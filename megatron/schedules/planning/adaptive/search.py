@@ -8,7 +8,7 @@ threshold acceptance).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.schedules.planning.adaptive.problem import Choices, Order, Problem
@@ -53,13 +53,15 @@ class Climb:
         self._windows = [max(8, int(share * ranks)) for share in _WINDOWS]
         self._threshold = _THRESHOLD * sum(self.problem.costs.forward) / (2 * ranks)
 
-    def run(self, plays: int) -> None:
-        """Spend so many plays, or a few more to finish what was begun."""
+    def run(self, plays: float) -> int:
+        """Spend so many plays, or a few more to finish what was begun; how many it took."""
+        taken = 0
         if self.makespan == float("inf"):  # a window of one pass: the order as it stands
             _, self.makespan = self.problem.forward(self.order, self.limit, Choices(window=1))
-            plays -= 1
-        while plays > 0:
-            plays -= self._step()
+            taken = 1
+        while taken < plays:
+            taken += self._step()
+        return taken
 
     def _step(self) -> int:
         """One move: a noisy play, then plain ones while they gain. How many plays it took."""
@@ -87,24 +89,20 @@ class Climb:
         return plays
 
 
-def race(
-    problem: Problem, starts: Sequence[Order], limit: float, budget: float, tick: Callable[[float], None]
-) -> Climb:
-    """Climb from every start, and on from the best; the climb that got furthest.
+def race(problem: Problem, starts: Sequence[Order], limit: float, budget: float) -> tuple[Climb, float]:
+    """Climb from every start, and on from the best; the climb that got furthest, and what was spent.
 
     Args:
         problem: what is scheduled.
         starts: the likeliest first. Where the budget is small the last ones get no turn.
         limit: microbatches a rank may hold; every start keeps within it.
-        budget: tasks to play in all. A count, not a time, so that the same request gives the same plan everywhere.
-        tick: called with what has been spent since the last call.
+        budget: tasks to play in all. A count, not a time, so that the same request gives the same plan everywhere. A
+            little more is spent where a step has begun, and on the first climb's first step.
     """
-    turns = max(1, int(budget / 2 / (problem.effort * _FEWEST_PLAYS)))
+    plays = budget / problem.effort
+    turns = max(1, int(plays / 2 / _FEWEST_PLAYS))
     climbs = [Climb(problem, limit, order, seed) for seed, order in enumerate(starts[:turns])]
-    for racing in (climbs, climbs[:1]):
-        for climb in racing:
-            spend = budget / 2 / len(racing)
-            climb.run(max(1, int(spend / problem.effort)))
-            tick(spend)
-        climbs.sort(key=lambda climb: climb.makespan)
-    return climbs[0]
+    taken = sum(climb.run(max(2, plays / 2 / len(climbs))) for climb in climbs)
+    climbs.sort(key=lambda climb: climb.makespan)
+    taken += climbs[0].run(plays - taken)
+    return climbs[0], taken * float(problem.effort)

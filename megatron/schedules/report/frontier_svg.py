@@ -1,0 +1,199 @@
+"""The bubble against the activation memory as one self-contained SVG: a curve, what bounds it, and single schedules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from megatron.schedules.report.figures import number, ticks
+
+_WIDTH, _HEIGHT = 960, 560
+_LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 78
+_SIZE = 11.0
+_LETTER = 0.56 * _SIZE  # width of a letter on average, with room to spare
+_NEAR = 4.0  # points closer than this share a label
+_FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
+# For the page, the grid, text, faint text, ours, and others'.
+_LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a")
+_DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060")
+_LEGEND = {
+    '<path class="curve" d="M{x} {y}h18"/>': "adaptive",
+    '<path class="bound" d="M{x} {y}h18"/>': "lower bound",
+    '<circle class="ours" cx="{x}" cy="{y}" r="4"/>': "ours by name",
+    '<path class="other" d="M{x} {y}m0 -5l5 5l-5 5l-5 -5z"/>': "other projects",
+}
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+class Mark(NamedTuple):
+    """One schedule: its name, whose it is (empty for ours), its microbatches held, and its bubble as a share."""
+
+    name: str
+    project: str
+    memory: float
+    bubble: float
+
+
+class Point(NamedTuple):
+    """What was found for one memory limit, and the bubble that nothing within it goes below."""
+
+    memory: float
+    bubble: float
+    bound: float
+
+
+def draw_frontier(
+    curve: Sequence[Point], marks: Sequence[Mark], heading: str, caption: str, most: tuple[float, float]
+) -> str:
+    """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels.
+
+    Args:
+        curve: by ascending memory.
+        marks: single schedules; those beyond ``most`` are left out.
+        heading, caption: lines above and below.
+        most: the largest memory and the largest bubble that are shown.
+    """
+    chart = _Chart(*most)
+    chart.axes()
+    chart.lines([point for point in curve if point.memory <= chart.memory])
+    chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
+    chart.words(heading, caption)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'height="{_HEIGHT}" role="img" aria-labelledby="t d" font-family="{_FONT}" font-size="{_n(_SIZE)}">\n'
+        f'<title id="t">{escape(heading)}</title><desc id="d">{escape(caption)}</desc>\n'
+        f"<style>{_style()}</style>\n"
+        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
+    )
+
+
+class _Chart:
+    """The plane up to a memory and a bubble, and the boxes in it that labels should not cover."""
+
+    def __init__(self, memory: float, bubble: float) -> None:
+        self.memory, self.bubble = memory, bubble
+        self.parts: list[str] = []
+        self.taken: list[Box] = []
+
+    def axes(self) -> None:
+        """A grid with round numbers."""
+        for percent in ticks(100 * self.bubble, 4.0):
+            y = self.y(percent / 100)
+            self.parts.append(f'<path class="grid" d="M{_LEFT} {_n(y)}H{_RIGHT}"/>')
+            self.text(_LEFT - 8, y + 4, f"{number(percent)} %", "faint end")
+        for memory in ticks(self.memory, self.memory / 16):
+            self.parts.append(f'<path class="grid" d="M{_n(self.x(memory))} {_TOP}V{_FLOOR}"/>')
+            self.text(self.x(memory), _FLOOR + 16, number(memory), "faint middle")
+        self.text(_LEFT - 8, _TOP - 10, "bubble", "faint end")
+        self.text(_RIGHT, _FLOOR + 32, "activation memory of the worst rank, microbatches", "faint end")
+
+    def lines(self, curve: Sequence[Point]) -> None:
+        """The curve as steps, from where it enters the plane; the bound from limit to limit."""
+        inside = [(self.x(point.memory), self.y(point.bubble)) for point in curve if point.bubble <= self.bubble]
+        path, level = "", float(_TOP)
+        for (x, y), end in zip(inside, [*(x for x, _ in inside[1:]), _RIGHT], strict=False):
+            path += f"V{_n(y)}H{_n(end)}"
+            self.taken += [(x - 2, level, x + 2, y), (x, y - 3, end, y + 3)]
+            level = y
+        if inside:
+            self.parts.append(f'<path class="curve" d="M{_n(inside[0][0])} {_TOP}{path}"/>')
+        bound = [(self.x(point.memory), self.y(point.bound)) for point in curve if point.bound <= self.bubble]
+        for (x, _), (right, low) in itertools.pairwise(bound):
+            self.taken.append((x, low - 3, right, low + 3))
+        if bound:
+            self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
+
+    def marks(self, marks: Sequence[Mark]) -> None:
+        """Symbols, then a label for every group of marks that lie on one another."""
+        groups: list[list[Mark]] = []
+        for mark in sorted(marks, key=lambda mark: (bool(mark.project), mark.memory, mark.bubble)):
+            x, y = self.x(mark.memory), self.y(mark.bubble)
+            self.taken.append((x - 5, y - 5, x + 5, y + 5))
+            self.parts.append(list(_LEGEND)[3 if mark.project else 2].format(x=_n(x), y=_n(y)))
+            apart = [max(abs(self.x(first.memory) - x), abs(self.y(first.bubble) - y)) for first, *_ in groups]
+            if apart and min(apart) < _NEAR:
+                groups[apart.index(min(apart))].append(mark)
+            else:
+                groups.append([mark])
+        for group in sorted(groups, key=lambda group: -group[0].memory):  # room to the right is soon taken
+            self.label(group)
+
+    def label(self, group: Sequence[Mark]) -> None:
+        """The shortest name and whose they all are: where it covers nothing, else where it covers least."""
+        text = min((mark.name for mark in group), key=len)
+        projects = list(dict.fromkeys(mark.project or "ours" for mark in group))
+        text += "" if projects == ["ours"] else f" ({', '.join(projects)})"
+        x, y, width = self.x(group[0].memory), self.y(group[0].bubble), len(text) * _LETTER
+        left, middle = min(_places(x, y, width), key=lambda place: self.covered(_box(place[0], place[1], width)))
+        self.taken.append(_box(left, middle, width))
+        near = min(max(x, left), left + width)
+        if max(abs(middle - y), abs(near - x)) > 14:
+            self.parts.append(f'<path class="lead" d="M{_n(x)} {_n(y)}L{_n(near)} {_n(middle)}"/>')
+        self.text(left, middle + 4, escape(text), "theirs" if group[0].project else "ours")
+
+    def covered(self, box: Box) -> float:
+        """The area a label there would cover, what leaves the plane counting most."""
+        left, top, right, bottom = box
+        outside = max(0, _LEFT - left) + max(0, right - _WIDTH) + max(0, _TOP - top) + max(0, bottom - _FLOOR)
+        return 100 * outside + sum(_overlap(box, other) for other in self.taken)
+
+    def words(self, heading: str, caption: str) -> None:
+        """The heading, the legend and the caption."""
+        self.text(18, 28, escape(heading), "head")
+        x, y = float(_LEFT), _HEIGHT - 18
+        for shape, meaning in _LEGEND.items():
+            self.parts.append(shape.format(x=_n(x), y=_n(y - 4)))
+            x += 24 if "h18" in shape else 10
+            self.text(x, y, meaning, "faint")
+            x += len(meaning) * _LETTER + 18
+        self.text(_RIGHT, y, escape(caption), "faint end")
+
+    def text(self, x: float, y: float, content: str, look: str) -> None:
+        """A line of text; ``content`` is markup."""
+        self.parts.append(f'<text class="{look}" x="{_n(x)}" y="{_n(y)}">{content}</text>')
+
+    def x(self, memory: float) -> float:
+        """Where an amount of memory lies."""
+        return _LEFT + memory / self.memory * (_RIGHT - _LEFT)
+
+    def y(self, bubble: float) -> float:
+        """Where a bubble lies."""
+        return _FLOOR - bubble / self.bubble * (_FLOOR - _TOP)
+
+
+def _places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:
+    """Left ends and middles of a label for the point (x, y), the likeliest first."""
+    for away in (0, 12, 16, 24, 40, 60, 84, 110):
+        for side in (8 + 0.4 * away, -8 - width, -width / 2)[: 3 if away else 2]:
+            yield x + side, y - away
+            yield x + side, y + away
+
+
+def _box(left: float, middle: float, width: float) -> Box:
+    return left - 2, middle - 6.5, left + width + 2, middle + 6.5
+
+
+def _overlap(one: Box, other: Box) -> float:
+    wide, tall = (min(one[k + 2], other[k + 2]) - max(one[k], other[k]) for k in (0, 1))
+    return max(0.0, wide) * max(0.0, tall)
+
+
+def _style() -> str:
+    scheme = (
+        ".page{{fill:{}}}.grid{{stroke:{}}}text{{fill:{}}}.faint{{fill:{faint}}}.bound,.lead{{stroke:{faint}}}"
+        ".ours{{fill:{ours}}}.curve{{stroke:{ours}}}.other{{stroke:{other}}}.theirs{{fill:{other}}}"
+    )
+    light, dark = (scheme.format(*each[:3], faint=each[3], ours=each[4], other=each[5]) for each in (_LIGHT, _DARK))
+    return (
+        ".head{font-size:15px;font-weight:700}.end{text-anchor:end}.middle{text-anchor:middle}path{fill:none}"
+        ".curve{stroke-width:2.2}.bound{stroke-width:1.3;stroke-dasharray:5 4}.other{stroke-width:1.5}"
+        f".lead{{stroke-width:.6}}{light}@media (prefers-color-scheme:dark){{{dark}}}"
+    )
+
+
+def _n(value: float) -> str:
+    """A coordinate to a tenth of a pixel."""
+    return f"{value:.1f}".rstrip("0").rstrip(".")

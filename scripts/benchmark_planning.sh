@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then measures how good the adaptive schedules are, and writes docs/benchmarks-planning.md.
+# A run that was cut short goes on where it stopped.
+#
+#     bash scripts/benchmark_planning.sh             everything
+#     bash scripts/benchmark_planning.sh --quick     a sample, in minutes, to .benchmark/planning-quick.md
+#     bash scripts/benchmark_planning.sh --help      the other flags
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+# One thread a process: the benchmark starts as many processes as it is told to.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-1}
+exec .venv/bin/python -m tools.benchmark_planning "$@"

@@ -1,0 +1,93 @@
+"""tools/benchmark_planning.py: what is measured, what is kept of it, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.planning.adaptive.plan import least_limit
+from tools import _planning_table as table
+from tools import benchmark_planning
+from tools._planning_cells import Cell, Result, drawn, measure
+
+PEERS = json.loads((Path(benchmark_planning.__file__).parent / "data" / "peers.json").read_text())
+COSTS = {"A": [1, 1, 1, 0], "C": [1, 1.1, 0.75, 0.05]}
+
+
+def rung(limit: float, bubble: float) -> Result:
+    return {"limit": limit, "peak": limit, "bubble": bubble, "bubble_bound": 0.01, "makespan": 1.0, "chunks": 4}
+
+
+def peers(*rows: tuple[str, str, float, float]) -> table.Peers:
+    """Rows (project, costs, peak, bubble) at d=4, n=8 against rungs of 0.3 at 2 and 0.1 at 4 microbatches."""
+    made = [
+        {"peer": peer, "schedule": "theirs", "d": 4, "n": 8, "costs": costs, "peak": peak, "bubble": bubble}
+        for peer, costs, peak, bubble in rows
+    ]
+    cells = {(4, 8, name): Cell("frontier", 4, 8, name, 8.0) for name in COSTS}
+    return table.Peers({"costs": COSTS, "rows": made}, cells, lambda cell: {"rungs": [rung(2, 0.3), rung(4, 0.1)]})
+
+
+def test_every_row_of_the_data_has_its_cell():
+    cells = benchmark_planning.cells_of(PEERS, quick=False)
+    for row in PEERS["rows"]:
+        assert cells.peers[row["d"], row["n"], row["costs"]].up_to >= row["peak"]
+    assert len({str(cell) for cell in cells.untimed()}) == len(cells.untimed())
+    quick = benchmark_planning.cells_of(PEERS, quick=True)
+    assert set(quick.untimed()) < set(cells.untimed())
+
+
+def test_a_row_is_met_within_its_memory_and_its_four_digits():
+    found = peers(("one", "C", 2, 0.3), ("two", "C", 3.9, 0.29), ("three", "A", 4, 0.09996), ("four", "A", 4, 0.0999))
+    assert [(row["peer"], ours["limit"]) for row, ours in found.unmet()] == [("two", 2), ("three", 4), ("four", 4)]
+    assert "**1 of 4 rows met**" in found.section()
+    assert "two | theirs" in found.section()
+
+
+def test_low_memory_is_compared_with_the_best_within_it():
+    said = peers(("one", "C", 2, 0.6), ("two", "C", 2, 0.4), ("big", "C", 4, 0.1), ("unit", "A", 2, 0.9)).low_memory()
+    assert "**25.0 % smaller on average** over 1 memory" in said
+    assert "two | theirs" in said
+    assert "big" not in said and "unit" not in said
+
+
+def test_results_are_kept_by_the_code_that_found_them(tmp_path):
+    path = tmp_path / "kept" / "results.jsonl"
+    cell, other = Cell("random", seed=1), Cell("random", seed=2)
+    benchmark_planning.Kept(path).keep(cell, {"seconds": 1.0})
+    old = {"version": "another", "cell": str(other), "result": {}}
+    path.write_text(path.read_text() + json.dumps(old) + '\n{"version": "cut sh')
+    again = benchmark_planning.Kept(path)
+    assert again.find(cell) == {"seconds": 1.0}
+    assert again.find(other) is None
+    again.keep(other, {"seconds": 2.0})
+    assert benchmark_planning.Kept(path).find(other) == {"seconds": 2.0}
+
+
+def test_measured_cells_make_tables():
+    costs = "20,20,20,0"
+    cell = Cell("frontier", 4, 8, costs, 4.0, seconds=0.05)
+    found = measure(cell)
+    assert [each["limit"] for each in found["rungs"]] == sorted({each["limit"] for each in found["rungs"]})
+    assert all(each["peak"] <= each["limit"] for each in found["rungs"])
+    assert all(each["bubble"] >= each["bubble_bound"] for each in found["rungs"])
+    assert found["rungs"][-1]["makespan"] <= 1020  # in the unit of the costs
+    assert f"| `{costs}` | 4 | 1020 | proved |" in table.optima({costs: cell}, lambda cell: found)
+    assert "| 4 | 100.0 % |" in table.curve({5.0: found}, 4.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_problems_by_lot_are_sound_and_the_same_again(seed):
+    request = drawn(seed)
+    assert request == drawn(seed)
+    assert request.memory_limit >= least_limit(request)
+    assert len(request.costs.stage_weights) == 4 * request.ranks
+
+
+def test_lots_count_what_goes_wrong():
+    fine = {"makespan": 9.0, "named": 10.0, "within": True, "bound": 8.0}
+    said = table.lots([fine, {**fine, "within": False}, {**fine, "makespan": 11.0}, {**fine, "named": None}])
+    assert "Over the memory limit: **1**" in said
+    assert "**1** of the 3 where one fits" in said

@@ -1,0 +1,162 @@
+"""What the planning benchmark measures, one cell at a time: figures of plans, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.planning import registry
+from megatron.schedules.planning.adaptive.frontier import frontier
+from megatron.schedules.planning.adaptive.plan import bound, default_seconds, effort, least_limit, placements
+from megatron.schedules.planning.adaptive.problem import Problem
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.registry import NAMES, Request, plan
+from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.validate import validate
+
+Result = dict[str, Any]
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Args:
+        kind: ``frontier`` (a ladder of memory limits), ``random`` (one plan of a problem drawn by lot) or ``time``.
+        ranks, microbatches: the size; of a random problem they follow from the seed.
+        costs: F,B,W,COMM.
+        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``time``).
+        seconds: how long to search, in nominal seconds; 0 for the default.
+        seed: of a random problem.
+    """
+
+    kind: str
+    ranks: int = 0
+    microbatches: int = 0
+    costs: str = ""
+    up_to: float = 0.0
+    seconds: float = 0.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "random":
+            return f"random {self.seed}"
+        budget = f" in {self.seconds:g} s" if self.seconds else ""
+        return f"{self.kind} d={self.ranks} n={self.microbatches} costs={self.costs} up to {self.up_to:g}{budget}"
+
+
+def code_version() -> str:
+    """A name for the code that the figures depend on."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted(Path(registry.__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def measure(cell: Cell) -> Result:
+    """The figures of ``cell``, with the processor time they took: other programs on the machine do not count."""
+    _warm_up()
+    started = time.process_time()
+    result = _MEASURES[cell.kind](cell)
+    return {**result, "seconds": time.process_time() - started}
+
+
+def _frontier(cell: Cell) -> Result:
+    """Every rung of the ladder, and the named schedules."""
+    request = Request("adaptive", cell.ranks, cell.microbatches, Costs.parse(cell.costs))
+    costs, unit = request.costs.around_one()
+    request = replace(request, costs=costs)
+    named = _named(request)
+    problems = [Problem(placement, cell.microbatches, costs.on(placement)) for placement in placements(request)]
+    seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
+    rungs = []
+    for rung in frontier(problems, named, cell.up_to, effort(cell.ranks, seconds)):
+        validate(rung.timeline.schedule)
+        rungs.append(
+            {
+                **_figures(rung.timeline, unit),
+                "limit": rung.limit,
+                "chunks": rung.timeline.schedule.placement.chunks,
+                "bubble_bound": 1 - rung.timeline.ideal / rung.bound,
+            }
+        )
+    return {"rungs": rungs, "named": [_figures(timeline, unit) for timeline in named]}
+
+
+def _random(cell: Cell) -> Result:
+    """One plan of a problem nobody has chosen, against the named schedules within the same memory."""
+    request = drawn(cell.seed)
+    assert request.memory_limit is not None
+    limit = request.memory_limit * request.ranks
+    schedule = plan(request)  # validates it
+    ours = simulate(schedule, request.costs.on(schedule.placement))
+    fitting = [timeline for timeline in _named(request) if timeline.peak <= limit + _EPSILON]
+    best = min((timeline.makespan for timeline in fitting), default=None)
+    return {
+        **_figures(ours, 1.0),
+        "ranks": request.ranks,
+        "microbatches": request.microbatches,
+        "limit": limit,
+        "within": ours.peak <= limit + _EPSILON,
+        "named": best,
+        "bound": bound(request),
+    }
+
+
+def drawn(seed: int) -> Request:
+    """A size, costs, uneven stages and a memory limit drawn by lot."""
+    lot = random.Random(seed)
+    ranks = lot.randint(2, 24)
+    microbatches = lot.randint(1, 3 * ranks)
+    forward, input_grad, weight_grad = (3 ** lot.uniform(-0.5, 0.5) for _ in range(3))
+    weights = tuple(lot.uniform(0.6, 1.4) for _ in range(4 * ranks))
+    held = tuple(lot.uniform(0.7, 1.3) for _ in range(4 * ranks)) if lot.random() < 0.5 else None
+    costs = Costs(forward, input_grad, weight_grad, lot.choice((0.0, 0.05, 0.2)), weights, held)
+    request = Request("adaptive", ranks, microbatches, costs)
+    least = least_limit(request) + 1e-6
+    return replace(request, memory_limit=lot.uniform(least, max(least, 1.25)))
+
+
+def _time(cell: Cell) -> Result:
+    """A plan as a user asks for it, named schedules included."""
+    costs = Costs.parse(cell.costs)
+    schedule = plan(Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to))
+    return _figures(simulate(schedule, costs.on(schedule.placement)), 1.0)
+
+
+def _named(request: Request) -> list[Timeline]:
+    """Every schedule by name that goes with the request's costs."""
+    found = []
+    for name in NAMES:
+        if name not in ("adaptive", "file"):
+            try:
+                schedule = plan(replace(request, schedule=name))
+            except PlanError:  # its number of chunks does not go with the costs of single stages
+                continue
+            found.append(simulate(schedule, request.costs.on(schedule.placement)))
+    return found
+
+
+def _figures(timeline: Timeline, unit: float) -> Result:
+    """What the tables show; ``unit`` is that of the times."""
+    return {
+        "name": timeline.schedule.name,
+        "bubble": timeline.bubble,
+        "peak": timeline.peak,
+        "makespan": timeline.makespan * unit,
+    }
+
+
+def _warm_up() -> None:
+    """Compile, or load what was compiled, before the clock runs."""
+    plan(Request("adaptive", 2, 2, memory_limit=1.0, search_seconds=0.001))
+
+
+_MEASURES: dict[str, Callable[[Cell], Result]] = {"frontier": _frontier, "random": _random, "time": _time}

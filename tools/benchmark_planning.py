@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Measures how good the adaptive schedules are, and how long planning takes; writes a page of figures and a drawing.
+
+What was measured is kept, by cell and by the planner's code: a run that was cut short goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron.schedules.planning.adaptive.plan import default_seconds
+from megatron.schedules.report.figures import title
+from megatron.schedules.report.frontier_svg import Mark, Point, draw_frontier
+from tools import _planning_table as table
+from tools._planning_cells import Cell, Result, code_version, measure
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PEERS = _ROOT / "tools" / "data" / "peers.json"
+_DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
+_TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
+
+
+class Cells(NamedTuple):
+    """Everything that is measured, by where it goes in the report."""
+
+    peers: dict[tuple[int, int, str], Cell]
+    optima: dict[str, Cell]
+    curve: dict[float, Cell]
+    lots: list[Cell]
+    times: list[tuple[Cell, float]]
+
+    def untimed(self) -> list[Cell]:
+        """Those whose processor time nobody asks for, the longest first."""
+        found = dict.fromkeys([*self.peers.values(), *self.optima.values(), *self.curve.values(), *self.lots])
+        return sorted(found, key=lambda cell: -cell.ranks * cell.microbatches * (cell.seconds or 1))
+
+
+def cells_of(peers: table.Json, quick: bool) -> Cells:
+    """What to measure; a sample of it where there is little time."""
+    costs = {name: table.costs_text(numbers) for name, numbers in peers["costs"].items()}
+    sizes: dict[tuple[int, int, str], float] = {}
+    for row in peers["rows"]:
+        size = row["d"], row["n"], row["costs"]
+        if not quick or row["d"] <= 8 or size == (16, 64, "C"):
+            sizes[size] = max(row["peak"], sizes.get(size, 0.0))
+    compared = {(d, n, name): Cell("frontier", d, n, costs[name], float(most)) for (d, n, name), most in sizes.items()}
+    d, n, name = _DRAWN
+    curve = {default_seconds(d, n): compared[_DRAWN]}
+    for seconds in () if quick else (30.0, 120.0):
+        curve[seconds] = Cell("frontier", d, n, costs[name], sizes[_DRAWN], seconds)
+    timed = [
+        (Cell("time", d, n, costs["C"], limit), target if limit == 1.0 else 0.0)
+        for limit in (1.0, 0.5)
+        for d, n, target in (_TIMED[:2] if quick else _TIMED)
+    ]
+    return Cells(
+        peers=compared,
+        optima={text: Cell("frontier", 4, 8, text, 4.0) for text in table.OPTIMA},
+        curve=curve,
+        lots=[Cell("random", seed=seed) for seed in range(12 if quick else 60)],
+        times=timed,
+    )
+
+
+class Kept:
+    """Results in a file of JSON lines, each with its cell and the version of the code it was measured with."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.version = path, code_version()
+        self.results: dict[str, Result] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text() if path.exists() else ""
+        if text and not text.endswith("\n"):
+            path.write_text(text + "\n")
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):  # a line that was cut short
+                entry = json.loads(line)
+                if entry["version"] == self.version:
+                    self.results[entry["cell"]] = entry["result"]
+
+    def find(self, cell: Cell) -> Result | None:
+        """What was measured for ``cell``."""
+        return self.results.get(str(cell))
+
+    def keep(self, cell: Cell, result: Result) -> None:
+        """Write ``result`` down at once."""
+        self.results[str(cell)] = result
+        with self.path.open("a") as file:
+            file.write(json.dumps({"version": self.version, "cell": str(cell), "result": result}) + "\n")
+
+
+def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
+    """Measure what is not there yet, in ``jobs`` processes."""
+    missing = [cell for cell in cells if kept.find(cell) is None]
+    console = Console(stderr=True, highlight=False)
+    if len(missing) < len(cells):
+        console.print(f"{what}: {len(cells) - len(missing)} of {len(cells)} are there already")
+    if not missing:
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Fresh processes: none of them starts with the memory of another's search.
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=len(missing))
+        futures = {pool.submit(measure, cell): cell for cell in missing}
+        try:
+            for future in as_completed(futures):
+                cell, result = futures[future], future.result()
+                kept.keep(cell, result)
+                console.print(f"{cell}: {result['seconds']:.1f} s")
+                progress.advance(task)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
+    """The page."""
+    lots = [found for cell in cells.lots if (found := kept.find(cell))]
+    curve = {seconds: found for seconds, cell in cells.curve.items() if (found := kept.find(cell))}
+    d, n, name = _DRAWN
+    drawn_costs = table.costs_text(peers.data["costs"][name])
+    return f"""\
+# How good adaptive schedules are
+
+What `adaptive` finds within a memory limit, against other projects' schedules, proved optima, and our own schedules by
+name; and how long it takes. [How it works](adaptive.md).
+
+- {datetime.date.today()}, {_machine()}; `{command}`
+- Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to
+  {default_seconds(64, 512):.0f} for 64 and 512, where nothing else is said. It is counted in passes played: the figures
+  come out the same on every machine, the times do not.
+- bubble = 1 - work / makespan, from time 0 to the last end; memory: microbatches' worth of a rank's activations on the
+  worst rank, where 1F1B holds d; d ranks, n microbatches; costs are F,B,W,COMM over half a rank's layers.
+
+## Other projects' schedules
+
+{_sources(peers.data)}
+
+Every schedule, size and costs is a row. It is met where ours has a bubble no larger (to the four digits that are kept
+of theirs) and a peak no larger. All are timed by one simulator.
+
+{peers.section()}
+## Where memory is scarce
+
+Memory up to {table.LOW_MEMORY:g} d, costs C and D: for each amount of memory that any of them needs, ours against the
+best of all within it.
+
+{peers.low_memory()}
+## Optimal makespans
+
+d = 4, n = 8, against a constraint solver on a V placement with two chunks. Ours may use four, and then be shorter.
+
+{table.optima(cells.optima, kept.find)}
+## The frontier
+
+d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search; "no less than" is a lower bound on any schedule's bubble.
+
+![Bubble against activation memory](images/frontier.svg)
+
+{table.curve(curve, float(d)) if curve else "Nothing was measured."}
+## Sizes and costs drawn by lot
+
+d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, every 1/(4d) of the model of another length, half of them of
+another memory too, and any memory limit up to 1.25.
+
+{table.lots(lots)}
+## Planning time
+
+On one core, with the schedules by name that it starts from; costs `{drawn_costs}`.
+
+{table.times(cells.times, kept.find)}"""
+
+
+def drawing(found: Result, peers: table.Peers) -> str:
+    """The frontier with everybody's schedules in it."""
+    d, n, name = _DRAWN
+    points = [Point(rung["limit"], rung["bubble"], max(0.0, rung["bubble_bound"])) for rung in found["rungs"]]
+    ours = [Mark(title(each["name"]), "", each["peak"], each["bubble"]) for each in found["named"]]
+    most = (12.0, 0.3)
+    marks = [*ours, *peers.marks(d, n, name)]
+    beyond = sorted({mark.name for mark in marks if mark.memory > most[0] or mark.bubble > most[1]})
+    costs = table.costs_text(peers.data["costs"][name])
+    heading = f"Bubble against activation memory: {d} ranks, {n} microbatches, costs {costs}"
+    return draw_frontier(points, marks, heading, f"1F1B holds {d}. Beyond the right edge: {', '.join(beyond)}", most)
+
+
+def _sources(data: table.Json) -> str:
+    return "\n".join(f"- {name}: {source}" for name, source in data["sources"].items())
+
+
+def _machine() -> str:
+    name = "a CPU of unknown name"
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmark_planning", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a sample that takes minutes")
+    parser.add_argument("--jobs", type=int, default=2, help="processes to measure in (2); times are taken in one")
+    parser.add_argument(
+        "--results", type=Path, default=Path(".benchmark/planning.jsonl"), help="where results are kept"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the page to write; without it docs/benchmarks-planning.md, or for a sample "
+        ".benchmark/planning-quick.md. The drawing goes to images/frontier.svg beside it",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error(f"--jobs must be 1 or more, not {arguments.jobs}")
+    output = arguments.output or Path(
+        ".benchmark/planning-quick.md" if arguments.quick else "docs/benchmarks-planning.md"
+    )
+    data = json.loads(_PEERS.read_text())
+    cells, kept = cells_of(data, arguments.quick), Kept(arguments.results)
+    try:
+        run(cells.untimed(), kept, arguments.jobs, "plans")
+        run([cell for cell, _ in cells.times], kept, 1, "planning times")
+    except KeyboardInterrupt:
+        print(f"stopped; what was measured is kept in {arguments.results}", file=sys.stderr)
+        return 130
+    peers = table.Peers(data, cells.peers, kept.find)
+    command = " ".join(["bash scripts/benchmark_planning.sh", *(sys.argv[1:] if argv is None else argv)])
+    image = output.parent / "images" / "frontier.svg"
+    image.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(report(cells, kept, peers, command))
+    drawn = kept.find(cells.curve[30.0 if 30.0 in cells.curve else max(cells.curve)])
+    assert drawn is not None
+    image.write_text(drawing(drawn, peers))
+    print(f"{output} and {image} are written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
