@@ -8,8 +8,16 @@ import torch
 from tests.integration.results import Result
 
 SCHEDULES = ("zb-1p", "1f1b-v", "v-min", "v-half", "v-zb", "interleaved-1f1b")
-ALL = (*SCHEDULES, "1f1b", "eager-1f1b", "zb-2p")
+ALL = (*SCHEDULES, "1f1b", "eager-1f1b", "zb-2p", "adaptive")
 CLIP_NOTHING = ("--clip-grad", "0")
+
+
+def under(schedule: str, limit: str = "0.75") -> tuple[str, ...]:
+    """The flags that ask for ``schedule``, an adaptive one within ``limit`` of 1F1B's memory."""
+    asked = ("--pipeline-schedule", schedule)
+    if schedule == "adaptive":
+        asked += ("--pipeline-memory-limit", limit, "--pipeline-search-seconds", "0.5")
+    return asked
 
 
 def differing(ours: Result, stock: Result) -> list[str]:
@@ -32,7 +40,7 @@ def assert_same_losses(ours: Result, stock: Result) -> None:
 def test_ten_iterations_give_stock_losses_and_the_same_gradients_to_the_bit(train, schedule, size, microbatches):
     job = ("--train-iters", "10", "--global-batch-size", str(microbatches))
     pipeline = ("--pipeline-model-parallel-size", str(size))
-    ours = train(size, *job, *pipeline, "--pipeline-schedule", schedule)
+    ours = train(size, *job, *pipeline, *under(schedule))
     assert len(ours.losses) == 10
     assert_same_losses(ours, train.stock(1, *job))
     assert differing(ours, train.stock(size, *job, *pipeline)) == []
@@ -52,7 +60,7 @@ def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
     job = ("--train-iters", "2", "--global-batch-size", "8")
     one = train.stock(1, *job)
     job += ("--pipeline-model-parallel-size", str(size), *flags.split())
-    ours = train(world, *job, "--pipeline-schedule", schedule)
+    ours = train(world, *job, *under(schedule))
     assert_same_losses(ours, one)
     assert differing(ours, train.stock(world, *job)) == []
 
@@ -65,7 +73,7 @@ def test_distributed_optimizer(train, schedule, size, overlap):
     job += ("--use-distributed-optimizer", *CLIP_NOTHING)
     if overlap:
         job += ("--overlap-grad-reduce", "--overlap-param-gather")
-    ours, stock = train(2 * size, *job, "--pipeline-schedule", schedule), train.stock(2 * size, *job)
+    ours, stock = train(2 * size, *job, *under(schedule)), train.stock(2 * size, *job)
     assert_same_losses(ours, stock)
     assert ours.weights.keys() == stock.weights.keys()
     assert [str(k) for k, v in stock.weights.items() if not torch.equal(v, ours.weights[k])] == []
@@ -77,18 +85,17 @@ def test_adaptive(train, size, limit):
     """Up to four chunks a rank; a number of microbatches that nothing divides."""
     job = ("--train-iters", "3", "--global-batch-size", str(2 * size - 1), "--num-layers", str(4 * size))
     pipeline = ("--pipeline-model-parallel-size", str(size))
-    adaptive = ("--pipeline-schedule", "adaptive", "--pipeline-memory-limit", limit, "--pipeline-search-seconds", "0.5")
-    ours = train(size, *job, *pipeline, *adaptive, "--pipeline-schedule-costs", "1,1.1,0.75,0.05")
+    ours = train(size, *job, *pipeline, *under("adaptive", limit), "--pipeline-schedule-costs", "1,1.1,0.75,0.05")
     assert_same_losses(ours, train.stock(1, *job))
     assert differing(ours, train.stock(size, *job, *pipeline)) == []
 
 
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b", "adaptive"])
 def test_tied_embeddings(train, schedule, flags):
     """Two copies of one weight: their gradients are added in another order than stock's, so equal to rounding only."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *flags.split())
-    ours = train(4, *job, "--pipeline-schedule", schedule, tied=True)
+    ours = train(4, *job, *under(schedule), tied=True)
     assert_same_losses(ours, train.stock(4, *job, tied=True))
     first, last = ours.weights["embedding.word_embeddings.weight", 0, 0], ours.weights["output_layer.weight", 0, 0]
     assert torch.equal(first, last), "the two copies have drifted apart"
@@ -98,20 +105,20 @@ def test_tied_embeddings(train, schedule, flags):
             torch.testing.assert_close(ours.gradients[key], value, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half"])
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
 def test_loss_per_token(train, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
     job += ("--calculate-per-token-loss",)
-    ours, stock = train(4, *job, "--pipeline-schedule", schedule), train.stock(4, *job)
+    ours, stock = train(4, *job, *under(schedule)), train.stock(4, *job)
     assert_same_losses(ours, stock)
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b", "adaptive"])
 def test_bf16(train, schedule):
     """The stages of a V differ from stock's, not the arithmetic: gradients are the same to the bit in bf16 too."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--bf16")
-    ours, stock = train(2, *job, "--pipeline-schedule", schedule), train.stock(2, *job)
+    ours, stock = train(2, *job, *under(schedule)), train.stock(2, *job)
     assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
     assert differing(ours, stock) == []
 
@@ -119,6 +126,6 @@ def test_bf16(train, schedule):
 def test_full_recompute_splits_the_recomputed_backward(train):
     job = ("--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
     job += ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    ours, stock = train(2, *job, "--pipeline-schedule", "v-half"), train.stock(2, *job)
+    ours, stock = train(2, *job, *under("v-half")), train.stock(2, *job)
     assert_same_losses(ours, stock)
     assert differing(ours, stock) == []
