@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.textforms import to_csv
 from tests.integration.results import Result
 
 SCHEDULES = ("zb-1p", "1f1b-v", "v-min", "v-half", "v-zb", "interleaved-1f1b")
@@ -88,6 +90,21 @@ def test_adaptive(train, size, limit):
     ours = train(size, *job, *pipeline, *under("adaptive", limit), "--pipeline-schedule-costs", "1,1.1,0.75,0.05")
     assert_same_losses(ours, train.stock(1, *job))
     assert differing(ours, train.stock(size, *job, *pipeline)) == []
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, tmp_path, tied):
+    """A zigzag of three chunks, given as a CSV."""
+    path = tmp_path / "zigzag.csv"
+    request = Request("adaptive", 2, 5, memory_limit=1.0, chunk_choices=(3,), search_seconds=0.1)
+    path.write_text(to_csv(plan(request)))
+    job = ("--train-iters", "3", "--global-batch-size", "5", "--num-layers", "6")
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    ours = train(2, *job, *pipeline, *under("file"), "--pipeline-schedule-file", str(path), tied=tied)
+    stock = train.stock(2, *job, *pipeline, tied=tied)
+    assert_same_losses(ours, stock)
+    for key, value in stock.gradients.items():
+        torch.testing.assert_close(ours.gradients[key], value, atol=1e-6 * tied, rtol=1e-6 * tied)
 
 
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
