@@ -63,7 +63,7 @@ def schedule_module() -> str:
 
 def pickled_layout() -> Any:
     """What a V's layout is once it has been through a checkpoint."""
-    return pickle.loads(pickle.dumps(PlacedLayout(v_shape(2), 8)))
+    return pickle.loads(pickle.dumps(PlacedLayout(v_shape(2), [2, 2, 2, 2])))
 
 
 def _hooks() -> list[tuple[str, str, bool, bool]]:

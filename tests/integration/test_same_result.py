@@ -107,6 +107,18 @@ def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, t
         torch.testing.assert_close(ours.gradients[key], value, atol=1e-6 * tied, rtol=1e-6 * tied)
 
 
+@pytest.mark.parametrize("layers", [2, 6], ids=["ends without a layer", "ends with one layer less"])
+@pytest.mark.parametrize("schedule", ["v-half", "interleaved-1f1b", "adaptive"])
+def test_ends_made_lighter(train, schedule, layers):
+    """The embedding and the output layer stand in for a layer each, as in the paper's models."""
+    job = ("--train-iters", "3", "--global-batch-size", "4", "--num-layers", str(layers))
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    lighter = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+    ours = train(2, *job, *pipeline, *lighter, *under(schedule))
+    assert_same_losses(ours, train.stock(1, *job))
+    assert differing(ours, train.stock(2, *job, *pipeline, *lighter)) == []
+
+
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b", "adaptive"])
 def test_tied_embeddings(train, schedule, flags):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron.schedules.integration.layers import layers_by_stage
 from megatron.schedules.integration.memory_limit import memory_limit
 from megatron.schedules.planning.adaptive.plan import bound, default_seconds
 from megatron.schedules.planning.costs import Costs
@@ -133,8 +134,15 @@ def _chunk_choices(args: Any) -> tuple[int, ...]:
     """The numbers of chunks up to four that the layers divide into; one always, as stock has its own say on that."""
     if any(getattr(args, name, None) for name in _UNEVEN_LAYERS) or not args.num_layers:
         return (1,)
-    each, rest = divmod(args.num_layers, args.pipeline_model_parallel_size)
-    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or (not rest and each % chunks == 0))
+    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or _spreads(args, chunks))
+
+
+def _spreads(args: Any, chunks: int) -> bool:
+    try:
+        layers_by_stage(args, chunks * args.pipeline_model_parallel_size)
+    except PlanError:
+        return False
+    return True
 
 
 def check(args: Any) -> Schedule:
@@ -251,9 +259,14 @@ def _flag(name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: Tr
     return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
 
 
-def _layers_do_not_divide(facts: _Facts) -> bool:
-    layers = facts.args.num_layers
-    return facts.chunks > 1 and (layers is None or layers % facts.schedule.placement.stages != 0)
+def _wrong_layers(facts: _Facts) -> str:
+    """Why the layers do not spread over the stages; empty where they do, or where stock spreads them."""
+    if facts.chunks > 1:
+        try:
+            layers_by_stage(facts.args, facts.schedule.placement.stages)
+        except PlanError as error:
+            return str(error)
+    return ""
 
 
 def _several(facts: _Facts) -> bool:
@@ -274,19 +287,14 @@ _UNEVEN_LAYERS = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
 )
-_UNEVEN = "layers are spread evenly over the stages so far; leave the flag out or use a schedule with one chunk a rank"
+_UNEVEN = (
+    "with several chunks a rank layers are spread evenly, and --account-for-embedding-in-pipeline-split and "
+    "--account-for-loss-in-pipeline-split make the ends lighter; use those, or a schedule with one chunk a rank"
+)
 
 _RULES = (
-    _Rule(
-        _layers_do_not_divide,
-        lambda f: (
-            f"has {f.schedule.placement.stages} stages ({f.schedule.placement}): --num-layers must be a multiple "
-            f"of {f.schedule.placement.stages}, not {f.args.num_layers}"
-        ),
-    ),
+    _Rule(lambda facts: bool(_wrong_layers(facts)), _wrong_layers),
     _Rule(
         _ends_elsewhere,
         lambda f: (

@@ -19,6 +19,7 @@ from megatron.training.models import dist_utils
 
 from megatron.schedules.integration import tied
 from megatron.schedules.integration.arguments import add_arguments, check, mend_help, refuse
+from megatron.schedules.integration.layers import layers_by_stage
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -98,8 +99,11 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         placement = schedule.placement
         if placement.chunks > 1:
             args.virtual_pipeline_model_parallel_size = placement.chunks
-            if placement.name != "interleaved":
-                args.pipeline_model_parallel_layout = PlacedLayout(placement, args.num_layers)
+            layers = layers_by_stage(args, placement.stages)
+            if placement.name != "interleaved" or len(set(layers)) > 1:
+                args.pipeline_model_parallel_layout = PlacedLayout(placement, layers)
+                # The layout says it; stock's configuration takes one or the other.
+                args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
         session.args, session.planner = args, Planner(args, schedule)
         return result
 

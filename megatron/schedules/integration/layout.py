@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,20 +13,19 @@ from megatron.schedules.planning.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Stock's layer layout for a placement stock does not know, such as the V: layers evenly over all stages.
+    """Stock's layer layout for a placement stock does not know, such as the V.
 
     Stock numbers stages as if they went round the ranks; only the three attributes and the one method below depend on
     that. The object passes through Megatron's configuration as it is.
 
     Args:
         placement: where the stages live.
-        num_layers: decoder layers of the whole model; a multiple of the stages.
+        layers: decoder layers of each stage, in model order.
     """
 
-    def __init__(self, placement: Placement, num_layers: int) -> None:
+    def __init__(self, placement: Placement, layers: Sequence[int]) -> None:
         self.placement = placement
-        each = num_layers // placement.stages
-        by_stage = [[LayerType.decoder] * each for _ in range(placement.stages)]
+        by_stage = [[LayerType.decoder] * count for count in layers]
         by_stage[0].insert(0, LayerType.embedding)
         by_stage[-1].append(LayerType.loss)
         self.input_data = str(placement)
