@@ -14,6 +14,7 @@ import pytest
 from megatron.schedules.cli import main
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.textforms import from_csv, from_json
+from tests.refused import assert_refused
 
 ROOT = Path(__file__).parents[1]
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
@@ -176,14 +177,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_one_line_and_status_2(case, capsys):
-    arguments, said = WRONG[case]
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.endswith("\n")
-    assert err.startswith("megatron-schedules")
-    assert said in err
+    assert_refused(*WRONG[case], capsys)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from megatron.schedules.planning import store
 from megatron.schedules.planning.registry import NAMES
 from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import from_csv
+from tests.refused import assert_refused
 
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 PLAN = ["plan", "--schedule", "v-half", *SIZE]
@@ -141,10 +142,4 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_one_line_and_status_2(case, capsys):
-    arguments, said = WRONG[case]
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("megatron-schedules")
-    assert said in err
+    assert_refused(*WRONG[case], capsys)

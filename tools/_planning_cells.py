@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning import registry
+from megatron.schedules.planning import store
 from megatron.schedules.planning.adaptive.frontier import frontier
 from megatron.schedules.planning.adaptive.plan import bound, default_seconds, effort, least_limit, placements
 from megatron.schedules.planning.adaptive.problem import Problem
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Request, plan
+from megatron.schedules.planning.registry import Request, every_named, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
@@ -54,10 +53,7 @@ class Cell:
 
 def code_version() -> str:
     """A name for the code that the figures depend on."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for source in sorted(Path(registry.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(Path(__file__).read_bytes() + store.code_version().encode()).hexdigest()[:16]
 
 
 def measure(cell: Cell) -> Result:
@@ -73,7 +69,7 @@ def _frontier(cell: Cell) -> Result:
     request = Request("adaptive", cell.ranks, cell.microbatches, Costs.parse(cell.costs))
     costs, unit = request.costs.around_one()
     request = replace(request, costs=costs)
-    named = _named(request)
+    named = every_named(request)
     problems = [Problem(placement, cell.microbatches, costs.on(placement)) for placement in placements(request)]
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
     rungs = []
@@ -97,7 +93,7 @@ def _random(cell: Cell) -> Result:
     limit = request.memory_limit * request.ranks
     schedule = plan(request)  # validates it
     ours = simulate(schedule, request.costs.on(schedule.placement))
-    fitting = [timeline for timeline in _named(request) if timeline.peak <= limit + _EPSILON]
+    fitting = [timeline for timeline in every_named(request) if timeline.peak <= limit + _EPSILON]
     best = min((timeline.makespan for timeline in fitting), default=None)
     return {
         **_figures(ours, 1.0),
@@ -129,19 +125,6 @@ def _time(cell: Cell) -> Result:
     costs = Costs.parse(cell.costs)
     schedule = plan(Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to))
     return _figures(simulate(schedule, costs.on(schedule.placement)), 1.0)
-
-
-def _named(request: Request) -> list[Timeline]:
-    """Every schedule by name that goes with the request's costs."""
-    found = []
-    for name in NAMES:
-        if name not in ("adaptive", "file"):
-            try:
-                schedule = plan(replace(request, schedule=name))
-            except PlanError:  # its number of chunks does not go with the costs of single stages
-                continue
-            found.append(simulate(schedule, request.costs.on(schedule.placement)))
-    return found
 
 
 def _figures(timeline: Timeline, unit: float) -> Result:

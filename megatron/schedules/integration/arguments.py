@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.integration.layers import layers_by_stage
 from megatron.schedules.integration.memory_limit import memory_limit
-from megatron.schedules.planning.adaptive.plan import bound, default_seconds
+from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind
@@ -134,15 +134,17 @@ def _chunk_choices(args: Any) -> tuple[int, ...]:
     """The numbers of chunks up to four that the layers divide into; one always, as stock has its own say on that."""
     if any(getattr(args, name, None) for name in _UNEVEN_LAYERS) or not args.num_layers:
         return (1,)
-    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or _spreads(args, chunks))
+    size = args.pipeline_model_parallel_size
+    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or not _wrong_layers(args, chunks * size))
 
 
-def _spreads(args: Any, chunks: int) -> bool:
+def _wrong_layers(args: Any, stages: int) -> str:
+    """Why the layers do not spread over so many stages; empty where they do."""
     try:
-        layers_by_stage(args, chunks * args.pipeline_model_parallel_size)
-    except PlanError:
-        return False
-    return True
+        layers_by_stage(args, stages)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def check(args: Any) -> Schedule:
@@ -219,7 +221,7 @@ def _microbatches(args: Any) -> int:
 
 def _announce_search(request: Request) -> None:
     """Say on the first rank that the job will stand still for a while, and why; a bad request raises first."""
-    bound(request)
+    limit_in_microbatches(request)
     if int(os.environ.get("RANK", "0")) == 0:
         seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
         sys.stdout.write(f"pipeline schedule adaptive: searches some {seconds:.0f} s, unless {folder()} has the plan\n")
@@ -259,16 +261,6 @@ def _flag(name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: Tr
     return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
 
 
-def _wrong_layers(facts: _Facts) -> str:
-    """Why the layers do not spread over the stages; empty where they do, or where stock spreads them."""
-    if facts.chunks > 1:
-        try:
-            layers_by_stage(facts.args, facts.schedule.placement.stages)
-        except PlanError as error:
-            return str(error)
-    return ""
-
-
 def _several(facts: _Facts) -> bool:
     return facts.chunks > 1
 
@@ -294,7 +286,10 @@ _UNEVEN = (
 )
 
 _RULES = (
-    _Rule(lambda facts: bool(_wrong_layers(facts)), _wrong_layers),
+    _Rule(
+        lambda facts: facts.chunks > 1 and bool(_wrong_layers(facts.args, facts.schedule.placement.stages)),
+        lambda facts: _wrong_layers(facts.args, facts.schedule.placement.stages),
+    ),
     _Rule(
         _ends_elsewhere,
         lambda f: (

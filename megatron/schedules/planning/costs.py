@@ -46,6 +46,10 @@ class StageCosts:
         of_a_pass = {Kind.F: 1.0, Kind.I: self.weight_share - 1, Kind.W: -self.weight_share, Kind.B: -1.0}
         return {kind: tuple(share * held for held in self.activation) for kind, share in of_a_pass.items()}
 
+    def least(self, placement: Placement) -> float:
+        """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
+        return max(sum(self.activation[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
+
     def work(self, placement: Placement, rank: int) -> float:
         """Time rank ``rank`` computes for one microbatch."""
         held = placement.stages_of(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.costs import Costs, StageCosts
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.reorder import Policy, improve
 from megatron.schedules.planning.schedule import Schedule, in_turn
@@ -34,7 +34,12 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
     size = sum(map(len, base.order))
     plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
     best = improve(base, on_stages, [limit] * base.ranks, policies, plays)
-    return join(simulate(in_turn(best), on_stages))
+    return finished(best, on_stages)
+
+
+def finished(split: Schedule, costs: StageCosts) -> Schedule:
+    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be."""
+    return join(simulate(in_turn(split), costs))
 
 
 def join(timeline: Timeline) -> Schedule:

@@ -15,8 +15,7 @@ from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
-__all__ = ["NAMES", "Request", "describe", "plan"]
-
+__all__ = ["NAMES", "Request", "Tick", "describe", "every_named", "plan"]
 
 Tick = Callable[[float], None]
 
@@ -32,10 +31,10 @@ def _quickly(build: Callable[[Request], Schedule]) -> Callable[[Request, Tick], 
 
 
 def _adaptive(request: Request, tick: Tick) -> Schedule:
-    return plan_adaptive(request, _every_named, tick)
+    return plan_adaptive(request, every_named, tick)
 
 
-def _every_named(request: Request) -> list[Timeline]:
+def every_named(request: Request) -> list[Timeline]:
     """Every schedule known by name at the size and the costs of ``request``, with its times under them."""
     found = []
     for name in NAMES:

@@ -48,10 +48,15 @@ def kept_plan(request: Request, tick: Tick = lambda share: None) -> Schedule:
 
 def _key(request: Request) -> str:
     """A name for what ``request`` asks and for the code that answers: another version may find another plan."""
-    digest = hashlib.sha256(repr(request).encode())
+    return hashlib.sha256(f"{request!r} {code_version()}".encode()).hexdigest()[:32]
+
+
+def code_version() -> str:
+    """A name for the planner's code as it is: changed by any change to it."""
+    digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 @contextmanager

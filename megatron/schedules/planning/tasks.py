@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.passes import Kind, Pass
@@ -30,7 +30,7 @@ class Links:
 
     def counts(self) -> list[int]:
         """How many links each task has."""
-        return [end - start for start, end in zip(self.start, self.start[1:], strict=False)]
+        return [end - start for start, end in pairwise(self.start)]
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,13 @@ class Tasks:
     def turned(self, order: Sequence[int]) -> list[int]:
         """``order`` with each rank's part the other way round."""
         turned: list[int] = []
-        for start, end in zip(self.first, self.first[1:], strict=False):
+        for start, end in pairwise(self.first):
             turned += order[start:end][::-1]
         return turned
 
     def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Order:
         """``order`` as a schedule's rows, given the pass of each task."""
-        return tuple(
-            tuple(passes[task] for task in order[start:end])
-            for start, end in zip(self.first, self.first[1:], strict=False)
-        )
+        return tuple(tuple(passes[task] for task in order[start:end]) for start, end in pairwise(self.first))
 
 
 def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from megatron.schedules.report import palette
 from megatron.schedules.report.figures import number, ticks
 
 _WIDTH, _HEIGHT = 960, 560
@@ -14,7 +15,6 @@ _LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 78
 _SIZE = 11.0
 _LETTER = 0.56 * _SIZE  # width of a letter on average, with room to spare
 _NEAR = 4.0  # points closer than this share a label
-_FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 # For the page, the grid, text, faint text, ours, and others'.
 _LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a")
 _DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060")
@@ -63,7 +63,7 @@ def draw_frontier(
     chart.words(heading, caption)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img" aria-labelledby="t d" font-family="{_FONT}" font-size="{_n(_SIZE)}">\n'
+        f'height="{_HEIGHT}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_n(_SIZE)}">\n'
         f'<title id="t">{escape(heading)}</title><desc id="d">{escape(caption)}</desc>\n'
         f"<style>{_style()}</style>\n"
         f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"

@@ -1,4 +1,4 @@
-"""Colours of passes: a hue for each kind, lighter from chunk to chunk."""
+"""How drawings look: the font, and the colours of passes, a hue for each kind, lighter from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from megatron.schedules.planning.passes import Kind
 
 Rgb = tuple[int, int, int]
 
+FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 WHITE: Rgb = (255, 255, 255)
 BLACK: Rgb = (0, 0, 0)
 

@@ -30,7 +30,6 @@ _ROWS_TALL = 320  # what the rows of one schedule may take before they get lower
 _ROW_BEST, _ROW_LEAST = 24, 7
 _DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute
 
-_FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 # Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
 # reads on any page.
 _LIGHT = {"page": "#ffffff", "lane": "#edf0f4", "text": "#1b1f26", "faint": "#5d6673", "memory": "#5b6bbf"}
@@ -218,7 +217,7 @@ class _Sheet:
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" role="img" aria-labelledby="t d" font-family="{_FONT}" font-size="12">\n'
+            f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="12">\n'
             f'<title id="t">{escape(heading)}</title><desc id="d">{escape(described)}</desc>\n'
             f"<style>{self.style()}</style>\n"
             f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.problem import Order, Problem
 from megatron.schedules.planning.adaptive.search import race
 from megatron.schedules.planning.play import EPSILON
-from megatron.schedules.planning.polish import join
-from megatron.schedules.planning.schedule import Schedule, in_turn
+from megatron.schedules.planning.polish import finished
+from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 
 # Rungs to a pipeline's own d microbatches, and the finest step between them.
@@ -27,17 +27,20 @@ _SELDOM = 0.25
 
 @dataclass(frozen=True)
 class _Searched:
-    """An order that a search found; its timeline is made when asked for, which for a large plan takes its time."""
+    """An order that a search found; its schedule is made when asked for, which for a large plan takes its time."""
 
     problem: Problem
     order: Order
     makespan: float
 
     @cached_property
+    def schedule(self) -> Schedule:
+        split = replace(self.problem.schedule, name="adaptive", order=self.problem.rows(self.order))
+        return finished(split, self.problem.costs)
+
+    @cached_property
     def timeline(self) -> Timeline:
-        placement, n, costs = self.problem.placement, self.problem.schedule.microbatches, self.problem.costs
-        split = in_turn(Schedule("adaptive", placement, n, self.problem.rows(self.order)))
-        return simulate(join(simulate(split, costs)), costs)
+        return simulate(self.schedule, self.problem.costs)
 
 
 @dataclass(frozen=True)

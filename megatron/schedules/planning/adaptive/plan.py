@@ -43,11 +43,7 @@ def placements(request: Request) -> list[Placement]:
 
 def least_limit(request: Request) -> float:
     """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
-    found = []
-    for placement in placements(request):
-        held = request.costs.on(placement).activation
-        found.append(max(sum(held[s] for s in placement.stages_of(rank)) for rank in range(request.ranks)))
-    return min(found) / request.ranks
+    return min(request.costs.on(placement).least(placement) for placement in placements(request)) / request.ranks
 
 
 def default_seconds(ranks: int, microbatches: int) -> float:
@@ -62,7 +58,7 @@ def effort(ranks: int, seconds: float) -> float:
 
 def bound(request: Request) -> float:
     """No schedule within the request's memory ends before this on any placement the plan may have."""
-    limit, placed = _limit(request), placements(request)
+    limit, placed = limit_in_microbatches(request), placements(request)
     if request.placement is None and any(placement.chunks == request.chunks for placement in placed):
         # That of interleaved-1f1b, which may be the answer too.
         placed.append(interleaved(request.ranks, request.chunks))
@@ -84,7 +80,7 @@ def plan_adaptive(
     from megatron.schedules.planning.adaptive.frontier import frontier
     from megatron.schedules.planning.adaptive.problem import Problem
 
-    limit = _limit(request)
+    limit = limit_in_microbatches(request)
     costs, _ = request.costs.around_one()
     problems = [Problem(placement, request.microbatches, costs.on(placement)) for placement in placements(request)]
     seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
@@ -94,11 +90,15 @@ def plan_adaptive(
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
-    return frontier(problems, known, limit, effort(request.ranks, seconds), tick)[-1].timeline.schedule
+    return frontier(problems, known, limit, effort(request.ranks, seconds), tick)[-1].best.schedule
 
 
-def _limit(request: Request) -> float:
-    """The request's limit in microbatches."""
+def limit_in_microbatches(request: Request) -> float:
+    """What a rank may hold.
+
+    Raises:
+        PlanError: where the request cannot be searched for: no limit, one below the smallest that works, no time.
+    """
     asked, least = request.memory_limit, least_limit(request)
     if asked is None:
         raise PlanError("adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5")

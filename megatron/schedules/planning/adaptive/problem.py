@@ -49,7 +49,6 @@ class Problem:
         self.size = len(self.passes)
         self._turned = np.array(tasks.turned(range(self.size)))
         self._forward, self._backward = _arrays(tasks), _arrays(tasks.reversed())
-        self._limits: NDArray[np.float64] = np.empty(0)
 
     @property
     def effort(self) -> int:
@@ -63,9 +62,8 @@ class Problem:
 
     @property
     def least(self) -> float:
-        """The least memory in which anything runs here: one microbatch, on the rank that holds most of it."""
-        placement, held = self.placement, self.costs.activation
-        return max(sum(held[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks))
+        """The least memory in which anything runs here."""
+        return self.costs.least(self.placement)
 
     def order(self, schedule: Schedule | None = None) -> Order:
         """``schedule`` on this placement in task numbers, every B split; without one, one microbatch after another."""
