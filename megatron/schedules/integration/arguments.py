@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.schedules.integration.layers import layers_by_stage
+from megatron.schedules.integration.layers import estimated_loads, layers_by_stage, placed_by_hand
 from megatron.schedules.integration.memory_limit import memory_limit
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.registry import NAMES, Request, describe
+from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import folder, kept_plan
 
@@ -88,8 +87,8 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def request_for(args: Any, num_microbatches: int, placement: Placement | None = None) -> Request:
-    """The plan that ``args`` ask for with this many microbatches, on ``placement`` where that is settled.
+def _request(args: Any) -> Request:
+    """The plan that ``args`` ask for.
 
     Raises:
         PlanError: naming the flag that cannot be read.
@@ -104,24 +103,25 @@ def request_for(args: Any, num_microbatches: int, placement: Placement | None = 
     request = Request(
         schedule=args.pipeline_schedule,
         ranks=args.pipeline_model_parallel_size,
-        microbatches=num_microbatches,
-        costs=_costs(args),
+        microbatches=_microbatches(args),
         chunks=2 if args.pipeline_schedule_chunks is None else args.pipeline_schedule_chunks,
         csv=text,
     )
-    if request.schedule != "adaptive":
-        return request
-    return replace(
-        request,
-        memory_limit=memory_limit(args),
-        search_seconds=args.pipeline_search_seconds,
-        chunk_choices=_chunk_choices(args),
-        placement=placement,
-    )
+    if request.schedule == "adaptive":
+        request = replace(
+            request,
+            memory_limit=memory_limit(args),
+            search_seconds=args.pipeline_search_seconds,
+            chunk_choices=_chunk_choices(args),
+        )
+    return replace(request, costs=_costs(args, request))
 
 
-def _costs(args: Any) -> Costs:
+def _costs(args: Any, request: Request) -> Costs:
     costs, weights = Costs.parse(args.pipeline_schedule_costs), args.pipeline_schedule_stage_weights
+    if placed_by_hand(args):
+        loads = estimated_loads(args, _stages(request))
+        costs = replace(costs, stage_weights=loads.work, stage_activations=loads.activations)
     if weights is None:
         return costs
     try:
@@ -130,12 +130,22 @@ def _costs(args: Any) -> Costs:
         raise PlanError(f"--pipeline-schedule-stage-weights {weights!r} is not a list such as 1.5,1,1,1.2") from None
 
 
+def _stages(request: Request) -> int:
+    """How many stages the plan will have, which its costs do not change."""
+    if request.schedule == "adaptive":
+        return request.ranks * request.chunk_choices[0]
+    return plan(request if request.schedule == "file" else replace(request, microbatches=1)).placement.stages
+
+
 def _chunk_choices(args: Any) -> tuple[int, ...]:
-    """The numbers of chunks up to four that the layers divide into; one always, as stock has its own say on that."""
-    if any(getattr(args, name, None) for name in _UNEVEN_LAYERS) or not args.num_layers:
-        return (1,)
+    """The numbers of chunks up to four that the layers spread over; only the largest where they are placed by hand.
+
+    Each number of stages would have costs of its own then. Layers that spread over no number of chunks give one, and
+    the rule about layers says why.
+    """
     size = args.pipeline_model_parallel_size
-    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or not _wrong_layers(args, chunks * size))
+    found = tuple(chunks for chunks in (1, 2, 3, 4) if not _wrong_layers(args, chunks * size))
+    return (found[-1:] if placed_by_hand(args) else found) or (1,)
 
 
 def _wrong_layers(args: Any, stages: int) -> str:
@@ -147,7 +157,14 @@ def _wrong_layers(args: Any, stages: int) -> str:
     return ""
 
 
-def check(args: Any) -> Schedule:
+class Asked(NamedTuple):
+    """What the command line asks for, and the plan that answers it."""
+
+    request: Request
+    schedule: Schedule
+
+
+def check(args: Any) -> Asked:
     """Check all our flags against stock's, as parsed and before stock has validated them; the plan they ask for.
 
     Exits with status 2 after one line on standard error where something cannot work.
@@ -165,7 +182,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _checked(args: Any) -> Schedule:
+def _checked(args: Any) -> Asked:
     name, size = args.pipeline_schedule, args.pipeline_model_parallel_size
     if name in NAMES and size < 2:
         raise PlanError(
@@ -184,7 +201,7 @@ def _checked(args: Any) -> Schedule:
     if name == "adaptive" and _is_set(args, "transformer_impl"):
         raise PlanError(f"--pipeline-schedule {name} does not work with --transformer-impl: {_LOCAL_ONLY}")
     try:
-        request = request_for(args, _microbatches(args))
+        request = _request(args)
         if name == "adaptive":
             _announce_search(request)
         schedule = kept_plan(request)
@@ -194,7 +211,7 @@ def _checked(args: Any) -> Schedule:
     for rule in _RULES:
         if rule.applies(facts):
             raise PlanError(f"--pipeline-schedule {name} {rule.why(facts)}")
-    return schedule
+    return Asked(request, schedule)
 
 
 def _microbatches(args: Any) -> int:
@@ -275,19 +292,12 @@ _LOCAL_ONLY = (
     "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
     "1f1b-v, which do not split the backward"
 )
-_UNEVEN_LAYERS = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
-_UNEVEN = (
-    "with several chunks a rank layers are spread evenly, and --account-for-embedding-in-pipeline-split and "
-    "--account-for-loss-in-pipeline-split make the ends lighter; use those, or a schedule with one chunk a rank"
-)
-
 _RULES = (
     _Rule(
-        lambda facts: facts.chunks > 1 and bool(_wrong_layers(facts.args, facts.schedule.placement.stages)),
+        lambda facts: (
+            (facts.chunks > 1 or placed_by_hand(facts.args))
+            and bool(_wrong_layers(facts.args, facts.schedule.placement.stages))
+        ),
         lambda facts: _wrong_layers(facts.args, facts.schedule.placement.stages),
     ),
     _Rule(
@@ -299,7 +309,6 @@ _RULES = (
     ),
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    *(_flag(name, _UNEVEN, _several) for name in _UNEVEN_LAYERS),
     _flag(
         "transformer_impl",
         _LOCAL_ONLY,
