@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.integration.layers import estimated_loads, layers_by_stage, placed_by_hand
 from megatron.schedules.integration.memory_limit import memory_limit
+from megatron.schedules.integration.recompute import with_recompute
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
@@ -119,6 +120,8 @@ def _request(args: Any) -> Request:
 
 def _costs(args: Any, request: Request) -> Costs:
     costs, weights = Costs.parse(args.pipeline_schedule_costs), args.pipeline_schedule_stage_weights
+    if args.recompute_granularity is not None:
+        costs = with_recompute(costs, args, args.num_layers / _stages(request))
     if placed_by_hand(args):
         loads = estimated_loads(args, _stages(request))
         costs = replace(costs, stage_weights=loads.work, stage_activations=loads.activations)
@@ -138,14 +141,14 @@ def _stages(request: Request) -> int:
 
 
 def _chunk_choices(args: Any) -> tuple[int, ...]:
-    """The numbers of chunks up to four that the layers spread over; only the largest where they are placed by hand.
+    """The numbers of chunks up to four that the layers spread over; only the largest where costs depend on it.
 
-    Each number of stages would have costs of its own then. Layers that spread over no number of chunks give one, and
-    the rule about layers says why.
+    Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
     size = args.pipeline_model_parallel_size
     found = tuple(chunks for chunks in (1, 2, 3, 4) if not _wrong_layers(args, chunks * size))
-    return (found[-1:] if placed_by_hand(args) else found) or (1,)
+    depends = placed_by_hand(args) or args.recompute_method == "block"
+    return (found[-1:] if depends else found) or (1,)
 
 
 def _wrong_layers(args: Any, stages: int) -> str:

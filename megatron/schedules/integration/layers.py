@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.schedules.integration.layer_arithmetic import layer, output_layer
 from megatron.schedules.planning.errors import PlanError
 
 
@@ -111,37 +112,12 @@ class StageLoads(NamedTuple):
 def estimated_loads(args: Any, stages: int) -> StageLoads:
     """What stages with the layers that :func:`layers_by_stage` gives cost, by the arithmetic of a transformer.
 
-    Work is counted in products of matrices a token, memory in bytes a token at half precision; both as in
-    arXiv 2205.05198, sections 3 and 4 and appendix A. The embedding takes next to nothing of either.
+    Work is counted in products of matrices, memory in bytes of activations: see :mod:`.layer_arithmetic`.
     """
-    counts = layers_by_stage(args, stages)
-    hidden, sequence, vocabulary = args.hidden_size, args.seq_length, _vocabulary(args)
-    layer_work, output_work = _layer_products(args), 2 * hidden * vocabulary
-    scores = 0 if args.recompute_granularity else 5 * args.num_attention_heads * sequence
-    layer_bytes, output_bytes = 34 * hidden + scores, 4 * (hidden + vocabulary)
-    work = [count * layer_work for count in counts]
-    held = [count * layer_bytes for count in counts]
-    work[-1] += output_work
-    held[-1] += output_bytes
-    return StageLoads(_against_mean(work), _against_mean(held))
-
-
-def _layer_products(args: Any) -> float:
-    """Multiplications and additions of one decoder layer's forward for one token."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    width = heads * (args.kv_channels or hidden // heads)
-    groups = args.num_query_groups if args.group_query_attention else heads
-    projections = 2 * hidden * width * (2 + 2 * groups / heads)
-    scores = 2 * args.seq_length * width  # causal: half of the sequence, twice
-    inner = args.ffn_hidden_size or 4 * hidden
-    if args.num_experts:
-        inner = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
-        inner += args.moe_shared_expert_intermediate_size or 0
-    return projections + scores + 2 * hidden * inner * (3 if args.swiglu else 2)
-
-
-def _vocabulary(args: Any) -> int:
-    return int(getattr(args, "padded_vocab_size", None) or args.vocab_size or 0)
+    each = layer(args)
+    loads = [each.whole.times(count) for count in layers_by_stage(args, stages)]
+    loads[-1] += output_layer(args)
+    return StageLoads(_against_mean([load.work for load in loads]), _against_mean([load.held for load in loads]))
 
 
 def _against_mean(loads: list[float]) -> tuple[float, ...]:
