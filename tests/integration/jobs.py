@@ -174,7 +174,7 @@ def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tenso
         offset = get_transformer_layer_offset(config, vp_stage=getattr(inner, "vp_stage", None))
         for name, parameter in inner.named_parameters():
             parts = name.split(".")
-            if "layers" in parts:
+            if "decoder" in parts and "layers" in parts:
                 at = parts.index("layers") + 1
                 parts[at] = str(int(parts[at]) + offset)
             found[".".join(parts), data, tensor] = value(parameter).clone()

@@ -174,3 +174,14 @@ def test_a_split_backward_needs_room_for_what_it_recomputed():
     assert timed(plan(Request("1f1b", 8, 16, costs)), costs).peak == 0
     assert timed(plan(Request("v-half", 8, 16, costs)), costs).peak >= 0.5
     assert timed(plan(Request("adaptive", 8, 16, costs, memory_limit=1 / 16, search_seconds=0.1)), costs).peak <= 0.5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half"])
+def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
+    timeline = planned(name, 4, 6)
+    spans = slow_spans(timeline.schedule, Costs())
+    assert spans is not None
+    for rank, row in enumerate(timeline.schedule.order):
+        for chunk, time in enumerate(timeline.gradients_complete(rank)):
+            own = [p for p in row if timeline.schedule.placement.chunk_of(p.stage) == chunk]
+            assert time == max(spans[p][1] for p in own if p.kind in (Kind.W, Kind.B))

@@ -317,7 +317,6 @@ _RULES = (
         _LOCAL_ONLY,
         lambda facts: facts.splits,
     ),
-    _flag("mtp_num_layers", "multi-token prediction is not supported yet; leave the flag out"),
     _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
     _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
     _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),

@@ -111,6 +111,7 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tu
     if not is_first_or_last_pipeline_stage(vp_stage):
         return (None,) * len(_BATCH)
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    is_last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         assert data_iterator is not None, "the first and the last stage read data"
@@ -127,10 +128,10 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tu
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and is_last,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        is_pipeline_last_stage=is_last,
     )
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
     return tuple(batch[key] for key in _BATCH)

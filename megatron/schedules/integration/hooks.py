@@ -102,7 +102,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
             args.virtual_pipeline_model_parallel_size = placement.chunks
             # These are of stock's own interleaving.
             args.overlap_p2p_comm = args.align_param_gather = False
-            args.pipeline_model_parallel_layout = PlacedLayout(placement, layers)
+            args.pipeline_model_parallel_layout = PlacedLayout(placement, layers, args.mtp_num_layers or 0)
             # The layout says it; stock's configuration takes one or the other.
             args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
             args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
-from megatron.schedules.integration import tied
+from megatron.schedules.integration import mtp, tied
 from megatron.schedules.integration.losses import LossRelay
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.split_linear import split_linears
@@ -102,6 +102,8 @@ class ScheduleFunction:
         last_rank = self._group.size() - 1
         if self._planner.last_stage_rank != last_rank:
             losses, tokens = self._relay(losses, tokens)
+            if config.mtp_num_layers and not forward_only:
+                mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         if not forward_only:
             self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
             self._report_peak()
