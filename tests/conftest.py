@@ -1,4 +1,4 @@
-"""For every test: nothing is read from, and nothing left in, the folder where the user's own plans are kept."""
+"""For every test: how much is run, and a folder of its own for plans, so that the user's is neither read nor filled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.schedules.planning.store import FOLDER_VARIABLE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-matrix", action="store_true", help="Every setting under every schedule, not a chosen few.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is run only when the whole matrix is asked for."""
+    if not config.getoption("--full-matrix"):
+        left_out = [item for item in items if item.get_closest_marker("full_matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,20 +24,21 @@ class Training:
         self._megatron, self._folder = megatron, folder
         self.stock = cache(self._stock)
 
-    def __call__(self, world: int, *flags: str, tied: bool = False) -> Result:
-        """Train with ``flags`` on ``world`` ranks."""
-        return self._run(world, *flags, *self._load(tied, _layers(flags)), tied=tied)
+    def __call__(self, world: int, *flags: str, tied: bool = False, model: tuple[str, ...] = ()) -> Result:
+        """Train with ``flags`` on ``world`` ranks; ``model`` holds those flags that say what parameters there are."""
+        return self._run(world, *flags, *model, *self._load(tied, (*_layers(flags), *model)), tied=tied)
 
-    def _stock(self, world: int, *flags: str, tied: bool = False) -> Result:
+    def _stock(self, world: int, *flags: str, tied: bool = False, model: tuple[str, ...] = ()) -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
-        return self(world, *flags, tied=tied)
+        return self(world, *flags, tied=tied, model=model)
 
-    def _load(self, tied: bool, layers: list[str]) -> list[str]:
-        folder = self._folder / "-".join(["tied" if tied else "untied", *layers[1:]])
+    def _load(self, tied: bool, model: tuple[str, ...]) -> list[str]:
+        digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
+        folder = self._folder / f"{'tied' if tied else 'untied'}-{digest}"
         if not folder.exists():
             once = "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim".split()
-            self._run(1, *once, *layers, "--save", str(folder), tied=tied)
+            self._run(1, *once, *model, "--save", str(folder), tied=tied)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
     def _run(self, world: int, *flags: str, tied: bool) -> Result:
