@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.integration.layers import layers_by_stage
 from megatron.schedules.integration.memory_limit import memory_limit
+from megatron.schedules.integration.split_te import te_fault
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
@@ -181,8 +182,8 @@ def _checked(args: Any) -> Schedule:
     for flag in ("pipeline_memory_limit", "pipeline_search_seconds"):
         if getattr(args, flag) is not None and name != "adaptive":
             raise PlanError(f"--{flag.replace('_', '-')} goes with --pipeline-schedule adaptive, not {name}")
-    if name == "adaptive" and _is_set(args, "transformer_impl"):
-        raise PlanError(f"--pipeline-schedule {name} does not work with --transformer-impl: {_LOCAL_ONLY}")
+    if name == "adaptive" and (fault := _unsplittable(args)):
+        raise PlanError(f"--pipeline-schedule {name} {fault}")
     try:
         request = request_for(args, _microbatches(args))
         if name == "adaptive":
@@ -255,9 +256,11 @@ class _Rule(NamedTuple):
     why: Callable[[_Facts], str]
 
 
-def _flag(name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True) -> _Rule:
-    """A rule against a stock argument being set."""
-    written = "--" + name.replace("_", "-")
+def _flag(
+    name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True, written: str | None = None
+) -> _Rule:
+    """A rule against a stock argument being set; ``written`` where its flag is not named after it."""
+    written = written or "--" + name.replace("_", "-")
     return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
 
 
@@ -271,9 +274,30 @@ def _ends_elsewhere(facts: _Facts) -> bool:
 
 
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
-_LOCAL_ONLY = (
-    "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
-    "1f1b-v, which do not split the backward"
+
+
+def _unsplittable(args: Any) -> str:
+    """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
+    if not _is_set(args, "transformer_impl"):
+        return ""
+    fault = te_fault()
+    if args.transformer_impl != "transformer_engine":
+        fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
+    if fault is None:
+        return ""
+    return (
+        f"does not work with --transformer-impl {args.transformer_impl} here: {fault}; use --transformer-impl local, "
+        "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
+    )
+
+
+def _splits_te(facts: _Facts) -> bool:
+    return facts.splits and facts.on("transformer_impl")
+
+
+_QUANTISED = (
+    "quantised linears are not split so far; use bf16, or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the "
+    "backward"
 )
 _UNEVEN_LAYERS = (
     "pipeline_model_parallel_layout",
@@ -300,11 +324,23 @@ _RULES = (
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
     *(_flag(name, _UNEVEN, _several) for name in _UNEVEN_LAYERS),
+    _Rule(lambda facts: facts.splits and bool(_unsplittable(facts.args)), lambda facts: _unsplittable(facts.args)),
     _flag(
-        "transformer_impl",
-        _LOCAL_ONLY,
-        lambda facts: facts.splits,
+        "tp_comm_overlap",
+        "its buffers are used again before the weight gradients are computed; leave the flag out",
+        _splits_te,
     ),
+    _flag("use_transformer_engine_op_fuser", "fused linears are not split; leave the flag out", _splits_te),
+    _flag(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "the schedule places weight gradients itself; leave the flag out",
+        _splits_te,
+    ),
+    _flag("fp8", _QUANTISED, _splits_te, "--fp8-format"),
+    _flag("fp4", _QUANTISED, _splits_te, "--fp4-format"),
+    _flag("te_precision_config_file", _QUANTISED, _splits_te),
+    _flag("kitchen_config_file", _QUANTISED, _splits_te),
+    _flag("kitchen_recipe_number", _QUANTISED, _splits_te),
     _flag("mtp_num_layers", "multi-token prediction is not supported yet; leave the flag out"),
     _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
     _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
