@@ -166,14 +166,21 @@ def the_idle_expert_gets_zeros() -> None:
 
 
 def grouped_memory_to_be_filled_is_not_held() -> None:
+    from megatron.schedules.integration import split_te
+
     model = Experts()
     store = bound(model)
     fake_te._GroupedLinear.filled_later.clear()
     with store.split(0, 0):
         output = helpers.loss(model(*helpers.inputs_of(1, torch.float32)))
         output.backward()
-    # The graph is still there.
+    # The graph is still there, and with it what stood for the weights.
     assert [out() for out in fake_te._GroupedLinear.filled_later] == [None] * 2 * EXPERTS
+    own = {id(linear.weight0) for linear in (model.up, model.down)}
+    calls = [thing for thing in gc.get_objects() if isinstance(thing, split_te._Call)]
+    calls = [call for call in calls if id(call.weights.get("weight0")) in own]
+    assert len(calls) == 2
+    assert all(call.leaves[name].grad is None for call in calls for name in call.weights)
     store.run(0, 0)
 
 
@@ -307,6 +314,17 @@ def bound_again_to_a_newer_store() -> None:
     newer.run(0, 0)
 
 
+def the_schedule_function_binds_them() -> None:
+    from megatron.schedules.integration.schedule_function import ScheduleFunction
+    from megatron.schedules.integration.split_te import is_split
+
+    model = Block()
+    function = object.__new__(ScheduleFunction)  # making one takes a plan and its process groups
+    function._store, function._meter, function._report_memory = None, None, False
+    function._bound_store([model])
+    assert all(is_split(linear) for linear in (model.up, model.down, model.head))
+
+
 def kept_whole() -> None:
     from megatron.schedules.integration.split_te import is_split
 
@@ -431,6 +449,7 @@ CHECKS = (
     evaluation_and_whole_backwards_are_untouched,
     a_module_is_itself_after_its_forward,
     bound_again_to_a_newer_store,
+    the_schedule_function_binds_them,
     kept_whole,
     caching_of_quantised_weights_is_left_alone,
     memory_is_flat,

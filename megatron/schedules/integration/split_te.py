@@ -285,7 +285,8 @@ class _WeightGradient:
 
     def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
         """That which came with I, or else that computed in W, which is none or empty where it came with I."""
-        early, late = self._call.leaves[name].grad, computed[int(name.removeprefix("bias") or 0)]
+        early: Tensor | None = self._call.leaves[name].grad
+        late = computed[int(name.removeprefix("bias") or 0)]
         if early is None and late is not None and late.numel():
             return late
         return early
