@@ -1,22 +1,21 @@
-"""Our flags, and what is refused before anything starts."""
+"""Our flags, and the plan they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.schedules.integration.layers import estimated_loads, layers_by_stage, placed_by_hand
+from megatron.schedules.integration.layers import estimated_loads, placed_by_hand, wrong_layers
 from megatron.schedules.integration.memory_limit import memory_limit
 from megatron.schedules.integration.recompute import with_recompute
+from megatron.schedules.integration.refusals import refusal, unsplittable
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import folder, kept_plan
@@ -146,18 +145,9 @@ def _chunk_choices(args: Any) -> tuple[int, ...]:
     Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
     size = args.pipeline_model_parallel_size
-    found = tuple(chunks for chunks in (1, 2, 3, 4) if not _wrong_layers(args, chunks * size))
+    found = tuple(chunks for chunks in (1, 2, 3, 4) if not wrong_layers(args, chunks * size))
     depends = placed_by_hand(args) or args.recompute_method == "block"
     return (found[-1:] if depends else found) or (1,)
-
-
-def _wrong_layers(args: Any, stages: int) -> str:
-    """Why the layers do not spread over so many stages; empty where they do."""
-    try:
-        layers_by_stage(args, stages)
-    except PlanError as error:
-        return str(error)
-    return ""
 
 
 class Asked(NamedTuple):
@@ -201,8 +191,8 @@ def _checked(args: Any) -> Asked:
     for flag in ("pipeline_memory_limit", "pipeline_search_seconds"):
         if getattr(args, flag) is not None and name != "adaptive":
             raise PlanError(f"--{flag.replace('_', '-')} goes with --pipeline-schedule adaptive, not {name}")
-    if name == "adaptive" and _is_set(args, "transformer_impl"):
-        raise PlanError(f"--pipeline-schedule {name} does not work with --transformer-impl: {_LOCAL_ONLY}")
+    if name == "adaptive" and (fault := unsplittable(args)):
+        raise PlanError(f"--pipeline-schedule {name} {fault}")
     try:
         request = _request(args)
         if name == "adaptive":
@@ -210,10 +200,8 @@ def _checked(args: Any) -> Asked:
         schedule = kept_plan(request)
     except PlanError as error:
         raise PlanError(f"--pipeline-schedule {name}: {error}") from None
-    facts = _Facts(args, schedule)
-    for rule in _RULES:
-        if rule.applies(facts):
-            raise PlanError(f"--pipeline-schedule {name} {rule.why(facts)}")
+    if why := refusal(args, schedule):
+        raise PlanError(f"--pipeline-schedule {name} {why}")
     return Asked(request, schedule)
 
 
@@ -246,93 +234,3 @@ def _announce_search(request: Request) -> None:
         seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
         sys.stdout.write(f"pipeline schedule adaptive: searches some {seconds:.0f} s, unless {folder()} has the plan\n")
         sys.stdout.flush()
-
-
-def _is_set(args: Any, name: str) -> bool:
-    value = getattr(args, name, None)
-    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
-
-
-class _Facts(NamedTuple):
-    args: Any
-    schedule: Schedule
-
-    def on(self, name: str) -> bool:
-        """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        return _is_set(self.args, name)
-
-    @property
-    def splits(self) -> bool:
-        return any(work.kind is Kind.W for _, work in self.schedule.passes())
-
-    @property
-    def chunks(self) -> int:
-        return self.schedule.placement.chunks
-
-
-class _Rule(NamedTuple):
-    applies: Callable[[_Facts], bool]
-    why: Callable[[_Facts], str]
-
-
-def _flag(name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True) -> _Rule:
-    """A rule against a stock argument being set."""
-    written = "--" + name.replace("_", "-")
-    return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
-
-
-def _several(facts: _Facts) -> bool:
-    return facts.chunks > 1
-
-
-def _ends_elsewhere(facts: _Facts) -> bool:
-    placement = facts.schedule.placement
-    return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
-
-
-_STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
-_LOCAL_ONLY = (
-    "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
-    "1f1b-v, which do not split the backward"
-)
-_RULES = (
-    _Rule(
-        lambda facts: (
-            (facts.chunks > 1 or placed_by_hand(facts.args))
-            and bool(_wrong_layers(facts.args, facts.schedule.placement.stages))
-        ),
-        lambda facts: _wrong_layers(facts.args, facts.schedule.placement.stages),
-    ),
-    _Rule(
-        _ends_elsewhere,
-        lambda f: (
-            "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
-            "the last stage on the first or the last rank"
-        ),
-    ),
-    _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
-    _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    _flag(
-        "transformer_impl",
-        _LOCAL_ONLY,
-        lambda facts: facts.splits,
-    ),
-    _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
-    _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("overlap_moe_expert_parallel_comm", "it brings a schedule of its own; leave the flag out"),
-    _flag("delay_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
-    _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
-    _flag("variable_seq_lengths", "messages have one shape so far; pad to --seq-length"),
-    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; leave the flag out"),
-    _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("rampup_batch_size", "a CSV is for one number of microbatches", lambda f: f.args.pipeline_schedule == "file"),
-    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
-    _flag(
-        "num_microbatches_with_partial_activation_checkpoints",
-        "it counts on Megatron's own schedule; leave the flag out",
-    ),
-)

@@ -45,6 +45,15 @@ def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def wrong_layers(args: Any, stages: int) -> str:
+    """Why the layers do not spread over so many stages; empty where they do."""
+    try:
+        layers_by_stage(args, stages)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
 def placed_by_hand(args: Any) -> bool:
     """Whether a flag says how many layers single stages hold."""
     flags = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")

@@ -16,6 +16,7 @@ from megatron.schedules.integration import mtp, tied
 from megatron.schedules.integration.losses import LossRelay
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.split_linear import split_linears
+from megatron.schedules.integration.split_te import split_te_linears
 from megatron.schedules.integration.stages import MegatronStages, Step
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import run
@@ -124,6 +125,7 @@ class ScheduleFunction:
             self._store = WeightGradients(self._meter)
             for chunk in chunks:
                 split_linears(chunk, self._store)
+                split_te_linears(chunk, self._store)
         return self._store
 
     def _finish_gradients(
