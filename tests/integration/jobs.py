@@ -24,6 +24,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
 
 import pretrain_gpt
+from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
@@ -31,14 +32,16 @@ from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks."""
-    ranks = run_ranks(world, _rank, list(flags), timeout=timeout)
+def train(world: int, flags: Sequence[str], varied: bool = False, timeout: float = 180.0) -> Result:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks; ``varied``: each microbatch has a size of its own."""
+    ranks = run_ranks(world, _rank, list(flags), varied, timeout=timeout)
+    first, last = ranks[0], ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
         weights.update(rank["weights"])
-    return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, weights, [rank["peak"] for rank in ranks])
+    peaks = [rank["peak"] for rank in ranks]
+    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, first["sizes"])
 
 
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
@@ -118,11 +121,39 @@ def _rank_main(flags: list[str]) -> None:
     pretrain_gpt.main()
 
 
-def _rank(flags: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
+def _rank(flags: list[str], varied: bool) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "sizes": set()}
     _listen(seen)
+    if varied:
+        _vary_sizes(seen["sizes"])
     _rank_main(flags)
     return seen
+
+
+def _vary_sizes(seen: set[tuple[int, int]]) -> None:
+    """Make a script of this one that feeds microbatches of different numbers and lengths of rows, and says so.
+
+    The first and the last stage read the same samples, the one its tokens and the other its labels, which are the
+    tokens moved by one; both take the size from a token that both have.
+    """
+    parse, next_batch = pretrain_gpt.parse_and_validate_args, gpt._next_batch
+
+    def parse_and_validate_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        parsed.variable_seq_lengths = True  # stock has no flag for it, and turns it off when it validates
+        return parsed
+
+    def cut(data_iterator: Any, vp_stage: int | None) -> tuple[Any, ...]:
+        tokens, labels, loss_mask, position_ids, attention_mask = next_batch(data_iterator, vp_stage)
+        if tokens is None and labels is None:
+            return tokens, labels, loss_mask, position_ids, attention_mask
+        number = int(labels[0, 0] if tokens is None else tokens[0, 1])
+        rows, length = 1 + number % 2, 4 * (1 + number % 4)
+        seen.add((rows, length))
+        single = [None if x is None else x[:rows, :length] for x in (tokens, labels, loss_mask, position_ids)]
+        return *single, None if attention_mask is None else attention_mask[:rows, :, :length, :length]
+
+    pretrain_gpt.parse_and_validate_args, gpt._next_batch = parse_and_validate_args, cut
 
 
 def _listen(seen: dict[str, Any]) -> None:

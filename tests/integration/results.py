@@ -27,6 +27,7 @@ class Result(NamedTuple):
             the ranks that hold it (data, tensor).
         weights: every parameter at the end, named likewise.
         peaks: bytes of activations at most held, by pipeline rank (only where asked for).
+        sizes: rows and length of each microbatch that the first rank was fed, where they differ.
     """
 
     losses: list[float]
@@ -34,3 +35,4 @@ class Result(NamedTuple):
     gradients: dict[tuple[str, int, int], torch.Tensor]
     weights: dict[tuple[str, int, int], torch.Tensor]
     peaks: list[int]
+    sizes: set[tuple[int, int]]
