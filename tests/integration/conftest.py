@@ -23,14 +23,14 @@ class Training:
         self._megatron, self._folder = megatron, folder
         self.stock = cache(self._stock)
 
-    def __call__(self, world: int, *flags: str, tied: bool = False, varied: bool = False) -> Result:
-        """Train with ``flags`` on ``world`` ranks, ``varied`` on microbatches that differ in size."""
-        return self._run(world, *flags, *self._load(tied, _layers(flags)), tied=tied, varied=varied)
+    def __call__(self, world: int, *flags: str, tied: bool = False, samples: str = "plain") -> Result:
+        """Train with ``flags`` on ``world`` ranks, on the ``samples`` that :func:`.jobs.train` knows."""
+        return self._run(world, *flags, *self._load(tied, _layers(flags)), tied=tied, samples=samples)
 
-    def _stock(self, world: int, *flags: str, tied: bool = False, varied: bool = False) -> Result:
+    def _stock(self, world: int, *flags: str, tied: bool = False, samples: str = "plain") -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
-        return self(world, *flags, tied=tied, varied=varied)
+        return self(world, *flags, tied=tied, samples=samples)
 
     def _load(self, tied: bool, layers: list[str]) -> list[str]:
         folder = self._folder / "-".join(["tied" if tied else "untied", *layers[1:]])
@@ -39,9 +39,9 @@ class Training:
             self._run(1, *once, *layers, "--save", str(folder), tied=tied)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def _run(self, world: int, *flags: str, tied: bool, varied: bool = False) -> Result:
+    def _run(self, world: int, *flags: str, tied: bool, samples: str = "plain") -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], varied)
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], samples)
         assert isinstance(result, Result)
         return result
 

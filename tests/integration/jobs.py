@@ -12,13 +12,15 @@ import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
@@ -32,16 +34,19 @@ from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], varied: bool = False, timeout: float = 180.0) -> Result:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks; ``varied``: each microbatch has a size of its own."""
-    ranks = run_ranks(world, _rank, list(flags), varied, timeout=timeout)
-    first, last = ranks[0], ranks[-1]
+def train(world: int, flags: Sequence[str], samples: str = "plain", timeout: float = 180.0) -> Result:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
+
+    Its samples are "plain", "varied" in size from microbatch to microbatch, or "packed" with documents.
+    """
+    ranks = run_ranks(world, _rank, list(flags), samples, timeout=timeout)
+    last = ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
         weights.update(rank["weights"])
     peaks = [rank["peak"] for rank in ranks]
-    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, first["sizes"])
+    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, [rank["shapes"] for rank in ranks])
 
 
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
@@ -121,13 +126,36 @@ def _rank_main(flags: list[str]) -> None:
     pretrain_gpt.main()
 
 
-def _rank(flags: list[str], varied: bool) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "sizes": set()}
+def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[int], int, int]:
+    """The bounds and the longest that attention gets for a sample of ``length`` with sequences at ``bounds``."""
+    cu_seqlens = torch.tensor([bounds + [length] * (length + 1 - len(bounds))], dtype=torch.int32)
+    longest = max(b - a for a, b in pairwise(bounds))
+    made = gpt._packed_sequences({"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor([longest], dtype=torch.int32)})
+    return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
+
+
+def _rank(flags: list[str], samples: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
     _listen(seen)
-    if varied:
-        _vary_sizes(seen["sizes"])
+    if samples == "varied":
+        _vary_sizes(seen["shapes"])
+    if samples == "packed":
+        _pack_documents(seen["shapes"])
     _rank_main(flags)
     return seen
+
+
+def _pack_documents(seen: set[tuple[int, ...]]) -> None:
+    """Short documents, and in place of attention, which stock's local layers lack for them, the mean of all before."""
+
+    def mean_so_far(module: Any, query: Any, key: Any, value: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
+        bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
+        seen.add(tuple(bounds))
+        parts = [value[start:end] for start, end in pairwise(bounds)]
+        return torch.cat([part.cumsum(0) / torch.arange(1, len(part) + 1).view(-1, 1, 1) for part in parts])
+
+    MockGPTLowLevelDataset.max_sequence_length = 9
+    DotProductAttention.forward = mean_so_far
 
 
 def _vary_sizes(seen: set[tuple[int, int]]) -> None:
@@ -143,15 +171,16 @@ def _vary_sizes(seen: set[tuple[int, int]]) -> None:
         parsed.variable_seq_lengths = True  # stock has no flag for it, and turns it off when it validates
         return parsed
 
-    def cut(data_iterator: Any, vp_stage: int | None) -> tuple[Any, ...]:
-        tokens, labels, loss_mask, position_ids, attention_mask = next_batch(data_iterator, vp_stage)
+    def cut(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+        batch = next_batch(data_iterator, vp_stage)
+        tokens, labels, mask = batch["tokens"], batch["labels"], batch["attention_mask"]
         if tokens is None and labels is None:
-            return tokens, labels, loss_mask, position_ids, attention_mask
+            return batch
         number = int(labels[0, 0] if tokens is None else tokens[0, 1])
         rows, length = 1 + number % 2, 4 * (1 + number % 4)
         seen.add((rows, length))
-        single = [None if x is None else x[:rows, :length] for x in (tokens, labels, loss_mask, position_ids)]
-        return *single, None if attention_mask is None else attention_mask[:rows, :, :length, :length]
+        single = {name: None if value is None else value[:rows, :length] for name, value in batch.items()}
+        return single | {"attention_mask": None if mask is None else mask[:rows, :, :length, :length]}
 
     pretrain_gpt.parse_and_validate_args, gpt._next_batch = parse_and_validate_args, cut
 

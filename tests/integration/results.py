@@ -27,7 +27,8 @@ class Result(NamedTuple):
             the ranks that hold it (data, tensor).
         weights: every parameter at the end, named likewise.
         peaks: bytes of activations at most held, by pipeline rank (only where asked for).
-        sizes: rows and length of each microbatch that the first rank was fed, where they differ.
+        shapes: by rank, what it saw of samples that are not plain: rows and length of a varied microbatch, the bounds
+            of a packed sample's documents.
     """
 
     losses: list[float]
@@ -35,4 +36,4 @@ class Result(NamedTuple):
     gradients: dict[tuple[str, int, int], torch.Tensor]
     weights: dict[tuple[str, int, int], torch.Tensor]
     peaks: list[int]
-    sizes: set[tuple[int, int]]
+    shapes: list[set[tuple[int, ...]]]

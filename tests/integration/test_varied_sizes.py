@@ -19,7 +19,7 @@ def test_same_losses_and_gradients_to_the_bit(train, schedule, parallel):
     world, size, flags = PARALLEL[parallel]
     job = ("--train-iters", "2", "--micro-batch-size", "2", "--global-batch-size", "14", *flags.split())
     job += ("--pipeline-model-parallel-size", str(size), *ACCEPTED)
-    ours, stock = train(world, *job, *under(schedule), varied=True), train.stock(world, *job, varied=True)
-    assert len(stock.sizes) >= 4 and {rows for rows, _ in stock.sizes} == {1, 2}
+    ours, stock = train(world, *job, *under(schedule), samples="varied"), train.stock(world, *job, samples="varied")
+    assert len(stock.shapes[0]) >= 4 and {rows for rows, _ in stock.shapes[0]} == {1, 2}
     assert_same_losses(ours, stock)
     assert differing(ours, stock) == []
