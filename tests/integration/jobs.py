@@ -30,6 +30,7 @@ from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
+from tests.integration import conversations
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
@@ -37,7 +38,8 @@ from tests.integration.results import Result
 def train(world: int, flags: Sequence[str], samples: str = "plain", timeout: float = 180.0) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, or "packed" with documents.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
+    "conversations".
     """
     ranks = run_ranks(world, _rank, list(flags), samples, timeout=timeout)
     last = ranks[-1]
@@ -139,14 +141,18 @@ def _rank(flags: list[str], samples: str) -> dict[str, Any]:
     _listen(seen)
     if samples == "varied":
         _vary_sizes(seen["shapes"])
-    if samples == "packed":
-        _pack_documents(seen["shapes"])
+    if samples in ("packed", "conversations"):
+        MockGPTLowLevelDataset.max_sequence_length = 9
+        _attend_to_packed(seen["shapes"])
+    if samples == "conversations":
+        conversations.put_in_place()
+        flags = [flag for flag in flags if flag != "--mock-data"]
     _rank_main(flags)
     return seen
 
 
-def _pack_documents(seen: set[tuple[int, ...]]) -> None:
-    """Short documents, and in place of attention, which stock's local layers lack for them, the mean of all before."""
+def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
+    """In place of attention, which stock's local layers have for whole samples only, the mean of all before."""
 
     def mean_so_far(module: Any, query: Any, key: Any, value: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
         bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
@@ -154,7 +160,6 @@ def _pack_documents(seen: set[tuple[int, ...]]) -> None:
         parts = [value[start:end] for start, end in pairwise(bounds)]
         return torch.cat([part.cumsum(0) / torch.arange(1, len(part) + 1).view(-1, 1, 1) for part in parts])
 
-    MockGPTLowLevelDataset.max_sequence_length = 9
     DotProductAttention.forward = mean_so_far
 
 
