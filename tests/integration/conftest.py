@@ -13,6 +13,8 @@ import pytest
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.server import Megatron
 
+Flags = tuple[str, ...]
+
 
 class Training:
     """Training jobs of the small model, all from the same weights.
@@ -24,16 +26,25 @@ class Training:
         self._megatron, self._folder = megatron, folder
         self.stock = cache(self._stock)
 
-    def __call__(self, world: int, *flags: str, tied: bool = False, model: tuple[str, ...] = ()) -> Result:
-        """Train with ``flags`` on ``world`` ranks; ``model`` holds those flags that say what parameters there are."""
-        return self._run(world, *flags, *model, *self._load(tied, (*_layers(flags), *model)), tied=tied)
+    def __call__(
+        self, world: int, *flags: str, tied: bool = False, model: Flags = (), samples: str = "plain"
+    ) -> Result:
+        """Train with ``flags`` on ``world`` ranks.
 
-    def _stock(self, world: int, *flags: str, tied: bool = False, model: tuple[str, ...] = ()) -> Result:
+        Args:
+            tied: whether embedding and output layer share their weights.
+            model: those flags that say what parameters there are.
+            samples: as :func:`.jobs.train` knows them.
+        """
+        shape = (*_layers(flags), *model)
+        return self._run(world, *flags, *model, *self._load(tied, shape), tied=tied, samples=samples)
+
+    def _stock(self, world: int, *flags: str, tied: bool = False, model: Flags = (), samples: str = "plain") -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
-        return self(world, *flags, tied=tied, model=model)
+        return self(world, *flags, tied=tied, model=model, samples=samples)
 
-    def _load(self, tied: bool, model: tuple[str, ...]) -> list[str]:
+    def _load(self, tied: bool, model: Flags) -> list[str]:
         digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
         folder = self._folder / f"{'tied' if tied else 'untied'}-{digest}"
         if not folder.exists():
@@ -41,9 +52,9 @@ class Training:
             self._run(1, *once, *model, "--save", str(folder), tied=tied)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def _run(self, world: int, *flags: str, tied: bool) -> Result:
+    def _run(self, world: int, *flags: str, tied: bool, samples: str = "plain") -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags])
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], samples)
         assert isinstance(result, Result)
         return result
 

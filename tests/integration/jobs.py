@@ -12,33 +12,43 @@ import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
 
 import pretrain_gpt
+from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
+from tests.integration import conversations
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks."""
-    ranks = run_ranks(world, _rank, list(flags), timeout=timeout)
+def train(world: int, flags: Sequence[str], samples: str = "plain", timeout: float = 180.0) -> Result:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
+
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
+    "conversations".
+    """
+    ranks = run_ranks(world, _rank, list(flags), samples, timeout=timeout)
+    last = ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
         weights.update(rank["weights"])
-    return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, weights, [rank["peak"] for rank in ranks])
+    peaks = [rank["peak"] for rank in ranks]
+    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, [rank["shapes"] for rank in ranks])
 
 
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
@@ -118,11 +128,66 @@ def _rank_main(flags: list[str]) -> None:
     pretrain_gpt.main()
 
 
-def _rank(flags: list[str]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
+def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[int], int, int]:
+    """The bounds and the longest that attention gets for a sample of ``length`` with sequences at ``bounds``."""
+    cu_seqlens = torch.tensor([bounds + [length] * (length + 1 - len(bounds))], dtype=torch.int32)
+    longest = max(b - a for a, b in pairwise(bounds))
+    made = gpt._packed_sequences({"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor([longest], dtype=torch.int32)})
+    return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
+
+
+def _rank(flags: list[str], samples: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
     _listen(seen)
+    if samples == "varied":
+        _vary_sizes(seen["shapes"])
+    if samples in ("packed", "conversations"):
+        MockGPTLowLevelDataset.max_sequence_length = 9
+        _attend_to_packed(seen["shapes"])
+    if samples == "conversations":
+        conversations.put_in_place()
+        flags = [flag for flag in flags if flag != "--mock-data"]
     _rank_main(flags)
     return seen
+
+
+def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
+    """In place of attention, which stock's local layers have for whole samples only, the mean of all before."""
+
+    def mean_so_far(module: Any, query: Any, key: Any, value: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
+        bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
+        seen.add(tuple(bounds))
+        parts = [value[start:end] for start, end in pairwise(bounds)]
+        return torch.cat([part.cumsum(0) / torch.arange(1, len(part) + 1).view(-1, 1, 1) for part in parts])
+
+    DotProductAttention.forward = mean_so_far
+
+
+def _vary_sizes(seen: set[tuple[int, int]]) -> None:
+    """Make a script of this one that feeds microbatches of different numbers and lengths of rows, and says so.
+
+    The first and the last stage read the same samples, the one its tokens and the other its labels, which are the
+    tokens moved by one; both take the size from a token that both have.
+    """
+    parse, next_batch = pretrain_gpt.parse_and_validate_args, gpt._next_batch
+
+    def parse_and_validate_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        parsed.variable_seq_lengths = True  # stock has no flag for it, and turns it off when it validates
+        return parsed
+
+    def cut(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+        batch = next_batch(data_iterator, vp_stage)
+        tokens, labels, mask = batch["tokens"], batch["labels"], batch["attention_mask"]
+        if tokens is None and labels is None:
+            return batch
+        number = int(labels[0, 0] if tokens is None else tokens[0, 1])
+        rows, length = 1 + number % 2, 4 * (1 + number % 4)
+        seen.add((rows, length))
+        single = {name: None if value is None else value[:rows, :length] for name, value in batch.items()}
+        return single | {"attention_mask": None if mask is None else mask[:rows, :, :length, :length]}
+
+    pretrain_gpt.parse_and_validate_args, gpt._next_batch = parse_and_validate_args, cut
 
 
 def _listen(seen: dict[str, Any]) -> None:

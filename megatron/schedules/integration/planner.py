@@ -16,7 +16,7 @@ from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.program import Program, ProgramError
 
 
 class Planner:
@@ -32,7 +32,7 @@ class Planner:
         # A run changes its microbatches, not where its stages live.
         self._request = replace(asked.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
-        self._programs: dict[tuple[int, bool], tuple[Program, ...]] = {}
+        self._programs: dict[tuple[int, bool, bool], tuple[Program, ...]] = {}
         # With one hardware queue, which Megatron asks for under tensor parallelism, a GPU starts messages in the order
         # they were posted, whatever their groups.
         self._single_queue = backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
@@ -58,12 +58,23 @@ class Planner:
         """The first plan, timed under the costs given."""
         return simulate(self.first, self._request.costs.on(self.placement))
 
-    def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
-        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
-        key = num_microbatches, forward_only
+    def program(
+        self, num_microbatches: int, rank: int, *, forward_only: bool, variable_lengths: bool = False
+    ) -> Program:
+        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for.
+
+        Raises:
+            ProgramError: where it could stand still for ever.
+        """
+        key = num_microbatches, forward_only, variable_lengths
         if key not in self._programs:
-            programs = lower(self._schedule(*key))
-            check(programs, single_queue=self._single_queue)
+            programs = lower(self._schedule(num_microbatches, forward_only))
+            try:
+                check(programs, single_queue=self._single_queue, receives_at_use=variable_lengths)
+            except ProgramError as error:
+                if self._single_queue:
+                    error.add_note("under CUDA_DEVICE_MAX_CONNECTIONS=1: unset it or choose another schedule")
+                raise
             self._programs[key] = programs
         return self._programs[key][rank]
 
