@@ -53,7 +53,9 @@ def assert_agree(ours: Result, stock: Result, case: Case) -> None:
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("case", alone(), ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=pytest.mark.feature(c.features[-1], c.schedule)) for c in alone()]
+)
 def test_alone(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case), case)
 
