@@ -27,22 +27,28 @@ class Training:
         self.stock = cache(self._stock)
 
     def __call__(
-        self, world: int, *flags: str, tied: bool = False, model: Flags = (), samples: str = "plain"
+        self,
+        world: int,
+        *flags: str,
+        tied: bool = False,
+        model: Flags = (),
+        samples: str = "plain",
+        adapters: bool = False,
     ) -> Result:
         """Train with ``flags`` on ``world`` ranks.
 
         Args:
             tied: whether embedding and output layer share their weights.
             model: those flags that say what parameters there are.
-            samples: as :func:`.jobs.train` knows them.
+            samples, adapters: as :func:`.jobs.train` knows them.
         """
-        shape = (*_layers(flags), *model)
-        return self._run(world, *flags, *model, *self._load(tied, shape), tied=tied, samples=samples)
+        start = self._load(tied, (*_layers(flags), *model))
+        return self._run(world, *flags, *model, *start, tied=tied, samples=samples, adapters=adapters)
 
-    def _stock(self, world: int, *flags: str, tied: bool = False, model: Flags = (), samples: str = "plain") -> Result:
+    def _stock(self, world: int, *flags: str, **rest: Any) -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
-        return self(world, *flags, tied=tied, model=model, samples=samples)
+        return self(world, *flags, **rest)
 
     def _load(self, tied: bool, model: Flags) -> list[str]:
         digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
@@ -52,9 +58,9 @@ class Training:
             self._run(1, *once, *model, "--save", str(folder), tied=tied)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def _run(self, world: int, *flags: str, tied: bool, samples: str = "plain") -> Result:
+    def _run(self, world: int, *flags: str, tied: bool, samples: str = "plain", adapters: bool = False) -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], samples)
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], samples, adapters)
         assert isinstance(result, Result)
         return result
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pytest
+from _pytest.mark import ParameterSet
 from allpairspy import AllPairs
 
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
@@ -144,6 +146,11 @@ class Case(NamedTuple):
         wanting = any(needed not in on for name in on for needed in FEATURES[name].needs)
         # Stock wants sequence parallelism beside tensor parallelism for experts.
         return not (wanting or {"mixture of experts", "tensor parallel 2"} <= on)
+
+
+def each_schedule(*usual: str) -> list[ParameterSet]:
+    """Parameters of a test: ``usual`` schedules always, the others when the full matrix is asked for."""
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.full_matrix) for name in SCHEDULES]
 
 
 def alone() -> list[Case]:

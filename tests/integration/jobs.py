@@ -30,18 +30,20 @@ from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
-from tests.integration import conversations
+from tests.integration import conversations, fake_wandb, low_rank
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], samples: str = "plain", timeout: float = 180.0) -> Result:
+def train(
+    world: int, flags: Sequence[str], samples: str = "plain", adapters: bool = False, timeout: float = 180.0
+) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
-    "conversations".
+    "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, timeout=timeout)
     last = ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
@@ -136,9 +138,12 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
     return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
 
 
-def _rank(flags: list[str], samples: str) -> dict[str, Any]:
+def _rank(flags: list[str], samples: str, adapters: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
     _listen(seen)
+    fake_wandb.put_in_place()
+    if adapters:
+        low_rank.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
     if samples in ("packed", "conversations"):
@@ -221,7 +226,7 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         result = schedule(model=model, forward_only=forward_only, **rest)
         if not forward_only:
             if not seen["gradients"]:
-                seen["gradients"] = _gradients(model, lambda parameter: parameter.main_grad)
+                seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
             seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
         else:
             seen["weights"] = _gradients(model, lambda parameter: parameter.data)
@@ -242,5 +247,6 @@ def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tenso
             if "decoder" in parts and "layers" in parts:
                 at = parts.index("layers") + 1
                 parts[at] = str(int(parts[at]) + offset)
-            found[".".join(parts), data, tensor] = value(parameter).clone()
+            if value(parameter) is not None:  # frozen ones have no gradient
+                found[".".join(parts), data, tensor] = value(parameter).clone()
     return found
