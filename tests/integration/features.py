@@ -144,8 +144,11 @@ class Case(NamedTuple):
         """Whether stock allows these together."""
         on = set(self.features)
         wanting = any(needed not in on for name in on for needed in FEATURES[name].needs)
-        # Stock wants sequence parallelism beside tensor parallelism for experts.
-        return not (wanting or {"mixture of experts", "tensor parallel 2"} <= on)
+        refused = (
+            {"mixture of experts", "tensor parallel 2"},  # it wants sequence parallelism too
+            {"multi-token prediction", "tied embeddings"},  # docs/upstream.md
+        )
+        return not (wanting or any(both <= on for both in refused))
 
 
 def each_schedule(*usual: str) -> list[ParameterSet]:

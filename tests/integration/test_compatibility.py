@@ -35,8 +35,8 @@ def assert_agree(ours: Result, stock: Result, case: Case) -> None:
     on = set(case.features)
     assert len(ours.losses) == len(stock.losses) > 1
     assert len(ours.evaluations) == len(stock.evaluations) == 2
-    if "dropout" in on and case.schedule != "zb-1p":
-        # Masks are drawn from a state of each pipeline rank's own, and other stages lie there.
+    if "dropout" in on and (case.schedule != "zb-1p" or case.layout):
+        # Masks are drawn from a state of each pipeline rank's own, and other layers lie there than in stock's run.
         assert ours.losses == pytest.approx(stock.losses, abs=0.1)
         assert ours.losses != stock.losses
         return

@@ -1,0 +1,47 @@
+"""Evaluation on several data sets, each in full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.features import each_schedule
+from tests.integration.results import MODEL, UNTIED
+from tests.integration.server import Megatron
+from tests.integration.test_same_result import under
+
+ROOT = Path(__file__).resolve().parents[2]
+BYTES = "--vocab-size 257 --make-vocab-size-divisible-by 1".split()
+ONCE = (
+    "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim --eval-iters 0".split()
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that name three byte-level data sets: one to train on, two to validate on."""
+    folder = tmp_path_factory.mktemp("text")
+    texts = {"long": ROOT / "README.md", "short": ROOT / "scripts" / "_find_python.sh", "shorter": ROOT / "setup.py"}
+    for name, source in texts.items():
+        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
+        subprocess.run([*tool, "--output-prefix", str(folder / name), "--input", str(source)], check=True, timeout=120)
+    train, *valid = (str(folder / f"{name}_text_document") for name in texts)
+    return ["--train-data-path", train, "--valid-data-path", *valid, "--test-data-path", valid[0]]
+
+
+@pytest.mark.feature("several validation sets, each in full")
+@pytest.mark.parametrize("schedule", each_schedule("v-min"))
+def test_each_validation_set_in_full(megatron: Megatron, data: list[str], tmp_path: Path, schedule: str) -> None:
+    model = [flag for flag in [*MODEL, *UNTIED, *BYTES] if flag != "--mock-data"]
+    megatron("train", 1, [*model, *ONCE, "--mock-data", "--save", str(tmp_path)])
+    job = [*model, *data, "--load", str(tmp_path), "--finetune", "--no-load-optim", "--no-load-rng"]
+    job += "--train-iters 2 --global-batch-size 8 --pipeline-model-parallel-size 2".split()
+    job += ["--multiple-validation-sets", "--full-validation", "--eval-interval", "1"]
+    stock, ours = megatron("train", 2, job), megatron("train", 2, [*job, *under(schedule)])
+    assert len(stock.evaluations) >= 4
+    assert stock.evaluations[0] != stock.evaluations[1]
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
+    assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-6)
