@@ -45,6 +45,16 @@ class Training:
         start = self._load(tied, (*_layers(flags), *model))
         return self._run(world, *flags, *model, *start, tied=tied, samples=samples, adapters=adapters)
 
+    def resume(self, world: int, *flags: str, load: Path, iteration: int, tied: bool = False) -> Result:
+        """Go on with ``flags`` from what another job saved in ``load`` after ``iteration``.
+
+        Raises:
+            AssertionError: where Megatron has begun afresh instead, as it does when it finds nothing to load.
+        """
+        result = self._run(world, *flags, "--load", str(load), "--ckpt-step", str(iteration), tied=tied)
+        assert result.iterations[:1] == [iteration + 1], f"did not go on after {iteration}: {result.iterations}"
+        return result
+
     def _stock(self, world: int, *flags: str, **rest: Any) -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -28,9 +27,7 @@ from megatron.training import training
 import pretrain_gpt
 from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
-from megatron.schedules.integration.layout import PlacedLayout
-from megatron.schedules.planning.placement import v_shape
-from tests.integration import conversations, fake_wandb, low_rank
+from tests.integration import conversations, fake_wandb, low_rank, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
@@ -49,8 +46,22 @@ def train(
     for rank in ranks:
         gradients.update(rank["gradients"])
         weights.update(rank["weights"])
-    peaks = [rank["peak"] for rank in ranks]
-    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, [rank["shapes"] for rank in ranks])
+    return Result(
+        last["losses"],
+        last["evaluations"],
+        gradients,
+        weights,
+        [rank["peak"] for rank in ranks],
+        [rank["shapes"] for rank in ranks],
+        last["iterations"],
+        last["loss_scales"],
+    )
+
+
+def train_without_us(world: int, flags: Sequence[str]) -> tuple[list[int], list[float]]:
+    """Iterations and losses of a stock script with ``flags``, in processes where this package cannot be imported."""
+    last = run_ranks(world, _rank_without_us, list(flags))[-1]
+    return last["iterations"], last["losses"]
 
 
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
@@ -71,11 +82,6 @@ def hooks() -> list[tuple[str, str, bool, bool]]:
 def schedule_module() -> str:
     """Where the schedule function comes from that a script gets which has installed us and does not ask for one."""
     return run_ranks(1, _schedule_module)[0]
-
-
-def pickled_layout() -> Any:
-    """What a V's layout is once it has been through a checkpoint."""
-    return pickle.loads(pickle.dumps(PlacedLayout(v_shape(2), [2, 2, 2, 2])))
 
 
 def _hooks() -> list[tuple[str, str, bool, bool]]:
@@ -139,7 +145,7 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
 
 
 def _rank(flags: list[str], samples: str, adapters: bool) -> dict[str, Any]:
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
+    seen = _nothing_seen()
     _listen(seen)
     fake_wandb.put_in_place()
     if adapters:
@@ -152,8 +158,26 @@ def _rank(flags: list[str], samples: str, adapters: bool) -> dict[str, Any]:
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]
-    _rank_main(flags)
+    try:
+        _rank_main(flags)
+    except SystemExit as leaving:  # at --exit-interval
+        if leaving.code:
+            raise
     return seen
+
+
+def _rank_without_us(flags: list[str]) -> dict[str, Any]:
+    seen = _nothing_seen()
+    _listen(seen)
+    stock_script.forget_the_package()
+    sys.argv = ["stock_script.py", *flags]
+    stock_script.main()
+    return seen
+
+
+def _nothing_seen() -> dict[str, Any]:
+    lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales")}
+    return lists | {"gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
 
 
 def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
@@ -199,10 +223,14 @@ def _listen(seen: dict[str, Any]) -> None:
     """Look over stock's shoulder: at the schedule's result, the training log, and evaluation."""
     stock_log, stock_evaluate = training.training_log, training.evaluate
 
-    def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_log(
+        loss_dict: Any, total: Any, rate: Any, iteration: int, loss_scale: float, *args: Any, **kwargs: Any
+    ) -> Any:
         if "lm loss" in loss_dict:
             seen["losses"].append(float(loss_dict["lm loss"]))
-        return stock_log(loss_dict, *args, **kwargs)
+        seen["iterations"].append(iteration)
+        seen["loss_scales"].append(loss_scale)
+        return stock_log(loss_dict, total, rate, iteration, loss_scale, *args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = stock_evaluate(*args, **kwargs)

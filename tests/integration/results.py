@@ -29,6 +29,8 @@ class Result(NamedTuple):
         peaks: bytes of activations at most held, by pipeline rank (only where asked for).
         shapes: by rank, what it saw of samples that are not plain: rows and length of a varied microbatch, the bounds
             of a packed sample's documents.
+        iterations: the number Megatron gives each of the iterations, which goes on counting after a resume.
+        loss_scales: what the loss was multiplied by in each of the iterations.
     """
 
     losses: list[float]
@@ -37,3 +39,5 @@ class Result(NamedTuple):
     weights: dict[tuple[str, int, int], torch.Tensor]
     peaks: list[int]
     shapes: list[set[tuple[int, ...]]]
+    iterations: list[int]
+    loss_scales: list[float]

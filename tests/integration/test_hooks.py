@@ -12,7 +12,3 @@ def test_every_replaced_name_exists_with_a_reason_and_is_replaced_once(megatron)
 
 def test_without_the_flag_the_schedule_is_stocks_own(megatron):
     assert megatron("schedule_module") == "megatron.core.pipeline_parallel.schedules"
-
-
-def test_a_checkpoint_does_not_need_this_package(megatron):
-    assert megatron("pickled_layout") is None

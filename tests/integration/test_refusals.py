@@ -63,6 +63,7 @@ REFUSED = {
         "--pipeline-schedule-stage-weights",
     ),
     "too few stage weights": ("--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,2", "which has 8 stages"),
+    "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
 }
 

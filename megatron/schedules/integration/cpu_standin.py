@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration import gloo_at_exit
+from megatron.schedules.integration import cpu_adam, gloo_at_exit
 
 
 def needed() -> bool:
@@ -45,6 +45,7 @@ def enable() -> None:
         setattr(torch.cuda, name, replacement)
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
+    cpu_adam.enable()
     _OnTheCpu().__enter__()
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
@@ -213,6 +214,9 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if _is_cuda(value) else value
 
 
+_HOST_NUMBERS = torch.Generator()
+
+
 class _OnTheCpu(TorchFunctionMode):
     """Every torch call that names a CUDA device gets the CPU instead."""
 
@@ -220,6 +224,9 @@ class _OnTheCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.Tensor.random_ and kwargs.get("generator", self) is None:
+            # A data loader draws a seed. On a machine with a GPU that leaves the dropout's random numbers alone.
+            kwargs = {**kwargs, "generator": _HOST_NUMBERS}
         if func is torch.Tensor.type:
             return _type(func, args, kwargs)
         if func is torch.Tensor.to:

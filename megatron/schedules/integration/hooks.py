@@ -6,6 +6,7 @@ what it replaced.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
-from megatron.training import arguments, training
+from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 
 from megatron.schedules.integration import tied
@@ -47,6 +49,12 @@ class Session:
     def turned(self) -> bool:
         """Whether the output layer is on the first rank rather than, as stock takes for granted, on the last."""
         return self.planner is not None and self.planner.last_stage_rank == 0
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
+        placement = None if self.planner is None else self.planner.placement
+        return placement is not None and placement.chunks > 1 and placement.name != "interleaved"
 
     def answers(self, ignore_virtual: bool) -> bool:
         """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
@@ -185,6 +193,47 @@ def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacemen
     return default_embedding_ranks
 
 
+def _generate_state_dict(stock: Replacement, session: Session) -> Replacement:
+    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
+            args = copy.copy(args)
+            args.pipeline_model_parallel_layout = None
+        return stock(args, *rest, **kwargs)
+
+    return generate_state_dict
+
+
+def _load_base_checkpoint(stock: Replacement, session: Session) -> Replacement:
+    def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
+        found = stock(load_dir, args, rank0=rank0, **kwargs)
+        if session.rearranged and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
+            raise RuntimeError(
+                f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
+                "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
+            )
+        return found
+
+    return load_base_checkpoint
+
+
+def _distribute_main_replicas(stock: Replacement, session: Session) -> Replacement:
+    def distribute_main_replicas(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(sharded_state_dict, *args, **kwargs)
+        if session.turned:
+            tied.write_once(sharded_state_dict)
+
+    return distribute_main_replicas
+
+
+def _fill_in_deferred_sharded_items(stock: Replacement, session: Session) -> Replacement:
+    def fill_in_deferred_sharded_items(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(sharded_state_dict, *args, **kwargs)
+        if session.turned:
+            tied.own_tensors(sharded_state_dict)
+
+    return fill_in_deferred_sharded_items
+
+
 HOOKS = (
     Hook(arguments, "parse_args", "our flags, in any script, whatever flags of its own it adds", _parse_args),
     Hook(
@@ -229,6 +278,33 @@ HOOKS = (
         "default_embedding_ranks",
         "with both copies of a tied embedding on the first rank there is no group to reduce over",
         _default_embedding_ranks,
+    ),
+    Hook(
+        checkpointing,
+        "generate_state_dict",
+        "stock keeps the arguments in checkpoints; the layout there is this job's own choice, and an object a process "
+        "without this package could not load",
+        _generate_state_dict,
+    ),
+    Hook(
+        checkpointing,
+        "_load_base_checkpoint",
+        "stock reads its old format chunk by chunk without a look at the layers in them, and lets names that do not "
+        "match go by",
+        _load_base_checkpoint,
+    ),
+    Hook(
+        fully_parallel,
+        "distribute_main_replicas_with_precomputed_distribution",
+        "stock shares the writing of a checkpoint out by rank, and a rank with both copies of a tied embedding would "
+        "write it twice",
+        _distribute_main_replicas,
+    ),
+    Hook(
+        fully_parallel,
+        "_fill_in_deferred_sharded_items",
+        "stock shares the reading out likewise, and would let both copies of a tied embedding have one optimizer state",
+        _fill_in_deferred_sharded_items,
     ),
 )
 

@@ -63,8 +63,3 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedLayout:
         return self
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Arguments are pickled into checkpoints. A process without this package must be able to load them, and a
-        # placement is this job's own choice: in a checkpoint it is None.
-        return type(None), ()

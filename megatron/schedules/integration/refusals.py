@@ -87,6 +87,10 @@ _QUANTISED = (
     "quantised linears are not split so far; use bf16, or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the "
     "backward"
 )
+_OLD_FORMAT = (
+    "it keeps layers by their number on the rank, and a job with another schedule would take them for others; leave "
+    "the flag out, and checkpoints go from any schedule to any other"
+)
 _RULES = (
     _Rule(
         lambda facts: (
@@ -133,6 +137,10 @@ _RULES = (
     _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("rampup_batch_size", "a CSV is for one number of microbatches", lambda f: f.args.pipeline_schedule == "file"),
+    _Rule(
+        lambda f: f.args.ckpt_format == "torch" and _several(f) and f.schedule.placement.name != "interleaved",
+        lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
+    ),
     _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
     _flag(
         "num_microbatches_with_partial_activation_checkpoints",

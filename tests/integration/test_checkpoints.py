@@ -1,0 +1,188 @@
+"""Checkpoints: a job goes on where it stopped, under the same schedule to the bit, under any other to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.textforms import to_csv
+from tests.integration.results import MODEL, UNTIED, Result
+from tests.integration.test_same_result import under
+
+SAVED, ITERATIONS = 2, 5
+JOB = ("--train-iters", str(ITERATIONS), "--global-batch-size", "4")
+SCHEDULES = ("zb-1p", "v-half", "v-zb", "interleaved-1f1b", "adaptive")
+DISTRIBUTED = "--use-distributed-optimizer"
+# Saves what fits any parallel sizes; stock's default fits another data-parallel size only.
+RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+
+
+class Saved(NamedTuple):
+    """A job that saved after two iterations and went on: where, and what all its iterations gave."""
+
+    folder: Path
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def saved(train, tmp_path_factory) -> Callable[..., Saved]:
+    """Jobs that save; the same one runs once."""
+
+    @cache
+    def save(world: int, *flags: str, tied: bool = False) -> Saved:
+        folder = tmp_path_factory.mktemp("saved")
+        return Saved(folder, train(world, *flags, "--save", str(folder), "--save-interval", str(SAVED), tied=tied))
+
+    return save
+
+
+def pipeline(size: int, *flags: str) -> tuple[str, ...]:
+    return (*JOB, "--pipeline-model-parallel-size", str(size), *flags)
+
+
+def case(*values: object, usual: bool) -> object:
+    """Values of a test's parameters, left out where all but the usual are."""
+    return pytest.param(*values, marks=() if usual else pytest.mark.full_matrix)
+
+
+def assert_the_same(resumed: Result, straight: Result) -> None:
+    """To the bit, from the loss of the first iteration after the checkpoint to the last weights."""
+    assert len(straight.losses) == ITERATIONS
+    assert resumed.losses == straight.losses[SAVED:]
+    assert resumed.loss_scales == straight.loss_scales[SAVED:]
+    assert resumed.weights.keys() == straight.weights.keys()
+    assert [str(k) for k, v in straight.weights.items() if not torch.equal(v, resumed.weights[k])] == []
+
+
+# How many ranks, whether embeddings are tied, flags, and under which schedules by default.
+RESUMED = {
+    "dropout": (2, False, "--hidden-dropout 0.1 --attention-dropout 0.1", SCHEDULES),
+    "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ("v-half",)),
+    "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ("v-half",)),
+    "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", ("v-half",)),
+    "DP2, distributed optimizer in fp32": (4, False, RESHARDABLE, ()),
+    "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ()),
+    "constant structure": (4, False, "--ckpt-assume-constant-structure", ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [case(schedule, kind, usual=schedule in usual) for kind, (*_, usual) in RESUMED.items() for schedule in SCHEDULES],
+)
+def test_a_resumed_job_is_the_same_to_the_bit(train, saved, schedule, kind):
+    world, tied, more, _ = RESUMED[kind]
+    flags = pipeline(2, *more.split(), *under(schedule))
+    folder, straight = saved(world, *flags, tied=tied)
+    assert_the_same(train.resume(world, *flags, load=folder, iteration=SAVED, tied=tied), straight)
+
+
+def test_exit_at_an_interval_saves_and_the_next_start_goes_on(train, saved, tmp_path):
+    flags = pipeline(2, *under("v-half"))
+    first = train(2, *flags, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", str(SAVED))
+    assert first.iterations == list(range(1, SAVED + 1))
+    assert_the_same(train.resume(2, *flags, load=tmp_path, iteration=SAVED), saved(2, *flags).result)
+
+
+def test_the_old_format_goes_where_the_placement_is_stocks_and_nowhere_else(train, megatron, tmp_path):
+    old = pipeline(2, *under("zb-1p"), "--ckpt-format", "torch")
+    save = ("--save", str(tmp_path), "--save-interval", str(SAVED))
+    straight = megatron("train", 2, [*MODEL, *UNTIED, *old, *save])
+    assert_the_same(train.resume(2, *old, load=tmp_path, iteration=SAVED), straight)
+    with pytest.raises(AssertionError, match="does not say what layers it holds"):
+        train.resume(2, *pipeline(2, *under("v-half")), load=tmp_path, iteration=SAVED)
+
+
+@pytest.fixture(scope="module")
+def four_chunks(tmp_path_factory) -> tuple[str, ...]:
+    """The flags for a schedule that the adaptive search made for four chunks a rank."""
+    path = tmp_path_factory.mktemp("plans") / "four.csv"
+    path.write_text(to_csv(plan(Request("adaptive", 2, 4, memory_limit=1.0, chunk_choices=(4,), search_seconds=0.1))))
+    return (*under("file"), "--pipeline-schedule-file", str(path))
+
+
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
+SIDES = {
+    "PP1": (1, JOB),
+    "1F1B": (2, pipeline(2)),
+    "1F1B DP2": (4, pipeline(2)),
+    "1F1B TP2": (4, pipeline(2, *TP2)),
+    "1F1B PP4": (4, pipeline(4)),
+    "interleaved": (2, pipeline(2, *INTERLEAVED)),
+    "zb-1p": (2, pipeline(2, *under("zb-1p"))),
+    "our interleaved": (2, pipeline(2, *under("interleaved-1f1b"))),
+    "v-half": (2, pipeline(2, *under("v-half"))),
+    "v-half DP2": (4, pipeline(2, *under("v-half"))),
+    "v-half TP2": (4, pipeline(2, *under("v-half"), *TP2)),
+    "v-half PP4": (4, pipeline(4, *under("v-half"))),
+    "adaptive": (2, pipeline(2, *under("adaptive"))),
+}
+# From, to, with the distributed optimizer, by default.
+CROSSINGS = [
+    ("v-half", "1F1B", False, True),
+    ("v-half", "PP1", False, True),
+    ("1F1B", "v-half", False, True),
+    ("v-half DP2", "interleaved", True, True),
+    ("1F1B", "v-half DP2", True, False),
+    ("1F1B", "zb-1p", False, False),
+    ("zb-1p", "our interleaved", False, False),
+    ("our interleaved", "interleaved", False, False),
+    ("interleaved", "v-half", False, False),
+    ("PP1", "v-half", False, False),
+    ("v-half", "v-half TP2", False, False),
+    ("v-half", "v-half PP4", False, False),
+    ("v-half DP2", "adaptive", False, False),
+    ("1F1B TP2", "v-half", False, False),
+    ("1F1B PP4", "adaptive", False, False),
+    ("adaptive", "v-half DP2", False, False),
+    ("v-half DP2", "1F1B TP2", True, False),
+    ("v-half DP2", "v-half PP4", True, False),
+    ("v-half DP2", "PP1", True, False),
+    ("interleaved", "zb-1p", True, False),
+    ("PP1", "adaptive", True, False),
+]
+
+
+@pytest.mark.parametrize(("start", "end", "distributed"), [case(*how, usual=usual) for *how, usual in CROSSINGS])
+def test_a_job_goes_on_under_another_schedule_or_other_sizes(train, saved, start, end, distributed):
+    optimizer = RESHARDABLE.split() if distributed else ()
+    (world, before), (world_after, after) = SIDES[start], SIDES[end]
+    folder, straight = saved(world, *before, *optimizer)
+    resumed = train.resume(world_after, *after, *optimizer, load=folder, iteration=SAVED)
+    assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+    assert len(resumed.losses) == ITERATIONS - SAVED
+
+
+@pytest.mark.parametrize(
+    ("chunks", "optimizer"),
+    [case(2, "", usual=True), case(4, RESHARDABLE, usual=True), case(2, RESHARDABLE, usual=False)],
+)
+def test_a_process_without_this_package_goes_on_from_our_checkpoint(saved, megatron, four_chunks, chunks, optimizer):
+    ours = under("v-half") if chunks == 2 else four_chunks
+    folder, straight = saved(2, *pipeline(2, *ours), *optimizer.split())
+    flags = [*MODEL, *UNTIED, *pipeline(2), *optimizer.split()]
+    iterations, losses = megatron("train_without_us", 2, [*flags, "--load", str(folder), "--ckpt-step", str(SAVED)])
+    assert iterations == list(range(SAVED + 1, ITERATIONS + 1))
+    assert losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "side", [case("1F1B", usual=False), case("interleaved", usual=True), case("v-half", usual=False)]
+)
+def test_a_checkpoint_says_what_the_model_and_its_sizes_are(saved, megatron, side):
+    """Its arguments in place of flags; the schedule is this job's own choice."""
+    world, before = SIDES[side]
+    folder, straight = saved(world, *before)
+    said = {"--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings"}
+    flags = [f for at, f in enumerate(MODEL) if f not in said and (at == 0 or MODEL[at - 1] not in said)]
+    flags += [*JOB, *under("v-zb"), "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"]
+    resumed = megatron("train", world, [*flags, "--load", str(folder), "--ckpt-step", str(SAVED)])
+    assert resumed.iterations == list(range(SAVED + 1, ITERATIONS + 1))
+    assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
