@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
         subprocess.run([*tool, "--output-prefix", str(folder / name), "--input", str(source)], check=True, timeout=120)
     train, *valid = (str(folder / f"{name}_text_document") for name in texts)
-    return ["--train-data-path", train, "--valid-data-path", *valid, "--test-data-path", valid[0]]
+    return ["--train-data-path", train, "--valid-data-path", *valid]
 
 
 @pytest.mark.feature("several validation sets, each in full")
