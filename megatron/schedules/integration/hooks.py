@@ -34,6 +34,7 @@ class Session:
         self.planner: Planner | None = None
         self.function: ScheduleFunction | None = None
         self.args: Any = None
+        self.evaluations: list[int] | None = None  # steps each of several validation sets takes
         self._forwarding: int | None = None
 
     @contextmanager
@@ -193,6 +194,27 @@ def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacemen
     return default_embedding_ranks
 
 
+def _build_data_iterators(stock: Replacement, session: Session) -> Replacement:
+    def build_train_valid_test_data_iterators(*args: Any, **kwargs: Any) -> Any:
+        found = stock(*args, **kwargs)
+        if session.planner is not None and isinstance(session.args.eval_iters, list):
+            counts = zip(session.args.eval_iters, session.evaluations or session.args.eval_iters, strict=True)
+            session.evaluations = session.args.eval_iters = [max(now or 0, before or 0) for now, before in counts]
+        return found
+
+    return build_train_valid_test_data_iterators
+
+
+def _evaluate_and_print_results(stock: Replacement, session: Session) -> Replacement:
+    def evaluate_and_print_results(prefix: Any, step: Any, data_iterator: Any, *rest: Any, **kwargs: Any) -> Any:
+        several = session.planner is not None and session.planner.placement.chunks > 1
+        if several and session.args.multiple_validation_sets and all(isinstance(each, list) for each in data_iterator):
+            data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
+        return stock(prefix, step, data_iterator, *rest, **kwargs)
+
+    return evaluate_and_print_results
+
+
 def _generate_state_dict(stock: Replacement, session: Session) -> Replacement:
     def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
@@ -278,6 +300,18 @@ HOOKS = (
         "default_embedding_ranks",
         "with both copies of a tied embedding on the first rank there is no group to reduce over",
         _default_embedding_ranks,
+    ),
+    Hook(
+        training,
+        "build_train_valid_test_data_iterators",
+        "of several validation sets, a chunk without data forgets how long they are",
+        _build_data_iterators,
+    ),
+    Hook(
+        training,
+        "evaluate_and_print_results",
+        "with several chunks stock takes the chunks' lists of validation sets for the sets",
+        _evaluate_and_print_results,
     ),
     Hook(
         checkpointing,
