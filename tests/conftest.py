@@ -1,4 +1,4 @@
-"""For every test: nothing is read from, and nothing left in, the folder where the user's own plans are kept."""
+"""For every test: how much is run, and a folder of its own for plans, so that the user's is neither read nor filled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.schedules.planning.store import FOLDER_VARIABLE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-matrix", action="store_true", help="Every setting under every schedule, not a chosen few.")
+
+
+@pytest.fixture(scope="session")
+def full_matrix(request: pytest.FixtureRequest) -> bool:
+    """Whether every setting is to be run under every schedule."""
+    return bool(request.config.getoption("--full-matrix"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,13 +27,14 @@ import pretrain_gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
+from tests.integration import plain_attention
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], timeout: float = 180.0) -> Result:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks."""
-    ranks = run_ranks(world, _rank, list(flags), timeout=timeout)
+def train(world: int, flags: Sequence[str], attention: str = "stock", timeout: float = 180.0) -> Result:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks, with ``attention`` "stock" or "plain"."""
+    ranks = run_ranks(world, _rank, list(flags), attention, timeout=timeout)
     gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
@@ -118,7 +119,9 @@ def _rank_main(flags: list[str]) -> None:
     pretrain_gpt.main()
 
 
-def _rank(flags: list[str]) -> dict[str, Any]:
+def _rank(flags: list[str], attention: str) -> dict[str, Any]:
+    if attention == "plain":
+        plain_attention.put_in_place()
     seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
     _listen(seen)
     _rank_main(flags)
