@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +14,44 @@ from megatron.schedules.planning.store import FOLDER_VARIABLE
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full-matrix", action="store_true", help="Every setting under every schedule, not a chosen few.")
+    parser.addoption("--features-to", metavar="FILE", help="Write which test shows which feature, and its outcome.")
 
 
-@pytest.fixture(scope="session")
-def full_matrix(request: pytest.FixtureRequest) -> bool:
-    """Whether every setting is to be run under every schedule."""
-    return bool(request.config.getoption("--full-matrix"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is run only when the whole matrix is asked for."""
+    if not config.getoption("--full-matrix"):
+        left_out = [item for item in items if item.get_closest_marker("full_matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--features-to"):
+        config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
+
+
+class _Features:
+    """Notes what each test with the mark ``feature`` shows: feature, schedule, and how it went."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            for mark in item.iter_markers("feature"):
+                parameters = item.callspec.params if isinstance(item, pytest.Function) else {}
+                feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
+                self._found[item.nodeid] = {"feature": feature, "schedule": schedule, "test": item.nodeid}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = self._found.get(report.nodeid)
+        if found is not None and (report.when == "call" or report.outcome != "passed"):
+            found["outcome"] = report.outcome
+            found |= dict(report.user_properties)
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(json.dumps(list(self._found.values()), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

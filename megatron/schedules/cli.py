@@ -42,6 +42,12 @@ _several = click.option(
 _form_help = "Without it the ending of --output's file decides, and otherwise it is"
 
 
+_gradients = click.option(
+    "--gradients",
+    is_flag=True,
+    help="Mark where each chunk's gradients are complete, in an SVG: to see how much of their data-parallel reduction "
+    "--overlap-grad-reduce hides behind the rest of the schedule.",
+)
 _width = click.option(
     "--width",
     metavar="COLUMNS",
@@ -73,7 +79,10 @@ def _program(context: click.Context, version: bool) -> None:
     f"for programs; svg is a drawing for documents. {_form_help} text.",
 )
 @_width
-def _plan(schedule: str | None, form: str | None, output: Path | None, width: str | None, **size: Any) -> None:
+@_gradients
+def _plan(
+    schedule: str | None, form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
+) -> None:
     """Plan one schedule: its order, when it runs, what idles and what is held."""
     file = size["schedule_file"]
     if schedule is None and file is None:
@@ -99,7 +108,8 @@ def _plan(schedule: str | None, form: str | None, output: Path | None, width: st
             extra["figures"]["lower_bound"] = bound(ask.request(schedule))
         _emit(to_json(timeline.schedule, extra) + "\n", output)
     else:
-        _emit_drawing(form, [timeline], ask, output, width, _how_good(timeline, ask) if schedule == "adaptive" else "")
+        footer = _how_good(timeline, ask) if schedule == "adaptive" else ""
+        _emit_drawing(form, [timeline], ask, output, width, gradients, footer)
 
 
 @_program.command("compare", epilog=_SCHEDULES)
@@ -145,12 +155,15 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     help=f"svg is for documents; text for the terminal. {_form_help} svg.",
 )
 @_width
-def _draw(schedules: Sequence[str], form: str | None, output: Path | None, width: str | None, **size: Any) -> None:
+@_gradients
+def _draw(
+    schedules: Sequence[str], form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
+) -> None:
     """Draw schedules below one another on one time scale. Without --schedule: 1F1B and V-Half."""
     form = _form(form, output, ("svg", "text"))
     ask = Ask(**size)
     names = schedules or (["file"] if ask.csv else ["1f1b", "v-half"])
-    _emit_drawing(form, [ask.timeline(name) for name in names], ask, output, width)
+    _emit_drawing(form, [ask.timeline(name) for name in names], ask, output, width, gradients)
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
@@ -208,14 +221,22 @@ def _progress_bar(*, shown: bool) -> Iterator[Tick]:
 
 
 def _emit_drawing(
-    form: str, timelines: Sequence[Timeline], ask: Ask, output: Path | None, width: str | None, footer: str = ""
+    form: str,
+    timelines: Sequence[Timeline],
+    ask: Ask,
+    output: Path | None,
+    width: str | None,
+    gradients: bool,
+    footer: str = "",
 ) -> None:
     """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
     columns = integer("--width", width, 1, "60 columns or more read well")
+    if gradients and form != "svg":
+        raise PlanError("--gradients marks an SVG: give --format svg, or leave the flag out")
     if form == "svg":
         from megatron.schedules.report.svg import draw_svg
 
-        _emit(draw_svg(timelines, _caption(ask)), output)
+        _emit(draw_svg(timelines, _caption(ask), gradients=gradients), output)
         return
 
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,63 +13,65 @@ import pytest
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.server import Megatron
 
-# Flags that begin so leave the model's parameters what they are; jobs that differ in no others share their weights.
-_SHAPES_NOTHING = tuple(
-    """
-    --train-iters --global-batch-size --micro-batch-size --lr --min-lr --eval- --save --load --exit-
-    --tensor-model-parallel-size --sequence-parallel --context-parallel-size --pipeline- --expert-model-parallel-size
-    --expert-tensor-parallel-size --account-for- --recompute- --overlap- --bf16 --calculate-per-token-loss --clip-grad
-    --use-distributed-optimizer
-    """.split()
-)
+Flags = tuple[str, ...]
 
 
 class Training:
-    """Training jobs of the small model, those of one shape all from the same weights.
+    """Training jobs of the small model, all from the same weights.
 
     Weights drawn at start depend on the pipeline rank, so a PP=1 job writes them and every other job loads them.
     """
 
     def __init__(self, megatron: Megatron, folder: Path) -> None:
         self._megatron, self._folder = megatron, folder
-        self._weights: dict[tuple[bool, tuple[str, ...]], Path] = {}
         self.stock = cache(self._stock)
 
-    def __call__(self, world: int, *flags: str, tied: bool = False, attention: str = "stock") -> Result:
-        """Train with ``flags`` on ``world`` ranks; ``attention`` is stock's local one, or "plain"."""
-        return self._run(world, *flags, *self._load(tied, attention, _shape(flags)), tied=tied, attention=attention)
+    def __call__(
+        self,
+        world: int,
+        *flags: str,
+        tied: bool = False,
+        model: Flags = (),
+        samples: str = "plain",
+        adapters: bool = False,
+        attention: str = "stock",
+    ) -> Result:
+        """Train with ``flags`` on ``world`` ranks.
 
-    def _stock(self, world: int, *flags: str, tied: bool = False, attention: str = "stock") -> Result:
+        Args:
+            tied: whether embedding and output layer share their weights.
+            model: those flags that say what parameters there are.
+            samples, adapters, attention: as :func:`.jobs.train` knows them.
+        """
+        start = self._load(tied, (*_layers(flags), *model), attention)
+        others = {"samples": samples, "adapters": adapters, "attention": attention}
+        return self._run(world, *flags, *model, *start, tied=tied, **others)
+
+    def _stock(self, world: int, *flags: str, **rest: Any) -> Result:
         """The same, remembered: for runs without our schedules that many tests compare with."""
         assert "--pipeline-schedule" not in flags
-        return self(world, *flags, tied=tied, attention=attention)
+        return self(world, *flags, **rest)
 
-    def _load(self, tied: bool, attention: str, shape: tuple[str, ...]) -> list[str]:
-        folder = self._weights.get((tied, shape))
-        if folder is None:
-            folder = self._folder / str(len(self._weights))
+    def _load(self, tied: bool, model: Flags, attention: str) -> list[str]:
+        digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
+        folder = self._folder / f"{'tied' if tied else 'untied'}-{digest}"
+        if not folder.exists():
             once = "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim".split()
-            self._run(1, *once, *shape, "--save", str(folder), tied=tied, attention=attention)
-            self._weights[tied, shape] = folder
+            # Attention has no weights of its own, but may have to be the one that can be built for this model.
+            self._run(1, *once, *model, "--save", str(folder), tied=tied, attention=attention)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def _run(self, world: int, *flags: str, tied: bool, attention: str) -> Result:
+    def _run(self, world: int, *flags: str, tied: bool, **others: Any) -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], attention)
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], **others)
         assert isinstance(result, Result)
         return result
 
 
-def _shape(flags: Sequence[str]) -> tuple[str, ...]:
-    """The flags among ``flags``, with their values, that may ask for other parameters."""
-    kept: list[str] = []
-    shapes = False
-    for word in flags:
-        if word.startswith("--"):
-            shapes = not word.startswith(_SHAPES_NOTHING)
-        if shapes:
-            kept.append(word)
-    return tuple(kept)
+def _layers(flags: Sequence[str]) -> list[str]:
+    """The flag among ``flags`` that sets another number of layers, which needs weights of its own."""
+    at = flags.index("--num-layers") if "--num-layers" in flags else len(flags)
+    return list(flags[at : at + 2])
 
 
 @pytest.fixture(scope="session")

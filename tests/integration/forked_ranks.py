@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -29,7 +30,8 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = _free_port()
-        children = {_fork(rank, world, port, Path(folder), work, args): rank for rank in range(world)}
+        ranks = [_fork(rank, world, port, Path(folder), work, args) for rank in range(world)]
+        children = {pid: rank for rank, pid in enumerate(ranks)}
         status: dict[int, int] = {}
         end = time.monotonic() + timeout
         while children and time.monotonic() < end and not any(status.values()):
@@ -42,6 +44,8 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
         for pid in children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        for pid in ranks:
+            _kill_group(pid)
         failed = {rank: code for rank, code in status.items() if code}
         if failed or hung:
             output = "\n".join(f"--- rank {r}\n{_read(Path(folder) / f'{r}.log')}" for r in range(world))
@@ -54,6 +58,7 @@ def _fork(rank: int, world: int, port: int, folder: Path, work: Callable[..., An
     pid = os.fork()
     if pid:
         return pid
+    os.setpgid(0, 0)
     code = 1
     with open(folder / f"{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -79,6 +84,12 @@ def _fork(rank: int, world: int, port: int, folder: Path, work: Callable[..., An
         log.flush()
         sys.stdout.flush()
         os._exit(code)
+
+
+def _kill_group(pid: int) -> None:
+    """End what a rank started and left behind, such as the process that writes stock's checkpoints."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -12,34 +12,51 @@ import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
 
 import pretrain_gpt
+from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.planning.placement import v_shape
-from tests.integration import plain_attention
+from tests.integration import conversations, fake_wandb, low_rank, plain_attention
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result
 
 
-def train(world: int, flags: Sequence[str], attention: str = "stock", timeout: float = 180.0) -> Result:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks, with ``attention`` "stock" or "plain"."""
-    ranks = run_ranks(world, _rank, list(flags), attention, timeout=timeout)
+def train(
+    world: int,
+    flags: Sequence[str],
+    samples: str = "plain",
+    adapters: bool = False,
+    attention: str = "stock",
+    timeout: float = 180.0,
+) -> Result:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
+
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
+    "conversations". With ``adapters`` only low-rank ones beside every linear are trained. ``attention`` is stock's
+    local one, or "plain": see :mod:`.plain_attention`.
+    """
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, timeout=timeout)
+    last = ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
         gradients.update(rank["gradients"])
         weights.update(rank["weights"])
-    return Result(ranks[-1]["losses"], ranks[-1]["evaluations"], gradients, weights, [rank["peak"] for rank in ranks])
+    peaks = [rank["peak"] for rank in ranks]
+    return Result(last["losses"], last["evaluations"], gradients, weights, peaks, [rank["shapes"] for rank in ranks])
 
 
 def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
@@ -119,13 +136,71 @@ def _rank_main(flags: list[str]) -> None:
     pretrain_gpt.main()
 
 
-def _rank(flags: list[str], attention: str) -> dict[str, Any]:
+def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[int], int, int]:
+    """The bounds and the longest that attention gets for a sample of ``length`` with sequences at ``bounds``."""
+    cu_seqlens = torch.tensor([bounds + [length] * (length + 1 - len(bounds))], dtype=torch.int32)
+    longest = max(b - a for a, b in pairwise(bounds))
+    made = gpt._packed_sequences({"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor([longest], dtype=torch.int32)})
+    return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
+
+
+def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
+    _listen(seen)
+    fake_wandb.put_in_place()
     if attention == "plain":
         plain_attention.put_in_place()
-    seen: dict[str, Any] = {"losses": [], "evaluations": [], "gradients": {}, "weights": {}, "peak": 0}
-    _listen(seen)
+    if adapters:
+        low_rank.put_in_place()
+    if samples == "varied":
+        _vary_sizes(seen["shapes"])
+    if samples in ("packed", "conversations"):
+        MockGPTLowLevelDataset.max_sequence_length = 9
+        _attend_to_packed(seen["shapes"])
+    if samples == "conversations":
+        conversations.put_in_place()
+        flags = [flag for flag in flags if flag != "--mock-data"]
     _rank_main(flags)
     return seen
+
+
+def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
+    """Stock's local layers attend to whole samples only; the attention in its place says what bounds it was given."""
+    plain_attention.put_in_place()
+    attend = PlainAttention.forward
+
+    def forward(*args: Any, **named: Any) -> torch.Tensor:
+        seen.add(tuple(named["packed_seq_params"].cu_seqlens_q.tolist()))
+        return attend(*args, **named)
+
+    PlainAttention.forward = forward
+
+
+def _vary_sizes(seen: set[tuple[int, int]]) -> None:
+    """Make a script of this one that feeds microbatches of different numbers and lengths of rows, and says so.
+
+    The first and the last stage read the same samples, the one its tokens and the other its labels, which are the
+    tokens moved by one; both take the size from a token that both have.
+    """
+    parse, next_batch = pretrain_gpt.parse_and_validate_args, gpt._next_batch
+
+    def parse_and_validate_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        parsed.variable_seq_lengths = True  # stock has no flag for it, and turns it off when it validates
+        return parsed
+
+    def cut(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+        batch = next_batch(data_iterator, vp_stage)
+        tokens, labels, mask = batch["tokens"], batch["labels"], batch["attention_mask"]
+        if tokens is None and labels is None:
+            return batch
+        number = int(labels[0, 0] if tokens is None else tokens[0, 1])
+        rows, length = 1 + number % 2, 4 * (1 + number % 4)
+        seen.add((rows, length))
+        single = {name: None if value is None else value[:rows, :length] for name, value in batch.items()}
+        return single | {"attention_mask": None if mask is None else mask[:rows, :, :length, :length]}
+
+    pretrain_gpt.parse_and_validate_args, gpt._next_batch = parse_and_validate_args, cut
 
 
 def _listen(seen: dict[str, Any]) -> None:
@@ -159,7 +234,7 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         result = schedule(model=model, forward_only=forward_only, **rest)
         if not forward_only:
             if not seen["gradients"]:
-                seen["gradients"] = _gradients(model, lambda parameter: parameter.main_grad)
+                seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
             seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
         else:
             seen["weights"] = _gradients(model, lambda parameter: parameter.data)
@@ -177,8 +252,9 @@ def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tenso
         offset = get_transformer_layer_offset(config, vp_stage=getattr(inner, "vp_stage", None))
         for name, parameter in inner.named_parameters():
             parts = name.split(".")
-            if "layers" in parts:
+            if "decoder" in parts and "layers" in parts:
                 at = parts.index("layers") + 1
                 parts[at] = str(int(parts[at]) + offset)
-            found[".".join(parts), data, tensor] = value(parameter).clone()
+            if value(parameter) is not None:  # frozen ones have no gradient
+                found[".".join(parts), data, tensor] = value(parameter).clone()
     return found

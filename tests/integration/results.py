@@ -27,6 +27,8 @@ class Result(NamedTuple):
             the ranks that hold it (data, tensor).
         weights: every parameter at the end, named likewise.
         peaks: bytes of activations at most held, by pipeline rank (only where asked for).
+        shapes: by rank, what it saw of samples that are not plain: rows and length of a varied microbatch, the bounds
+            of a packed sample's documents.
     """
 
     losses: list[float]
@@ -34,3 +36,4 @@ class Result(NamedTuple):
     gradients: dict[tuple[str, int, int], torch.Tensor]
     weights: dict[tuple[str, int, int], torch.Tensor]
     peaks: list[int]
+    shapes: list[set[tuple[int, ...]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -185,17 +186,22 @@ def compare(
     zero_out: bool = False,
     forward: Any = None,
     inputs: Any = inputs_of,
+    bind: Any = None,
 ) -> SimpleNamespace:
-    """Run stock and split side by side from one model and check that all gradients are the same bits."""
+    """Run stock and split side by side from one model and check that all gradients are the same bits.
+
+    ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones.
+    """
     from megatron.schedules.integration.split_linear import split_linears
 
+    bind = bind or split_linears
     forward = forward or (lambda module, x: module(x))
     dtype = next(model.parameters()).dtype
     sequence_parallel = getattr(model, "sequence_parallel", False)
     microbatches = order.count("F")
     other = copy.deepcopy(model)
     store = WeightGradients()
-    split_count = split_linears(other, store)
+    split_count = bind(other, store)
     hooks, other_hooks = (MainGrads(module, main_grad, zero_out) for module in (model, other))
     x, other_x = (inputs(microbatches, dtype, sequence_parallel) for _ in range(2))
     stocks = stock(partial(forward, model), x)
@@ -210,6 +216,57 @@ def compare(
         assert other_parameters[name].grad is None
     assert other_hooks.fired == hooks.fired == dict.fromkeys(names, microbatches)
     return SimpleNamespace(split=split_count, model=other, store=store)
+
+
+def data_parallel(model: Any, bind: Any, overlap: bool, distributed_optimizer: bool) -> None:
+    """Train ``model`` (bf16) a few iterations under Megatron's data parallelism, stock and split, to the same bits."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        bucket_size=200,
+    )
+
+    def wrapped(model: Any) -> Any:
+        return DistributedDataParallel(config(dtype=torch.bfloat16), ddp, model)
+
+    whole, ours = wrapped(copy.deepcopy(model)), wrapped(model)
+    store = WeightGradients()
+    assert bind(ours, store) == 3
+    rank = torch.distributed.get_rank()
+    for iteration in range(3):
+        for chunk in (whole, ours):
+            chunk.zero_grad_buffer()
+        inputs = [x.detach() * (1 + rank + iteration) for x in inputs_of(3, torch.bfloat16)]
+        for m, x in enumerate(inputs):
+            with _sync(whole, m == 2):
+                loss(whole(x)).backward()
+        losses: dict[int, Tensor] = {}
+        for step in SEVERAL_I_AHEAD.split():
+            kind, m = step[0], int(step[1])
+            # Gradients that come with I are ready in the last I, those of the linears in the last W.
+            with _sync(ours, m == 2):
+                if kind == "F":
+                    with store.split(0, m):
+                        losses[m] = loss(ours(inputs[m]))
+                elif kind == "I":
+                    losses.pop(m).backward()
+                else:
+                    store.run(0, m)
+        if overlap and iteration:
+            assert all(group.grad_reduce_handle is not None for group in ours.bucket_groups), "reduction started in W"
+        for chunk in (whole, ours):
+            chunk.finish_grad_sync()
+        stock_parameters, our_parameters = (dict(chunk.module.named_parameters()) for chunk in (whole, ours))
+        for name, parameter in stock_parameters.items():
+            assert parameter.main_grad.abs().sum() > 0
+            assert_same(f"iteration {iteration}, {name}", [our_parameters[name].main_grad], [parameter.main_grad])
+
+
+def _sync(chunk: Any, last: bool) -> Any:
+    return contextlib.nullcontext() if last else chunk.no_sync()
 
 
 def block(**settings: Any) -> Any:

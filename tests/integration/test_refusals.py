@@ -32,7 +32,16 @@ REFUSED = {
     "a file for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-file x.csv", "goes with"),
     "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
     "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
-    "data of another make": ("--pipeline-schedule v-half --sft", "--sft is not supported here"),
+    "data of another make": ("--pipeline-schedule v-half --fim-data", "--fim-data is not supported here"),
+    "conversations made up": ("--pipeline-schedule 1f1b --sft", "give --data-path"),
+    "packed samples side by side": (
+        "--dataloader-inter-document-masking --micro-batch-size 2",
+        "give --micro-batch-size 1",
+    ),
+    "packed samples across ranks": (
+        "--dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 2",
+        "leave the flag out",
+    ),
     "adaptive without a limit": ("--pipeline-schedule adaptive", "--pipeline-memory-limit"),
     "a limit that is none": (
         "--pipeline-schedule adaptive --pipeline-memory-limit half",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -136,60 +135,9 @@ def test_sequence_parallel_inputs_are_gathered_ahead_of_their_product():
 
 
 def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     from megatron.schedules.integration.split_linear import split_linears
 
-    ddp = DistributedDataParallelConfig(
-        overlap_grad_reduce=overlap,
-        use_distributed_optimizer=distributed_optimizer,
-        grad_reduce_in_fp32=True,
-        bucket_size=200,
-    )
-
-    def wrapped(model: Any) -> Any:
-        return DistributedDataParallel(helpers.config(dtype=torch.bfloat16), ddp, model)
-
-    model = helpers.block(dtype=torch.bfloat16)
-    stock, ours = wrapped(copy.deepcopy(model)), wrapped(model)
-    store = WeightGradients()
-    assert split_linears(ours, store) == 3
-    rank = torch.distributed.get_rank()
-    for iteration in range(3):
-        for chunk in (stock, ours):
-            chunk.zero_grad_buffer()
-        inputs = [x.detach() * (1 + rank + iteration) for x in helpers.inputs_of(3, torch.bfloat16)]
-        for m, x in enumerate(inputs):
-            with _sync(stock, m == 2):
-                helpers.loss(stock(x)).backward()
-        losses: dict[int, Tensor] = {}
-        for step in SEVERAL_I_AHEAD.split():
-            kind, m = step[0], int(step[1])
-            # Gradients that come with I are ready in the last I, those of the linears in the last W.
-            with _sync(ours, m == 2):
-                if kind == "F":
-                    with store.split(0, m):
-                        losses[m] = helpers.loss(ours(inputs[m]))
-                elif kind == "I":
-                    losses.pop(m).backward()
-                else:
-                    store.run(0, m)
-        if overlap and iteration:
-            assert all(group.grad_reduce_handle is not None for group in ours.bucket_groups), "reduction started in W"
-        for chunk in (stock, ours):
-            chunk.finish_grad_sync()
-        stock_parameters, our_parameters = (dict(chunk.module.named_parameters()) for chunk in (stock, ours))
-        for name, parameter in stock_parameters.items():
-            assert parameter.main_grad.abs().sum() > 0
-            helpers.assert_same(
-                f"iteration {iteration}, {name}", [our_parameters[name].main_grad], [parameter.main_grad]
-            )
-
-
-def _sync(chunk: Any, last: bool) -> Any:
-    import contextlib
-
-    return contextlib.nullcontext() if last else chunk.no_sync()
+    helpers.data_parallel(helpers.block(dtype=torch.bfloat16), split_linears, overlap, distributed_optimizer)
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])

@@ -8,69 +8,64 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.integration.conftest import Training
+from tests.integration.features import FULL, each_setting
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
 
-SIX = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 JOB = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
 CP2 = "--context-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GROUPS = "--position-embedding-type rope --no-rope-fusion --group-query-attention --num-query-groups 2"
 MLA = """
     --multi-latent-attention --position-embedding-type rope --no-rope-fusion --q-lora-rank 16 --kv-lora-rank 16
     --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --normalization RMSNorm --swiglu
 """
 
-# Each: the number of ranks and the flags. The schedules it is tried with in any run stand below.
+# Each: the number of ranks, the flags that say what parameters there are, the other flags.
 SETTINGS = {
-    "CP2": (4, CP2),
-    "CP2 TP2": (8, f"{CP2} {TP2}"),
-    "CP2 per token": (4, f"{CP2} --calculate-per-token-loss"),
-    "CP2 rope GQA": (
-        4,
-        f"{CP2} --position-embedding-type rope --no-rope-fusion --group-query-attention --num-query-groups 2",
-    ),
-    "MLA": (2, MLA),
-    "MLA CP2": (4, f"{MLA} {CP2}"),
-    "MLA TP2": (4, f"{MLA} {TP2}"),
-    "MLA norms of queries and keys": (2, f"{MLA} --qk-layernorm"),
-    "MLA recomputed": (2, f"{MLA} {RECOMPUTED}"),
+    "context parallel 2": (4, "", CP2),
+    "context and tensor parallel 2": (8, "", f"{CP2} {TP2}"),
+    "context parallel 2, RoPE, query groups, loss per token": (4, GROUPS, f"{CP2} --calculate-per-token-loss"),
+    "multi-latent attention": (2, MLA, ""),
+    "multi-latent attention, context parallel 2": (4, MLA, CP2),
+    "multi-latent attention, tensor and sequence parallel 2": (4, MLA, TP2),
+    "multi-latent attention, qk-layernorm": (2, f"{MLA} --qk-layernorm", ""),
+    "multi-latent attention, full recompute": (2, MLA, f"{FULL} uniform --recompute-num-layers 1"),
 }
-CHOSEN = {
-    ("CP2", "v-half"),
-    ("CP2", "adaptive"),
-    ("CP2 TP2", "zb-1p"),
-    ("CP2 per token", "v-min"),
-    ("CP2 rope GQA", "interleaved-1f1b"),
-    ("MLA", "v-zb"),
-    ("MLA CP2", "v-half"),
-    ("MLA TP2", "v-min"),
-    ("MLA norms of queries and keys", "zb-1p"),
-    ("MLA recomputed", "adaptive"),
+USUAL = {
+    "context parallel 2": ("v-half", "interleaved-1f1b"),
+    "context parallel 2, RoPE, query groups, loss per token": ("v-min",),
+    "multi-latent attention, context parallel 2": ("v-zb",),
+    "multi-latent attention, tensor and sequence parallel 2": ("zb-1p",),
+    "multi-latent attention, full recompute": ("adaptive",),
 }
 
 
-@pytest.mark.parametrize("schedule", SIX)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_result_is_stocks(train, full_matrix, setting, schedule):
-    if not full_matrix and (setting, schedule) not in CHOSEN:
-        pytest.skip("only with --full-matrix")
-    world, flags = SETTINGS[setting]
-    ours = train(world, *JOB, *flags.split(), *under(schedule), attention="plain")
-    stock = train.stock(world, *JOB, *flags.split(), attention="plain")
+@pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
+def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> None:
+    world, model, flags = SETTINGS[setting]
+    job = (*JOB, *flags.split())
+    ours = train(world, *job, *under(schedule), model=tuple(model.split()), attention="plain")
+    stock = train.stock(world, *job, model=tuple(model.split()), attention="plain")
     assert_same_losses(ours, stock)
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("world", [4, 8], ids=["CP2", "CP2 DP2"])
-@pytest.mark.parametrize("schedule", SIX)
-def test_distributed_optimizer_over_context_and_data_ranks(train, full_matrix, schedule, world):
+SHARDED = {
+    "context parallel 2, distributed optimizer, overlapped": 4,
+    "context and data parallel 2, distributed optimizer, overlapped": 8,
+}
+SHARDED_USUAL = {"context parallel 2, distributed optimizer, overlapped": ("v-half",)}
+
+
+@pytest.mark.parametrize(("setting", "schedule"), each_setting(SHARDED, SHARDED_USUAL))
+def test_distributed_optimizer_over_context_and_data_ranks(train: Training, setting: str, schedule: str) -> None:
     """Each rank holds a shard of the reduced gradients only, so what is compared is the weights they lead to.
 
     The order in which gloo adds up four ranks depends on where in a bucket a gradient lies, which is as in stock's run
     where the ranks have the same layers. The sum of two ranks has but one order.
     """
-    if not full_matrix and (schedule, world) not in (("v-zb", 4), ("zb-1p", 8)):
-        pytest.skip("only with --full-matrix")
+    world = SHARDED[setting]
     job = (*JOB, *CP2.split(), "--use-distributed-optimizer", "--overlap-grad-reduce", *CLIP_NOTHING)
     ours = train(world, *job, *under(schedule), attention="plain")
     stock = train.stock(world, *job, attention="plain")
@@ -80,7 +75,6 @@ def test_distributed_optimizer_over_context_and_data_ranks(train, full_matrix, s
         assert [str(k) for k, v in stock.weights.items() if not torch.equal(v, ours.weights[k])] == []
 
 
-def test_context_parallel_ranks_together_are_one(train):
-    """And so the attention that both sides share is right in a whole job too."""
-    ours = train(4, *JOB, *CP2.split(), *under("v-half"), attention="plain")
-    assert_same_losses(ours, train.stock(1, *JOB[:4]))
+def test_context_parallel_ranks_together_are_one(train: Training) -> None:
+    """The attention that both sides share is right in a whole job too: stock's own does the same on one rank."""
+    assert_same_losses(train.stock(4, *JOB, *CP2.split(), model=(), attention="plain"), train.stock(1, *JOB[:4]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import lru_cache
 
 from hypothesis import settings
@@ -69,7 +70,22 @@ def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
     by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
     hop = st.sampled_from((0.0, 0.05, 1.0, 7.0))
-    return Costs(draw(length), draw(length), draw(length), draw(hop), draw(by_stage), draw(by_stage))
+    return replace(
+        draw(recomputing()),
+        forward=draw(length),
+        input_grad=draw(length),
+        weight_grad=draw(length),
+        comm=draw(hop),
+        stage_weights=draw(by_stage),
+        stage_activations=draw(by_stage),
+    )
+
+
+@st.composite
+def recomputing(draw: st.DrawFn) -> Costs:
+    """Unit costs that recompute nothing, all, or a part, and keep for W what they may."""
+    share = st.sampled_from((0.0, 0.25, 1.0))
+    return draw(st.sampled_from((Costs(), Costs(recompute=draw(share), kept=draw(share), weight_share=draw(share)))))
 
 
 @st.composite

@@ -52,11 +52,12 @@ def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass
 
 
 def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:
+    again = costs.recompute * costs.forward
     half = {
         Kind.F: costs.forward,
-        Kind.I: costs.input_grad,
+        Kind.I: again + costs.input_grad,
         Kind.W: costs.weight_grad,
-        Kind.B: costs.input_grad + costs.weight_grad,
+        Kind.B: again + costs.input_grad + costs.weight_grad,
     }[work.kind]
     weight = costs.stage_weights[work.stage] if costs.stage_weights else 1.0
     return half * 2 / _stages_a_rank(schedule) * weight
@@ -70,10 +71,20 @@ def held_at(time: float, rank: int, schedule: Schedule, costs: Costs, spans: Spa
     """Microbatches' worth of activations ``rank`` holds just after ``time``, counted one by one."""
     held = 0.0
     for work in schedule.order[rank]:
-        if work.kind is Kind.F:
-            freed = Pass(work.stage, Kind.W, work.microbatch)
-            freed = freed if freed in spans else Pass(work.stage, Kind.B, work.microbatch)
-            if spans[work][0] <= time < spans[freed][1]:
-                share = costs.stage_activations[work.stage] if costs.stage_activations else 1.0
-                held += share / _stages_a_rank(schedule)
+        if work.kind is not Kind.F:
+            continue
+        share = costs.stage_activations[work.stage] if costs.stage_activations else 1.0
+        one = share / _stages_a_rank(schedule)
+        ends = {kind: spans[found][1] for kind in Kind if (found := Pass(work.stage, kind, work.microbatch)) in spans}
+        if Kind.B in ends:
+            if spans[work][0] <= time < ends[Kind.B]:
+                held += costs.kept * one
+            continue
+        begins = spans[Pass(work.stage, Kind.I, work.microbatch)][0]
+        # What I makes is there from its start; what it gives back is there until its end.
+        turn = begins if costs.weight_share > costs.kept else ends[Kind.I]
+        if spans[work][0] <= time < turn:
+            held += costs.kept * one
+        elif turn <= time < ends[Kind.W]:
+            held += costs.weight_share * one
     return held

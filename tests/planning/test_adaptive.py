@@ -17,7 +17,7 @@ from megatron.schedules.planning.placement import Placement, interleaved, sequen
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.validate import validate
-from tests.planning.made_schedules import NAMED, REAL, examples, timed
+from tests.planning.made_schedules import NAMED, REAL, examples, recomputing, timed
 
 # Plays each order a few times: enough for what must hold however little is searched.
 BRIEFLY = 0.02
@@ -60,7 +60,9 @@ def requests(draw: st.DrawFn) -> Request:
     slices = st.lists(st.integers(0, 6).map(lambda halves: halves / 2), min_size=4 * d, max_size=4 * d).map(tuple)
     by_slice = st.none() | slices
     hop = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
-    costs = Costs(draw(length), draw(length), draw(length), hop, draw(by_slice), draw(by_slice))
+    times = draw(length), draw(length), draw(length)
+    again = draw(recomputing())
+    costs = Costs(*times, hop, draw(by_slice), draw(by_slice), again.weight_share, again.recompute, again.kept)
     least = least_limit(asked(d, n, None, costs))
     return asked(d, n, max(least, 0.01) + draw(st.integers(0, 5 * d)) / (4 * d), costs)
 

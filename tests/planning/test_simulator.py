@@ -45,7 +45,8 @@ def test_makespan_and_bubbles_are_as_defined(made: tuple[Schedule, Costs]):
     own_spans = [max(spans[p][1] for p in row) - min(spans[p][0] for p in row) for row in schedule.order]
     assert timeline.span_bubble == pytest.approx(max(1 - w / s for w, s in zip(work, own_spans, strict=True)))
     if costs.stage_weights is None:
-        ideal = schedule.microbatches * 2 * (costs.forward + costs.input_grad + costs.weight_grad)
+        forwards = (1 + costs.recompute) * costs.forward
+        ideal = schedule.microbatches * 2 * (forwards + costs.input_grad + costs.weight_grad)
         assert timeline.bubble == pytest.approx(1 - ideal / makespan)
 
 
@@ -156,3 +157,31 @@ def test_what_an_input_gradient_gives_back_makes_room():
         better = timed(plan(replace(asked, costs=given_back)), given_back)
         assert better.peak <= limit
         assert better.makespan < timed(plan(asked), kept).makespan
+
+
+def test_what_is_recomputed_costs_time_in_the_input_gradient_and_memory_only_from_there():
+    schedule = written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
+    timeline = timed(schedule, Costs(1, 1, 1, recompute=1.0, kept=0.125, weight_share=0.75))
+    assert timeline.makespan == 2 * (1 + 1 + 2 + 2 + 1)
+    assert timeline.memory(0) == ((0.0, 0.0), (0.0, 0.125), (8.0, 0.75), (14.0, 0.0))
+    whole = timed(written(sequential(2), 1, "0F0 0B0", "1F0 1B0"), Costs(recompute=1.0, kept=0.125))
+    assert whole.peak == 0.125
+
+
+def test_a_split_backward_needs_room_for_what_it_recomputed():
+    """A chunk of V-Half is half a rank's layers; a whole backward needs no room that counts."""
+    costs = Costs(recompute=1.0, kept=0.0)
+    assert timed(plan(Request("1f1b", 8, 16, costs)), costs).peak == 0
+    assert timed(plan(Request("v-half", 8, 16, costs)), costs).peak >= 0.5
+    assert timed(plan(Request("adaptive", 8, 16, costs, memory_limit=1 / 16, search_seconds=0.1)), costs).peak <= 0.5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "v-half"])
+def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
+    timeline = planned(name, 4, 6)
+    spans = slow_spans(timeline.schedule, Costs())
+    assert spans is not None
+    for rank, row in enumerate(timeline.schedule.order):
+        for chunk, time in enumerate(timeline.gradients_complete(rank)):
+            own = [p for p in row if timeline.schedule.placement.chunk_of(p.stage) == chunk]
+            assert time == max(spans[p][1] for p in own if p.kind in (Kind.W, Kind.B))

@@ -53,9 +53,11 @@ def make_stage(stage: int, store: WeightGradients) -> nn.Module:
     return nn.Sequential(SplitLinear(features, store), nn.GELU(), SplitLinear(features, store), nn.GELU())
 
 
-def data(microbatch: int) -> Tensor:
-    """The model's input for ``microbatch``."""
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1000 + microbatch))
+def data(microbatch: int, *, varied: bool = False) -> Tensor:
+    """The model's input for ``microbatch``, ``varied`` with its own number of rows."""
+    generator = torch.Generator().manual_seed(1000 + microbatch)
+    rows = int(torch.randint(1, 50, (), generator=generator)) if varied else SHAPE[0]
+    return torch.randn((rows, SHAPE[1]), generator=generator)
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -66,7 +68,8 @@ def loss_of(output: Tensor) -> Tensor:
 class PlainStages:
     """The stages of one rank (see :class:`megatron.schedules.runtime.stages.Stages`)."""
 
-    def __init__(self, stages: Iterable[int], last_stage: int) -> None:
+    def __init__(self, stages: Iterable[int], last_stage: int, *, varied: bool = False) -> None:
+        self._varied = varied
         self.store = WeightGradients()
         self.modules = {stage: make_stage(stage, self.store) for stage in stages}
         self.losses: dict[int, Tensor] = {}
@@ -76,7 +79,7 @@ class PlainStages:
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         assert (activation is None) == (stage == 0)
-        x = data(microbatch) if activation is None else activation.requires_grad_()
+        x = data(microbatch, varied=self._varied) if activation is None else activation.requires_grad_()
         with self.store.split(stage, microbatch) if split else nullcontext():
             output = self.modules[stage](x)
             if stage == self._last_stage:
@@ -104,7 +107,7 @@ class PlainStages:
         return {stage: [p.grad for p in module.parameters()] for stage, module in self.modules.items()}
 
 
-def without_pipeline(schedule: Schedule) -> tuple[dict[int, list[Tensor]], dict[int, Tensor]]:
+def without_pipeline(schedule: Schedule, *, varied: bool = False) -> tuple[dict[int, list[Tensor]], dict[int, Tensor]]:
     """Gradients by stage and losses by microbatch of the whole model on one process, by plain autograd.
 
     Each stage's gradients are summed over the microbatches in the order of its weight gradients in
@@ -116,7 +119,7 @@ def without_pipeline(schedule: Schedule) -> tuple[dict[int, list[Tensor]], dict[
     single: dict[tuple[int, int], list[Tensor]] = {}
     losses = {}
     for m in range(schedule.microbatches):
-        loss = loss_of(nn.Sequential(*stages)(data(m)))
+        loss = loss_of(nn.Sequential(*stages)(data(m, varied=varied)))
         losses[m] = loss.detach()
         found = iter(torch.autograd.grad(loss, [p for group in parameters for p in group]))
         for stage, group in enumerate(parameters):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Op, Program, ProgramError
@@ -134,6 +135,18 @@ def test_blocking_sends_and_a_single_queue_ask_for_more():
         "1RECV_F0 1F0 1RECV_F1 1SEND_F0 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1",
     )
     check(programs(placement, 2, *early), single_queue=True)
+
+
+def test_receives_at_use_ask_for_more_of_a_single_queue_only():
+    """A send stands behind one whose message its receiver uses only after what that send's rank does next."""
+    sound = lower(plan(Request("interleaved-1f1b", 2, 4)))
+    check(sound, single_queue=True)
+    check(sound, receives_at_use=True)
+    with pytest.raises(ProgramError, match="ranks wait for each other"):
+        check(sound, single_queue=True, receives_at_use=True)
+    for seed in range(60):
+        check(lower(random_schedule(seed)), receives_at_use=True)
+    check(lower(plan(Request("v-half", 4, 8))), single_queue=True, receives_at_use=True)
 
 
 def test_any_lowered_schedule_passes_and_any_swap_of_its_receives_does_not():

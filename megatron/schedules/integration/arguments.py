@@ -1,23 +1,22 @@
-"""Our flags, and what is refused before anything starts."""
+"""Our flags, and the plan they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.schedules.integration.layers import layers_by_stage
+from megatron.schedules.integration.layers import estimated_loads, placed_by_hand, wrong_layers
 from megatron.schedules.integration.memory_limit import memory_limit
+from megatron.schedules.integration.recompute import with_recompute
+from megatron.schedules.integration.refusals import refusal, unsplittable
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.registry import NAMES, Request, describe
+from megatron.schedules.planning.registry import NAMES, Request, describe, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import folder, kept_plan
 
@@ -88,8 +87,8 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def request_for(args: Any, num_microbatches: int, placement: Placement | None = None) -> Request:
-    """The plan that ``args`` ask for with this many microbatches, on ``placement`` where that is settled.
+def _request(args: Any) -> Request:
+    """The plan that ``args`` ask for.
 
     Raises:
         PlanError: naming the flag that cannot be read.
@@ -104,24 +103,27 @@ def request_for(args: Any, num_microbatches: int, placement: Placement | None = 
     request = Request(
         schedule=args.pipeline_schedule,
         ranks=args.pipeline_model_parallel_size,
-        microbatches=num_microbatches,
-        costs=_costs(args),
+        microbatches=_microbatches(args),
         chunks=2 if args.pipeline_schedule_chunks is None else args.pipeline_schedule_chunks,
         csv=text,
     )
-    if request.schedule != "adaptive":
-        return request
-    return replace(
-        request,
-        memory_limit=memory_limit(args),
-        search_seconds=args.pipeline_search_seconds,
-        chunk_choices=_chunk_choices(args),
-        placement=placement,
-    )
+    if request.schedule == "adaptive":
+        request = replace(
+            request,
+            memory_limit=memory_limit(args),
+            search_seconds=args.pipeline_search_seconds,
+            chunk_choices=_chunk_choices(args),
+        )
+    return replace(request, costs=_costs(args, request))
 
 
-def _costs(args: Any) -> Costs:
+def _costs(args: Any, request: Request) -> Costs:
     costs, weights = Costs.parse(args.pipeline_schedule_costs), args.pipeline_schedule_stage_weights
+    if args.recompute_granularity is not None:
+        costs = with_recompute(costs, args, args.num_layers / _stages(request))
+    if placed_by_hand(args):
+        loads = estimated_loads(args, _stages(request))
+        costs = replace(costs, stage_weights=loads.work, stage_activations=loads.activations)
     if weights is None:
         return costs
     try:
@@ -130,24 +132,32 @@ def _costs(args: Any) -> Costs:
         raise PlanError(f"--pipeline-schedule-stage-weights {weights!r} is not a list such as 1.5,1,1,1.2") from None
 
 
+def _stages(request: Request) -> int:
+    """How many stages the plan will have, which its costs do not change."""
+    if request.schedule == "adaptive":
+        return request.ranks * request.chunk_choices[0]
+    return plan(request if request.schedule == "file" else replace(request, microbatches=1)).placement.stages
+
+
 def _chunk_choices(args: Any) -> tuple[int, ...]:
-    """The numbers of chunks up to four that the layers divide into; one always, as stock has its own say on that."""
-    if any(getattr(args, name, None) for name in _UNEVEN_LAYERS) or not args.num_layers:
-        return (1,)
+    """The numbers of chunks up to four that the layers spread over; only the largest where costs depend on it.
+
+    Layers that spread over no number of chunks give one, and the rule about layers says why.
+    """
     size = args.pipeline_model_parallel_size
-    return tuple(chunks for chunks in (1, 2, 3, 4) if chunks == 1 or not _wrong_layers(args, chunks * size))
+    found = tuple(chunks for chunks in (1, 2, 3, 4) if not wrong_layers(args, chunks * size))
+    depends = placed_by_hand(args) or args.recompute_method == "block"
+    return (found[-1:] if depends else found) or (1,)
 
 
-def _wrong_layers(args: Any, stages: int) -> str:
-    """Why the layers do not spread over so many stages; empty where they do."""
-    try:
-        layers_by_stage(args, stages)
-    except PlanError as error:
-        return str(error)
-    return ""
+class Asked(NamedTuple):
+    """What the command line asks for, and the plan that answers it."""
+
+    request: Request
+    schedule: Schedule
 
 
-def check(args: Any) -> Schedule:
+def check(args: Any) -> Asked:
     """Check all our flags against stock's, as parsed and before stock has validated them; the plan they ask for.
 
     Exits with status 2 after one line on standard error where something cannot work.
@@ -165,7 +175,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _checked(args: Any) -> Schedule:
+def _checked(args: Any) -> Asked:
     name, size = args.pipeline_schedule, args.pipeline_model_parallel_size
     if name in NAMES and size < 2:
         raise PlanError(
@@ -181,20 +191,18 @@ def _checked(args: Any) -> Schedule:
     for flag in ("pipeline_memory_limit", "pipeline_search_seconds"):
         if getattr(args, flag) is not None and name != "adaptive":
             raise PlanError(f"--{flag.replace('_', '-')} goes with --pipeline-schedule adaptive, not {name}")
-    if name == "adaptive" and _is_set(args, "transformer_impl"):
-        raise PlanError(f"--pipeline-schedule {name} does not work with --transformer-impl: {_LOCAL_ONLY}")
+    if name == "adaptive" and (fault := unsplittable(args)):
+        raise PlanError(f"--pipeline-schedule {name} {fault}")
     try:
-        request = request_for(args, _microbatches(args))
+        request = _request(args)
         if name == "adaptive":
             _announce_search(request)
         schedule = kept_plan(request)
     except PlanError as error:
         raise PlanError(f"--pipeline-schedule {name}: {error}") from None
-    facts = _Facts(args, schedule)
-    for rule in _RULES:
-        if rule.applies(facts):
-            raise PlanError(f"--pipeline-schedule {name} {rule.why(facts)}")
-    return schedule
+    if why := refusal(args, schedule):
+        raise PlanError(f"--pipeline-schedule {name} {why}")
+    return Asked(request, schedule)
 
 
 def _microbatches(args: Any) -> int:
@@ -226,102 +234,3 @@ def _announce_search(request: Request) -> None:
         seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
         sys.stdout.write(f"pipeline schedule adaptive: searches some {seconds:.0f} s, unless {folder()} has the plan\n")
         sys.stdout.flush()
-
-
-def _is_set(args: Any, name: str) -> bool:
-    value = getattr(args, name, None)
-    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
-
-
-class _Facts(NamedTuple):
-    args: Any
-    schedule: Schedule
-
-    def on(self, name: str) -> bool:
-        """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        return _is_set(self.args, name)
-
-    @property
-    def splits(self) -> bool:
-        return any(work.kind is Kind.W for _, work in self.schedule.passes())
-
-    @property
-    def chunks(self) -> int:
-        return self.schedule.placement.chunks
-
-
-class _Rule(NamedTuple):
-    applies: Callable[[_Facts], bool]
-    why: Callable[[_Facts], str]
-
-
-def _flag(name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True) -> _Rule:
-    """A rule against a stock argument being set."""
-    written = "--" + name.replace("_", "-")
-    return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
-
-
-def _several(facts: _Facts) -> bool:
-    return facts.chunks > 1
-
-
-def _ends_elsewhere(facts: _Facts) -> bool:
-    placement = facts.schedule.placement
-    return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
-
-
-_STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
-_LOCAL_ONLY = (
-    "only Megatron's local linears are split so far; use --transformer-impl local, or 1f1b, interleaved-1f1b or "
-    "1f1b-v, which do not split the backward"
-)
-_UNEVEN_LAYERS = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
-_UNEVEN = (
-    "with several chunks a rank layers are spread evenly, and --account-for-embedding-in-pipeline-split and "
-    "--account-for-loss-in-pipeline-split make the ends lighter; use those, or a schedule with one chunk a rank"
-)
-
-_RULES = (
-    _Rule(
-        lambda facts: facts.chunks > 1 and bool(_wrong_layers(facts.args, facts.schedule.placement.stages)),
-        lambda facts: _wrong_layers(facts.args, facts.schedule.placement.stages),
-    ),
-    _Rule(
-        _ends_elsewhere,
-        lambda f: (
-            "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
-            "the last stage on the first or the last rank"
-        ),
-    ),
-    _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
-    _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    *(_flag(name, _UNEVEN, _several) for name in _UNEVEN_LAYERS),
-    _flag(
-        "transformer_impl",
-        _LOCAL_ONLY,
-        lambda facts: facts.splits,
-    ),
-    _flag("mtp_num_layers", "multi-token prediction is not supported yet; leave the flag out"),
-    _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
-    _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("overlap_moe_expert_parallel_comm", "it brings a schedule of its own; leave the flag out"),
-    _flag("delay_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
-    _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
-    _flag("variable_seq_lengths", "messages have one shape so far; pad to --seq-length"),
-    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; leave the flag out"),
-    _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("rampup_batch_size", "a CSV is for one number of microbatches", lambda f: f.args.pipeline_schedule == "file"),
-    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
-    _flag(
-        "num_microbatches_with_partial_activation_checkpoints",
-        "it counts on Megatron's own schedule; leave the flag out",
-    ),
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -13,10 +14,17 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -28,35 +36,56 @@ _FLAG_OF = {
     "sequence_length": "seq_length",
     "path_to_cache": "data_cache_path",
     "create_attention_mask": "create_attention_mask_in_dataloader",
+    "inter_document_masking": "dataloader_inter_document_masking",
     "fast_cache_load": "dataloader_fast_cache_load",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
-# Flags that ask for samples of another make than one row of tokens of one length.
-_OTHER_DATA = ("--sft", "--fim-data", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
-
-_BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+# Flags that ask for samples of another make.
+_OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
+_BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens", "max_seqlen")
 
 
 def refuse_other_data(argv: Sequence[str]) -> None:
     """End with status 2 and one line where a flag asks for data that :func:`forward_step` cannot feed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in (*_OTHER_DATA, "--sft", "--dataloader-inter-document-masking", "--mock-data"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--micro-batch-size", "--context-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    given, _ = parser.parse_known_args(argv)
     for flag in _OTHER_DATA:
         if flag in argv:
             refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
+    if given.sft and given.mock_data:
+        refuse("--sft needs conversations: give --data-path rather than --mock-data")
+    if _packs(given) and given.micro_batch_size > 1:
+        refuse("packed sequences go one sample at a time: give --micro-batch-size 1 and a longer --seq-length")
+    if _packs(given) and given.context_parallel_size > 1:
+        refuse("packed sequences do not work with --context-parallel-size above 1 here; leave the flag out")
+
+
+def _packs(args: Any) -> bool:
+    """Whether a sample is several sequences end to end, each of which attends to itself only."""
+    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test data as the flags say, on the ranks whose chunk ``vp_stage`` reads any."""
+    """Training, validation and test data as the flags say, on the ranks whose chunk ``vp_stage`` reads any.
+
+    Of packed sequences that is every chunk: its attention needs their bounds.
+    """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     read = {field.name: _FLAG_OF.get(field.name, field.name) for field in fields(GPTDatasetConfig) if field.init}
     settings = {name: getattr(args, flag) for name, flag in read.items() if hasattr(args, flag)}
+    settings["create_attention_mask"] = _masks(args)
     config = GPTDatasetConfig(
         **settings, blend=blend, blend_per_split=blend_per_split, tokenizer=build_tokenizer(args), **_counts(args)
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
     def built_here() -> bool:
-        return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+        return _reads(args, vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
 
@@ -70,10 +99,37 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, position_ids, attention_mask = _next_batch(data_iterator, vp_stage)
+    batch = _next_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
-    return output, partial(loss, loss_mask)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=_packed_sequences(batch),
+    )
+    return output, partial(loss, batch["loss_mask"])
+
+
+def _packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Where each of a sample's sequences begins and ends, as attention wants it; None where a sample is one sequence.
+
+    Args:
+        batch: has ``cu_seqlens``, (1, sequence + 1): the bounds from 0 on, then the sample's end to the end; and
+            ``max_seqlen``, (1).
+    """
+    if batch["cu_seqlens"] is None:
+        return None
+    bounds = flatten_batch_for_packed_sequences(batch)["cu_seqlens"][0]
+    longest = int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _counts(args: Any) -> dict[str, Any]:
@@ -107,30 +163,41 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     return total, count, {"lm loss": reported}
 
 
-def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> tuple[Any, ...]:
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return (None,) * len(_BATCH)
+def _masks(args: Any) -> bool:
+    """Whether samples come with a mask; packed ones have their bounds instead."""
+    return args.create_attention_mask_in_dataloader and not _packs(args)
+
+
+def _reads(args: Any, vp_stage: int | None) -> bool:
+    return _packs(args) or is_first_or_last_pipeline_stage(vp_stage)
+
+
+def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
+    """The next microbatch by the names in ``_BATCH``, None for what the chunk does not need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    if not _reads(args, vp_stage):
+        return dict.fromkeys(_BATCH)
+    is_last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        assert data_iterator is not None, "the first and the last stage read data"
+        assert data_iterator is not None, "a chunk that reads data has an iterator"
         found = next(data_iterator)
         batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=_packs(args),
         is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        create_attention_mask_in_dataloader=_masks(args),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and is_last,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        is_pipeline_last_stage=is_last,
     )
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return tuple(batch[key] for key in _BATCH)
+    return {key: batch[key] for key in _BATCH}

@@ -94,17 +94,19 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if getattr(args, "pipeline_schedule", None) is None:
             return stock(args, *rest, **kwargs)
-        schedule = check(args)
+        asked = check(args)
+        placement = asked.schedule.placement
+        layers = layers_by_stage(args, placement.stages) if placement.chunks > 1 else ()
         result = stock(args, *rest, **kwargs)
-        placement = schedule.placement
         if placement.chunks > 1:
             args.virtual_pipeline_model_parallel_size = placement.chunks
-            layers = layers_by_stage(args, placement.stages)
-            if placement.name != "interleaved" or len(set(layers)) > 1:
-                args.pipeline_model_parallel_layout = PlacedLayout(placement, layers)
-                # The layout says it; stock's configuration takes one or the other.
-                args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
-        session.args, session.planner = args, Planner(args, schedule)
+            # These are of stock's own interleaving.
+            args.overlap_p2p_comm = args.align_param_gather = False
+            args.pipeline_model_parallel_layout = PlacedLayout(placement, layers, args.mtp_num_layers or 0)
+            # The layout says it; stock's configuration takes one or the other.
+            args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+            args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+        session.args, session.planner = args, Planner(asked, args.distributed_backend)
         return result
 
     return validate_args

@@ -1,21 +1,66 @@
-"""How many decoder layers each stage holds: all alike, the embedding and the output layer counting for one each."""
+"""How many decoder layers each stage holds, as Megatron's flags say, and what that makes each stage cost."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.schedules.integration.layer_arithmetic import layer, output_layer
 from megatron.schedules.planning.errors import PlanError
 
 
 def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
-    """Decoder layers of each of ``stages`` stages in model order.
+    """Decoder layers of each of ``stages`` stages in model order. Several chunks a rank are several stages.
 
-    With ``--account-for-embedding-in-pipeline-split`` the first stage has one fewer than the others, with
-    ``--account-for-loss-in-pipeline-split`` the last one; a stage of one then holds no decoder layer at all.
+    All alike, unless the flags say otherwise: ``--account-for-embedding-in-pipeline-split`` makes the first stage one
+    layer smaller, ``--account-for-loss-in-pipeline-split`` the last one; ``--decoder-first-pipeline-num-layers`` and
+    ``--decoder-last-pipeline-num-layers`` name theirs; ``--pipeline-model-parallel-layout`` names every stage's.
 
     Raises:
-        PlanError: where the layers do not spread so, naming a number that does.
+        PlanError: where the layers do not spread so, naming what would.
     """
+    if args.pipeline_model_parallel_layout is not None:
+        return _as_written(args, stages)
+    if not placed_by_hand(args):
+        return _alike(args, stages)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if any(count is not None and count < 1 for count in (first, last)):
+        raise PlanError(
+            "needs a layer at each end that --decoder-first-pipeline-num-layers or -last- names; for ends without one "
+            "use --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split or a layout"
+        )
+    between = stages - (first is not None) - (last is not None)
+    each, rest = divmod((args.num_layers or 0) - (first or 0) - (last or 0), max(between, 1))
+    if rest or each < 1 or between < 1:
+        ends = (first or 0) + (last or 0)
+        raise PlanError(
+            f"has {stages} stages, {between} of them between the ends that --decoder-first-pipeline-num-layers and "
+            f"-last- name: use --num-layers {ends} + a multiple of {between}, not {args.num_layers}"
+        )
+    counts = [each] * stages
+    counts[0] = each if first is None else first
+    counts[-1] = each if last is None else last
+    return tuple(counts)
+
+
+def wrong_layers(args: Any, stages: int) -> str:
+    """Why the layers do not spread over so many stages; empty where they do."""
+    try:
+        layers_by_stage(args, stages)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def placed_by_hand(args: Any) -> bool:
+    """Whether a flag says how many layers single stages hold."""
+    flags = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    return any(getattr(args, flag) is not None for flag in flags)
+
+
+def _alike(args: Any, stages: int) -> tuple[int, ...]:
     first, last = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     counted = (args.num_layers or 0) + first + last
     each, rest = divmod(counted, stages)
@@ -30,3 +75,60 @@ def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
     counts[0] -= first
     counts[-1] -= last
     return tuple(counts)
+
+
+def _as_written(args: Any, stages: int) -> tuple[int, ...]:
+    text = args.pipeline_model_parallel_layout
+    try:
+        written = PipelineParallelLayerLayout.parse_str_to_list(text)
+    except AssertionError:
+        raise PlanError(
+            f"cannot read --pipeline-model-parallel-layout {text!r}: it is made of E (embedding), t (layer), L (output "
+            "layer) and | between stages, such as 'Et|tt|tt|tL'"
+        ) from None
+    if len(written) != stages:
+        raise PlanError(
+            f"has {stages} stages and --pipeline-model-parallel-layout {text!r} has {len(written)}: write {stages}, "
+            "in model order, with | between them"
+        )
+    plain = [layer for stage in written for layer in stage if layer is not LayerType.mtp]
+    decoders = plain.count(LayerType.decoder)
+    if plain != [LayerType.embedding, *[LayerType.decoder] * decoders, LayerType.loss]:
+        raise PlanError(f"--pipeline-model-parallel-layout {text!r} must begin with E, end with L, and hold t between")
+    if decoders != args.num_layers:
+        raise PlanError(
+            f"--pipeline-model-parallel-layout {text!r} holds {decoders} layers and --num-layers is {args.num_layers}"
+        )
+    if any(LayerType.mtp in stage for stage in written[:-1]):
+        raise PlanError(
+            "holds multi-token prediction layers in its last stage: write every m before the L of the layout"
+        )
+    return tuple(stage.count(LayerType.decoder) for stage in written)
+
+
+class StageLoads(NamedTuple):
+    """What each stage costs against the average, in model order.
+
+    Args:
+        work: time of its passes.
+        activations: what it holds of a microbatch.
+    """
+
+    work: tuple[float, ...]
+    activations: tuple[float, ...]
+
+
+def estimated_loads(args: Any, stages: int) -> StageLoads:
+    """What stages with the layers that :func:`layers_by_stage` gives cost, by the arithmetic of a transformer.
+
+    Work is counted in products of matrices, memory in bytes of activations: see :mod:`.layer_arithmetic`.
+    """
+    each = layer(args)
+    loads = [each.whole.times(count) for count in layers_by_stage(args, stages)]
+    loads[-1] += output_layer(args)
+    return StageLoads(_against_mean([load.work for load in loads]), _against_mean([load.held for load in loads]))
+
+
+def _against_mean(loads: list[float]) -> tuple[float, ...]:
+    mean = sum(loads) / len(loads)
+    return tuple(load / mean for load in loads)

@@ -15,24 +15,30 @@ from megatron.schedules.planning.placement import Placement
 class PlacedLayout(PipelineParallelLayerLayout):
     """Stock's layer layout for a placement stock does not know, such as the V.
 
-    Stock numbers stages as if they went round the ranks; only the three attributes and the one method below depend on
+    Stock numbers stages as if they went round the ranks; only the attributes and methods below depend on
     that. The object passes through Megatron's configuration as it is.
 
     Args:
         placement: where the stages live.
         layers: decoder layers of each stage, in model order.
+        ahead: layers of multi-token prediction, all on the last stage.
     """
 
-    def __init__(self, placement: Placement, layers: Sequence[int]) -> None:
+    def __init__(self, placement: Placement, layers: Sequence[int], ahead: int = 0) -> None:
         self.placement = placement
         by_stage = [[LayerType.decoder] * count for count in layers]
         by_stage[0].insert(0, LayerType.embedding)
-        by_stage[-1].append(LayerType.loss)
+        by_stage[-1] += [LayerType.mtp] * ahead + [LayerType.loss]
         self.input_data = str(placement)
         self.pipeline_model_parallel_size = placement.ranks
         self.virtual_pipeline_model_parallel_size = placement.chunks
         self.layout = [[by_stage[s] for s in placement.stages_of(rank)] for rank in range(placement.ranks)]
         self.flatten_layout = [layer for stage in by_stage for layer in stage]
+
+    def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
+        """Stock's checks; False, for prediction layers always stand beside the output layer, wherever that is."""
+        super().validate_layer_layout(num_layers=num_layers, mtp_num_layers=mtp_num_layers)
+        return False
 
     def get_layer_offset(
         self,

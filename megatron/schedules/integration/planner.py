@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
-from megatron.schedules.integration.arguments import request_for
+from megatron.schedules.integration.arguments import Asked
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -16,24 +16,26 @@ from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.program import Program, ProgramError
 
 
 class Planner:
     """Makes each plan once. Every rank plans for itself, or finds what another kept: planning is deterministic.
 
     Args:
-        args: Megatron's arguments, ours among them.
-        schedule: the plan for the number of microbatches they give.
+        asked: the request and the plan for the number of microbatches that the flags give.
+        backend: what carries the messages, as in ``--distributed-backend``.
     """
 
-    def __init__(self, args: Any, schedule: Schedule) -> None:
-        self._args = args
+    def __init__(self, asked: Asked, backend: str) -> None:
+        schedule = asked.schedule
+        # A run changes its microbatches, not where its stages live.
+        self._request = replace(asked.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
-        self._programs: dict[tuple[int, bool], tuple[Program, ...]] = {}
+        self._programs: dict[tuple[int, bool, bool], tuple[Program, ...]] = {}
         # With one hardware queue, which Megatron asks for under tensor parallelism, a GPU starts messages in the order
         # they were posted, whatever their groups.
-        self._single_queue = args.distributed_backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._single_queue = backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         self.first = schedule
 
     @property
@@ -54,20 +56,30 @@ class Planner:
     @cached_property
     def timeline(self) -> Timeline:
         """The first plan, timed under the costs given."""
-        costs = request_for(self._args, self.first.microbatches).costs
-        return simulate(self.first, costs.on(self.placement))
+        return simulate(self.first, self._request.costs.on(self.placement))
 
-    def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
-        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
-        key = num_microbatches, forward_only
+    def program(
+        self, num_microbatches: int, rank: int, *, forward_only: bool, variable_lengths: bool = False
+    ) -> Program:
+        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for.
+
+        Raises:
+            ProgramError: where it could stand still for ever.
+        """
+        key = num_microbatches, forward_only, variable_lengths
         if key not in self._programs:
-            programs = lower(self._schedule(*key))
-            check(programs, single_queue=self._single_queue)
+            programs = lower(self._schedule(num_microbatches, forward_only))
+            try:
+                check(programs, single_queue=self._single_queue, receives_at_use=variable_lengths)
+            except ProgramError as error:
+                if self._single_queue:
+                    error.add_note("under CUDA_DEVICE_MAX_CONNECTIONS=1: unset it or choose another schedule")
+                raise
             self._programs[key] = programs
         return self._programs[key][rank]
 
     def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
-        request = request_for(self._args, num_microbatches, self.placement)
+        request = replace(self._request, microbatches=num_microbatches)
         if evaluating:
             return forward_only(self.placement, num_microbatches, request.costs)
         if num_microbatches not in self._schedules:

@@ -12,22 +12,25 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
-from megatron.schedules.integration import tied
+from megatron.schedules.integration import mtp, tied
 from megatron.schedules.integration.losses import LossRelay
 from megatron.schedules.integration.planner import Planner
 from megatron.schedules.integration.split_linear import split_linears
+from megatron.schedules.integration.split_te import split_te_linears
 from megatron.schedules.integration.stages import MegatronStages, Step
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.program import channels_of
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
+from megatron.schedules.runtime.variable_transport import VariableTransport
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 class ScheduleFunction:
     """Carries out the planned schedule, once each call, with the arguments and results of stock's functions.
 
-    Making one is collective over all ranks: it makes the pipeline's process groups.
+    Making one is collective over all ranks: it makes the pipeline's process groups. So is the first call under
+    ``variable_seq_lengths``, which makes those for the messages' shapes.
 
     Args:
         planner: gives the program for a number of microbatches.
@@ -42,6 +45,7 @@ class ScheduleFunction:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._channels = _channels(planner, self._group)
+        self._shapes: Channels | None = None
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._report_memory = report_memory
         self._store: WeightGradients | None = None
@@ -84,7 +88,9 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
-        program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+        program = self._planner.program(
+            num_microbatches, self._rank, forward_only=forward_only, variable_lengths=config.variable_seq_lengths
+        )
         cp_size = parallel_state.get_context_parallel_world_size()
         step = Step(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
@@ -93,7 +99,7 @@ class ScheduleFunction:
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         stages = MegatronStages(program, chunks, config, step, store, self._forwarding, self._meter)
         try:
-            run(program, stages, GroupTransport(self._channels, spec))
+            run(program, stages, self._transport(spec, config.variable_seq_lengths))
         finally:
             stages.close()
         store.assert_empty()
@@ -102,12 +108,21 @@ class ScheduleFunction:
         last_rank = self._group.size() - 1
         if self._planner.last_stage_rank != last_rank:
             losses, tokens = self._relay(losses, tokens)
+            if config.mtp_num_layers and not forward_only:
+                mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         if not forward_only:
             self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
             self._report_peak()
         if timers is not None:
             timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
+
+    def _transport(self, spec: MessageSpec, variable_lengths: bool) -> Transport:
+        if not variable_lengths:
+            return GroupTransport(self._channels, spec)
+        if self._shapes is None:
+            self._shapes = make_channels(_pipelines(self._group), channels_of(self._planner.placement), backend="gloo")
+        return VariableTransport(self._channels, self._shapes, spec)
 
     @property
     def peak_activation_bytes(self) -> int:
@@ -122,6 +137,7 @@ class ScheduleFunction:
             self._store = WeightGradients(self._meter)
             for chunk in chunks:
                 split_linears(chunk, self._store)
+                split_te_linears(chunk, self._store)
         return self._store
 
     def _finish_gradients(
@@ -150,19 +166,25 @@ class ScheduleFunction:
 def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:
     """The messages' process groups, once every rank is seen to have the same plan."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (dist.get_process_group_ranks(group), planner.digest))
-    other = next((rank for rank, (_, digest) in enumerate(found) if digest != found[0][1]), None)
+    dist.all_gather_object(found, planner.digest)
+    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
     if other is not None:
         raise RuntimeError(
             f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
             "all the same, or one folder for plans in $MEGATRON_SCHEDULES_CACHE"
         )
-    pipelines = {tuple(ranks) for ranks, _ in found}
-    return make_channels(sorted(map(list, pipelines)), channels_of(planner.placement))
+    return make_channels(_pipelines(group), channels_of(planner.placement))
+
+
+def _pipelines(group: dist.ProcessGroup) -> list[list[int]]:
+    """The global ranks of every pipeline of the job; collective over all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tuple(dist.get_process_group_ranks(group)))
+    return [list(ranks) for ranks in sorted(set(found))]
 
 
 def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:
-    """Every message is one microbatch's hidden states, as stock's fixed-length messages are."""
+    """Every message is one microbatch's hidden states, as stock's are; variable lengths change the first two sizes."""
     length = seq_length // cp_size
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()

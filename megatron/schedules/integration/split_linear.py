@@ -14,8 +14,8 @@ Stays whole (stock's Function runs, its weight gradient comes with I) even where
 - subclasses with a ``_forward_impl`` of their own.
 
 Expert linears split like others, for their communication (``explicit_expert_comm``) is outside
-``_forward_impl``. Stock's local linears have no fp8 form; Transformer Engine's are other classes, untouched
-here.
+``_forward_impl``. Stock's local linears have no fp8 form; Transformer Engine's are other classes
+(``split_te``).
 
 Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """
@@ -253,11 +253,7 @@ class _WeightGradient:
 
 
 def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:
-    """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself.
-
-    Returns what stock's backward hands to autograd in its place: under Megatron's data parallelism a tensor
-    that only serves to fire the hooks (zeros where ``zero_out_wgrad`` has it added), otherwise None.
-    """
+    """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad
     if main_grad.dtype == torch.float32:
@@ -266,11 +262,20 @@ def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | No
         kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
     else:
         raise RuntimeError(f"gradient accumulation fusion cannot add to a main_grad of {main_grad.dtype}")
+    return fused_gradient(weight, total_input.dtype)
+
+
+def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
+    """What stock's backward hands to autograd for a weight whose gradient has just been added to ``main_grad``.
+
+    Under Megatron's data parallelism a tensor of ``dtype`` that only serves to fire the hooks (zeros where
+    ``zero_out_wgrad`` has it added), otherwise None.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    zero = getattr(weight, "zero_out_wgrad", False)
+    shape, zero = weight.main_grad.shape, getattr(weight, "zero_out_wgrad", False)
     if stock.HAVE_TE:
-        return stock.get_dummy_wgrad(list(main_grad.shape), total_input.dtype, zero=zero)
+        return stock.get_dummy_wgrad(list(shape), dtype, zero=zero)
     make = torch.zeros if zero else torch.empty
-    return make(main_grad.shape, dtype=total_input.dtype, device=total_input.device)
+    return make(shape, dtype=dtype, device=weight.main_grad.device)

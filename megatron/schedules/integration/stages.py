@@ -43,11 +43,11 @@ class _InFlight(NamedTuple):
     """What is kept between F and the backward: the input, and where in the graph to start.
 
     The edge, not the output: an output already sent would only take memory. The last stage's loss is the exception,
-    since the scale of the gradients is applied to its value.
+    since the scale of the gradients is applied to its value. None where nothing up to here is trained.
     """
 
     activation: Tensor | None
-    start: GradientEdge | Tensor
+    start: GradientEdge | Tensor | None
 
 
 class MegatronStages:
@@ -110,11 +110,11 @@ class MegatronStages:
             )
             self.tokens += tokens.to(self.tokens.device)
             if is_last:
-                start: GradientEdge | Tensor = output
+                start: GradientEdge | Tensor | None = output
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
                 output = output.to(self._config.pipeline_dtype)
-                start = get_gradient_edge(output) if training else output
+                start = get_gradient_edge(output) if output.requires_grad else None
         if training:
             self._in_flight[stage, microbatch] = _InFlight(activation, start)
         return None if is_last else output
@@ -140,9 +140,10 @@ class MegatronStages:
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         activation, start = self._in_flight.pop((stage, microbatch))
-        if gradient is None and self._config.grad_scale_func is not None:
-            start = self._config.grad_scale_func(start)
-        torch.autograd.backward(start, gradient)
+        if start is not None:
+            if gradient is None and self._config.grad_scale_func is not None:
+                start = self._config.grad_scale_func(start)
+            torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
         return None if activation is None else activation.grad

@@ -1,4 +1,6 @@
-"""Tied embeddings where both copies are on one rank, as in a V: one tensor's worth of values in two parameters.
+"""Embeddings that are in two chunks of one rank, as in a V: one tensor's worth of values in two parameters.
+
+The second copy is the output layer's where they are tied, or that of multi-token prediction, which embeds too.
 
 Stock keeps the copies of the first and the last rank equal by an all-reduce between the two. In a V they are in two
 chunks of the first rank, and what an all-reduce would do is done locally.
@@ -14,22 +16,23 @@ from torch import Tensor
 
 
 def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """The embedding's and the output layer's weight where they are tied and in two of ``model``'s chunks."""
+    """The embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
     if len(model) < 2:
         return None
     first, last = (get_attr_wrapped_model(m, "pre_process", return_model_obj=True) for m in (model[0], model[-1]))
     both_here = first.pre_process and last.post_process
-    if not both_here or not getattr(last, "share_embeddings_and_output_weights", False):
+    shared = getattr(last, "share_embeddings_and_output_weights", False) or getattr(last, "mtp_process", False)
+    if not both_here or not shared:
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
 def start_equal(model: Sequence[torch.nn.Module]) -> None:
-    """Fill the output layer's copy, which stock leaves at zero, from the embedding."""
+    """Fill the last chunk's copy, which stock leaves at zero, from the first's."""
     found = copies(model)
     if found is not None:
-        embedding, output = found
-        output.data.copy_(embedding.data)
+        first, last = found
+        last.data.copy_(first.data)
 
 
 def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
@@ -39,9 +42,9 @@ def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
     """
     found = copies(model)
     if found is not None:
-        embedding, output = map(_gradient, found)
-        embedding.add_(output)
-        output.copy_(embedding)
+        first, last = map(_gradient, found)
+        first.add_(last)
+        last.copy_(first)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

@@ -21,6 +21,7 @@ class StageCosts:
             microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
         comm: time of one hop between two ranks; a hop within a rank takes none.
         weight_share: the part of ``activation`` that W needs and I does not give back yet.
+        kept: the part of ``activation`` that is held between F and I; what is recomputed is not.
     """
 
     forward: tuple[float, ...]
@@ -29,6 +30,7 @@ class StageCosts:
     activation: tuple[float, ...]
     comm: float
     weight_share: float = 1.0
+    kept: float = 1.0
 
     def of(self, work: Pass) -> float:
         """The duration of ``work``."""
@@ -43,12 +45,20 @@ class StageCosts:
     @property
     def changes(self) -> dict[Kind, tuple[float, ...]]:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
-        of_a_pass = {Kind.F: 1.0, Kind.I: self.weight_share - 1, Kind.W: -self.weight_share, Kind.B: -1.0}
+        kept, share = self.kept, self.weight_share
+        of_a_pass = {Kind.F: kept, Kind.I: share - kept, Kind.W: -share, Kind.B: -kept}
         return {kind: tuple(share * held for held in self.activation) for kind, share in of_a_pass.items()}
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        return max(sum(self.activation[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
+        most = 0.0
+        for rank in range(placement.ranks):
+            held = 0.0
+            for stage in placement.stages_of(rank):
+                # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
+                most = max(most, held + max(self.kept, self.weight_share) * self.activation[stage])
+                held += self.kept * self.activation[stage]
+        return most
 
     def work(self, placement: Placement, rank: int) -> float:
         """Time rank ``rank`` computes for one microbatch."""
@@ -65,6 +75,9 @@ class Costs:
     the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
     multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
     ``weight_share`` is the part of the activations that stays from I until W is done: all of it unless measured.
+    ``recompute`` is the part of the forward that I does again, and ``kept`` the part of the activations that F leaves
+    to it: less than all where the rest is recomputed. Memory counts whole activations, so 1F1B that recomputes nothing
+    holds d microbatches.
     """
 
     forward: float = 1.0
@@ -74,6 +87,8 @@ class Costs:
     stage_weights: tuple[float, ...] | None = None
     stage_activations: tuple[float, ...] | None = None
     weight_share: float = 1.0
+    recompute: float = 0.0
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -86,6 +101,10 @@ class Costs:
                 raise PlanError("per-stage weights must be zero or positive numbers")
         if not 0 <= self.weight_share <= 1:
             raise PlanError(f"the share of memory held until W must be from 0 to 1, not {self.weight_share:g}")
+        if not 0 <= self.recompute <= 1:
+            raise PlanError(f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}")
+        if not 0 <= self.kept <= 1:
+            raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}")
 
     @staticmethod
     def parse(text: str) -> Costs:
@@ -117,11 +136,12 @@ class Costs:
         held = _per_stage(self.stage_activations, placement, "activations")
         return StageCosts(
             forward=tuple(self.forward * share * w for w in weights),
-            input_grad=tuple(self.input_grad * share * w for w in weights),
+            input_grad=tuple((self.input_grad + self.recompute * self.forward) * share * w for w in weights),
             weight_grad=tuple(self.weight_grad * share * w for w in weights),
             activation=tuple(h / placement.chunks for h in held),
             comm=self.comm,
             weight_share=self.weight_share,
+            kept=self.kept,
         )
 
 

@@ -77,6 +77,14 @@ class Timeline:
         """Each rank's peak activation memory, in microbatches' worth of one rank's activations."""
         return peaks(self.schedule, self.costs)
 
+    def gradients_complete(self, rank: int) -> tuple[float, ...]:
+        """For each chunk of ``rank``, the end of its last W (or B): from then its gradients can be reduced."""
+        ends = dict.fromkeys(self.schedule.placement.stages_of(rank), 0.0)
+        for work, end in zip(self.schedule.order[rank], self.end[rank], strict=True):
+            if work.kind in (Kind.W, Kind.B):
+                ends[work.stage] = end
+        return tuple(ends.values())
+
     @property
     def peak(self) -> float:
         """Peak activation memory of the worst rank; 1F1B's is min(n, d)."""

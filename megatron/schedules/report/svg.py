@@ -36,7 +36,11 @@ _LIGHT = {"page": "#ffffff", "lane": "#edf0f4", "text": "#1b1f26", "faint": "#5d
 _DARK = {"page": "#14171c", "lane": "#262b33", "text": "#e8ebf0", "faint": "#9aa4b2", "memory": "#93a1ec"}
 
 
-def draw_svg(timelines: Sequence[Timeline], caption: str = "") -> str:
+# On cells of any colour, in both schemes.
+_FLAG = ".flag{fill:#d81e5b;stroke:#d81e5b;stroke-width:2}"
+
+
+def draw_svg(timelines: Sequence[Timeline], caption: str = "", *, gradients: bool = False) -> str:
     """Draw ``timelines`` below one another.
 
     Under each schedule stands the activation memory over time of the rank that needs most, with 1F1B's for the same
@@ -45,8 +49,9 @@ def draw_svg(timelines: Sequence[Timeline], caption: str = "") -> str:
     Args:
         timelines: at least one, of any sizes; time and memory have one scale throughout.
         caption: a line for the bottom.
+        gradients: mark where each chunk's gradients are complete.
     """
-    sheet = _Sheet(timelines)
+    sheet = _Sheet(timelines, gradients)
     for timeline in timelines:
         sheet.section(timeline)
     sheet.axis()
@@ -70,8 +75,8 @@ class _Look(NamedTuple):
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
 
-    def __init__(self, timelines: Sequence[Timeline]) -> None:
-        self.timelines = timelines
+    def __init__(self, timelines: Sequence[Timeline], gradients: bool) -> None:
+        self.timelines, self.gradients = timelines, gradients
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
@@ -137,7 +142,18 @@ class _Sheet:
             self.parts.append(f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>')
         for colour, labels in numbers.items():
             self.parts.append(f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(labels)}</g>')
+        if self.gradients:
+            self.complete(timeline, row)
         self.y += schedule.ranks * row
+
+    def complete(self, timeline: Timeline, row: float) -> None:
+        """A flag at the end of each chunk's last weight gradient."""
+        path = "".join(
+            f"M{_n(self.x(time))} {_n(self.y + rank * row)}v{_n(row - 2)}m0 {_n(2 - row)}h-5l5 5"
+            for rank in range(timeline.schedule.ranks)
+            for time in timeline.gradients_complete(rank)
+        )
+        self.parts.append(f'<path class="flag" d="{path}"/>')
 
     def curve(self, timeline: Timeline, rank: int, peak: float) -> None:
         """Activation memory of ``rank`` over time, as an area."""
@@ -191,6 +207,11 @@ class _Sheet:
         if self.chunks > 1:
             self.text(x, self.y + 11, "lighter: later chunk", "faint")
         self.y += 22
+        if self.gradients:
+            self.parts.append(f'<path class="flag" d="M{_LEFT + 6} {_n(self.y)}v13m0 -13h-5l5 5"/>')
+            words = "a chunk's gradients are complete: with --overlap-grad-reduce their reduction starts here"
+            self.text(_LEFT + 14, self.y + 11, words, "faint")
+            self.y += 22
 
     def caption(self, caption: str) -> None:
         """One line of plain words."""
@@ -230,7 +251,7 @@ class _Sheet:
             ".head{font-size:13px}.name{font-size:16px;font-weight:700}.figure{font-weight:600}.small{font-size:11px}"
             ".end{text-anchor:end}.middle{text-anchor:middle}.area{fill-opacity:.3;stroke-width:1.2}"
             ".limit{fill:none;stroke-dasharray:5 4}.axis{fill:none}"
-            f"{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
+            f"{_FLAG * self.gradients}{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
         )
 
 

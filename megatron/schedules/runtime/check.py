@@ -12,6 +12,10 @@ receiver, which posts one pass ahead of its use, so two ranks that both run ahea
 CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one hardware queue, and a message behind an
 unfinished one on the same channel keeps back all that is queued after it. Nearly every plan holds under it,
 but not each; where the setting is in force, ask.
+
+Where shapes are not known beforehand, a receive goes on the channel only when a pass uses its message or a later
+one of the channel (``receives_at_use``). Alone this changes nothing, for a rank stops nowhere else; but it keeps
+sends open longer, which matters where something waits for them, as under the two stronger models.
 """
 
 from __future__ import annotations
@@ -57,7 +61,13 @@ class _Message(NamedTuple):
     number: int
 
 
-def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_queue: bool = False) -> Traffic:
+def check(
+    programs: Sequence[Program],
+    *,
+    blocking_sends: bool = False,
+    single_queue: bool = False,
+    receives_at_use: bool = False,
+) -> Traffic:
     """Prove that ``programs`` end and that both ends of every channel agree on order and meaning.
 
     Args:
@@ -67,6 +77,8 @@ def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_q
         single_queue: ask for more: that they end even where posting on a channel stops a rank until the
             rank's previous message on that channel is through, as with one hardware queue for all streams of
             a GPU.
+        receives_at_use: the transport posts a receive not where the program does but at the pass that uses it, as
+            :class:`.variable_transport.VariableTransport` does.
 
     Time is linear in the actions.
 
@@ -76,7 +88,7 @@ def check(programs: Sequence[Program], *, blocking_sends: bool = False, single_q
     """
     local = [_check_rank(rank, program) for rank, program in enumerate(programs)]
     messages = _check_channels(programs)
-    _Run(programs, [waits for waits, _ in local], blocking_sends, single_queue).to_the_end()
+    _Run(programs, [waits for waits, _ in local], blocking_sends, single_queue, receives_at_use).to_the_end()
     return Traffic(messages, tuple(most for _, most in local))
 
 
@@ -160,11 +172,13 @@ class _Run:
         waits: Sequence[Mapping[int, _Message]],
         blocking_sends: bool,
         single_queue: bool,
+        receives_at_use: bool,
     ) -> None:
         self._programs = programs
         self._waits = waits
         self._blocking_sends = blocking_sends
         self._single_queue = single_queue
+        self._receives_at_use = receives_at_use
         self._next = [0] * len(programs)
         self._last_send: list[_Message | None] = [None] * len(programs)
         self._sent: dict[Channel, int] = {}
@@ -193,34 +207,40 @@ class _Run:
             message = self._message(rank, action)
             if self._single_queue and message is not None and message.number:
                 needed = message._replace(number=message.number - 1)
+            if self._receives_at_use and needed is not None and rank == needed.channel.destination:
+                woken += self._post(rank, needed)
             if needed is not None and not self._through(needed):
                 self._stopped[rank] = action, needed
                 break
             if message is not None:
-                self._post(rank, message)
+                woken += self._post(rank, message)
                 if action.op in _SENDS:
                     self._last_send[rank] = message
-                assert action.peer is not None
-                waiting = self._stopped.get(action.peer)
-                if waiting is not None and self._through(waiting[1]):
-                    del self._stopped[action.peer]
-                    woken.append(action.peer)
             self._next[rank] = index + 1
         return woken
 
     def _message(self, rank: int, action: Action) -> _Message | None:
-        """The message that ``action`` would post now, None for a pass."""
+        """The message that ``action`` would post now, None for a pass and for a receive that its use posts."""
         if action.peer is None:
             return None
         if action.op in _SENDS:
             channel = Channel(rank, action.peer)
             return _Message(channel, self._sent.get(channel, 0))
+        if self._receives_at_use:
+            return None
         channel = Channel(action.peer, rank)
         return _Message(channel, self._received.get(channel, 0))
 
-    def _post(self, rank: int, message: _Message) -> None:
-        posted = self._sent if rank == message.channel.source else self._received
-        posted[message.channel] = message.number + 1
+    def _post(self, rank: int, message: _Message) -> list[int]:
+        """Post ``rank``'s end of ``message`` and of all before it on the channel; the other rank where this woke it."""
+        source, destination = channel = message.channel
+        posted, peer = (self._sent, destination) if rank == source else (self._received, source)
+        posted[channel] = max(posted.get(channel, 0), message.number + 1)
+        waiting = self._stopped.get(peer)
+        if waiting is None or not self._through(waiting[1]):
+            return []
+        del self._stopped[peer]
+        return [peer]
 
     def _through(self, message: _Message) -> bool:
         channel, number = message

@@ -174,15 +174,23 @@ class GroupTransport:
         if tensor.shape != shape or tensor.dtype != dtype:
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(f"a message of {dtype} {tuple(shape)} was agreed, not {found}")
+        self.post_send(peer, tensor)
+
+    def receive(self, peer: int) -> Pending:
+        """See :meth:`Transport.receive`."""
+        return self.post_receive(peer, self._spec.shape)
+
+    def post_send(self, peer: int, tensor: Tensor) -> None:
+        """Send ``tensor`` as it is; the other end must post a receive of its shape."""
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()  # no longer blocks; raises where the send failed
         payload = tensor.detach().to(self._channels.device).contiguous()
         work = _isend(payload, self._channels.global_ranks[peer], self._channels.outgoing[peer])
         self._sends.append((work, payload))
 
-    def receive(self, peer: int) -> Pending:
-        """See :meth:`Transport.receive`."""
-        buffer = torch.empty(self._spec.shape, dtype=self._spec.dtype, device=self._channels.device)
+    def post_receive(self, peer: int, shape: Sequence[int]) -> Pending:
+        """Post the receive of a tensor of ``shape``."""
+        buffer = torch.empty(tuple(shape), dtype=self._spec.dtype, device=self._channels.device)
         work = _irecv(buffer, self._channels.global_ranks[peer], self._channels.incoming[peer])
         return _Arriving(work, buffer, self._spec.device)
 

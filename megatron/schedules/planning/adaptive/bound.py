@@ -31,7 +31,9 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         tail = sum(costs.input_grad[s] + hop[s + 1] for s in range(first))
         passes = n * sum(costs.forward[s] + costs.input_grad[s] for s in held)
         weights = n * sum(costs.weight_grad[s] for s in held)
-        occupied = n * sum(costs.activation[s] * (span[s] + costs.weight_share * costs.weight_grad[s]) for s in held)
+        # A whole backward may keep less for its W than a split one, and the other way round.
+        until = (costs.kept * span[s] + min(costs.kept, costs.weight_share) * costs.weight_grad[s] for s in held)
+        occupied = n * sum(costs.activation[s] * each for s, each in zip(held, until, strict=True))
         last = costs.weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none

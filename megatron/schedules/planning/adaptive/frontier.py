@@ -105,7 +105,7 @@ def frontier(
     best: Timeline | _Searched | None = None
     found: dict[int, Order] = {}
     rungs: list[Rung] = []
-    below = 0.0
+    below = -math.inf
     for limit in asked:
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
         new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]

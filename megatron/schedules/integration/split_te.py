@@ -1,0 +1,292 @@
+"""Makes the backward of Transformer Engine's linears splittable into I and W.
+
+Hook: ``forward`` of each ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` instance, Megatron's subclasses
+included. Transformer Engine can put weight gradients off by itself: a backward whose module had a ``wgrad_store``
+that delays hands it the operands and the product to compute. But that store is one queue a module, emptied in the
+order it was filled, and its gradients pass the parameters' hooks by. So for the time of one forward the module gets
+
+- a ``wgrad_store`` of that call's own, which autograd keeps for the backward, and which defers into our store
+  under the (stage, microbatch) of the forward;
+- in place of each weight, and of each bias added in the product, a leaf of the same data that nobody listens to,
+  for even a delayed backward reports to the weights' hooks: with nothing, with a dummy, or (``GroupedLinear``)
+  with memory that W will fill later. The parameters themselves get their gradients in W.
+
+The first microbatch of all would overwrite ``main_grad`` rather than add to it, which loses whatever a W out of
+order had added; binding switches that off, where stock does not need it for caching quantised weights.
+
+Stays whole (the gradients come with I) even where a split is asked for: modules with a frozen weight; weights that
+are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are Megatron-FSDP's,
+or are several in one product (``parameters_split``); modules whose ``forward`` someone else has replaced. The norm's
+gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron builds.
+
+Read in the sources of Transformer Engine 2.3.0, 2.8.0, 2.12.0 and 2.20.2, ``pytorch/module/``, and of megatron-core
+0.19.2, ``extensions/transformer_engine.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.integration.split_linear import fused_gradient
+from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
+
+_ENGINE = "transformer_engine.pytorch"
+_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
+_PARAMETER = re.compile(r"(weight|bias)(\d*)")
+# What is read or replaced on an instance, beside its parameters.
+_ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
+# Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
+_QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+
+
+def te_fault() -> str | None:
+    """Why Transformer Engine's linears cannot be split here, a clause without a full stop; None where they can."""
+    try:
+        engine = importlib.import_module(_ENGINE)
+    except ModuleNotFoundError:
+        return "Transformer Engine is not installed"
+    except Exception as error:  # it loads shared libraries and asks for devices, which fail in many ways
+        return f"Transformer Engine cannot be imported here, which ends in {type(error).__name__}"
+    for name in _LINEARS:
+        linear = getattr(engine, name, None)
+        if linear is None or "delay_wgrad_compute" not in inspect.signature(linear.__init__).parameters:
+            return f"Transformer Engine {_version()} has no {name} that can delay weight gradients, as 2.3 and later do"
+    return None
+
+
+def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
+    """Make Transformer Engine's linears in ``model_chunk`` put weight gradients off into ``store`` when it asks.
+
+    A forward with ``store.current`` set and gradients enabled will be split; every other forward is Transformer
+    Engine's. Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
+
+    Args:
+        model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
+        store: where the weight gradients wait for their W.
+
+    Returns:
+        The number of linears now bound to ``store``.
+
+    Raises:
+        RuntimeError: the linears lack an attribute relied upon here: another Transformer Engine than this was
+            written for.
+    """
+    engine = sys.modules.get(_ENGINE)
+    if engine is None:
+        return 0
+    linears = tuple(getattr(engine, name) for name in _LINEARS)
+    bound = 0
+    for module in model_chunk.modules():
+        if not isinstance(module, linears):
+            continue
+        if is_split(module):
+            del module.__dict__["forward"]
+        if "forward" in module.__dict__:
+            continue
+        lacking = [name for name in _ATTRIBUTES if not hasattr(module, name)]
+        if lacking:
+            raise RuntimeError(
+                f"Transformer Engine {_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a split "
+                "of its backward needs; use --transformer-impl local, or a schedule that does not split the backward"
+            )
+        config = getattr(module, "config", None)
+        if hasattr(module, "is_first_microbatch") and not any(getattr(config, name, None) for name in _QUANTISED):
+            module.is_first_microbatch = False
+        module.__dict__["forward"] = _Forward(module, store)
+        bound += 1
+    return bound
+
+
+def is_split(linear: torch.nn.Module) -> bool:
+    """Whether :func:`split_te_linears` has bound this linear to a store."""
+    return isinstance(linear.__dict__.get("forward"), _Forward)
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))
+
+
+class _Forward:
+    """Stands for one linear's ``forward`` and gives it, where a split is asked for, a store and leaves of the call."""
+
+    def __init__(self, module: torch.nn.Module, store: WeightGradients) -> None:
+        self._module = module
+        self._store = store
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, key = self._module, self._store.current
+        whole = type(module).forward
+        # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
+        if key is None or not torch.is_grad_enabled():
+            return whole(module, *args, **kwargs)
+        weights, biases = _parameters(module)
+        if not _splittable(weights, biases):
+            return whole(module, *args, **kwargs)
+        call = _Call(module, self._store, key, weights, biases)
+        # Their hooks last as long as they do; once the forward has run, the graph holds them.
+        accumulators = call.listen()
+        with _in_place(module, call):
+            output = whole(module, *args, **kwargs)
+        del accumulators
+        return output
+
+
+def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights, and the trainable biases whose gradients come with theirs, by name."""
+    named = {name: p for name, p in module._parameters.items() if p is not None and _PARAMETER.fullmatch(name)}
+    # A bias that is handed on, or added after a reduction, is autograd's; its gradient comes with I.
+    fused = module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+    weights = {name: p for name, p in named.items() if name.startswith("weight")}
+    return weights, {n: p for n, p in named.items() if fused and n not in weights and p.requires_grad}
+
+
+def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
+    return (
+        bool(weights)
+        and all(type(parameter) is torch.nn.Parameter for parameter in (*weights.values(), *biases.values()))
+        and all(weight.requires_grad for weight in weights.values())
+        and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
+        and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
+    )
+
+
+@contextmanager
+def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
+    """Let ``module`` find the call's leaves and store under its own names; an instance's attributes come first."""
+    own = module.__dict__
+    kept = own["wgrad_store"]
+    own.update(call.leaves, wgrad_store=call)
+    try:
+        yield
+    finally:
+        own["wgrad_store"] = kept
+        for name in call.leaves:
+            del own[name]
+
+
+class _Call:
+    """One forward of a linear: its leaves, and what its backward takes for the module's ``wgrad_store``."""
+
+    def __init__(
+        self, module: Any, store: WeightGradients, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]
+    ) -> None:
+        self.weights, self.biases = weights, biases
+        self.fused: bool = module.fuse_wgrad_accumulation
+        self.leaves: dict[str, Any] = {n: p.detach().requires_grad_() for n, p in (weights | biases).items()}
+        if self.fused:
+            for name, weight in weights.items():
+                # Without ``grad_added_to_main_grad``, so that the backward makes no dummy for it.
+                self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
+        # Where the backward gathers the input along the sequence for this product.
+        gathers = module.parallel_mode == "column" and module.sequence_parallel and module.tp_size > 1
+        self.group: Any = module.tp_group if gathers else None
+        self._store, self._key, self._name = store, key, type(module).__name__
+        self._deferred = False
+
+    def listen(self) -> list[Any]:
+        """Have :meth:`_arrived` called after the backward, whatever that gives the weights; keep what is returned."""
+        accumulators = []
+        for name in self.weights:
+            leaf = self.leaves[name]
+            accumulators.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])
+            accumulators[-1].register_hook(partial(self._arrived, leaf))
+        return accumulators
+
+    def _arrived(self, leaf: Tensor, *_: Any) -> None:
+        leaf.grad = None
+        if not self._deferred:
+            raise RuntimeError(
+                f"Transformer Engine {_version()} did not delay the weight gradient of a {self._name}: it works "
+                "otherwise than the versions that splitting its backward was written for"
+            )
+
+    def delay_wgrad_compute(self) -> bool:
+        """Transformer Engine asks, in forward and in backward, whether to :meth:`put`."""
+        return True
+
+    def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
+        """Transformer Engine's backward hands over the weight gradient it did not compute.
+
+        Args:
+            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out); for ``GroupedLinear``
+                a list of each, one an expert, and the list of the weight gradients to write.
+            func: computes from them; returns the weight gradient and the bias gradient, and perhaps more. For
+                ``GroupedLinear`` the second is a list, and the first nothing.
+        """
+        work = _WeightGradient(self, tensor_list, func)
+        self._deferred = True
+        self._store.defer(
+            self._key,
+            work,
+            work.held,
+            parameters=[*self.weights.values(), *self.biases.values()],
+            prefetch=work.gather,
+        )
+
+
+class _WeightGradient:
+    """W of one use of a linear: the closure that waits in the store."""
+
+    def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
+        self._call, self._func = call, func
+        input, self._grad_output, *outputs = tensor_list
+        self._outputs: list[Tensor] | None = outputs[0] if outputs else None
+        self._shapes: list[tuple[Any, ...]] = []
+        if self._outputs and not call.fused:
+            # Whole weights' worth of empty memory: not to be held from I to W.
+            self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
+            self._outputs = []
+        self._gathering: Any = None
+        self._gathers = call.group is not None and type(input) is Tensor
+        if self._gathers:
+            # Whole, the gathered input would take as much from I to W as all the layer's other activations; so
+            # only this rank's part is kept, and gathered again for W.
+            input = input.chunk(call.group.size())[call.group.rank()].clone()
+        self._input = input
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The activations and gradients that wait for W, as far as they are plain tensors."""
+        each = [x if isinstance(x, (list, tuple)) else [x] for x in (self._input, self._grad_output)]
+        return [tensor for group in each for tensor in group if type(tensor) is Tensor]
+
+    def gather(self) -> None:
+        """Start gathering the input along the sequence over the tensor-parallel ranks, where I had it gathered."""
+        group, part = self._call.group, self._input
+        if not self._gathers:
+            return
+        self._input = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
+        self._gathering = torch.distributed.all_gather_into_tensor(self._input, part, group=group, async_op=True)
+
+    def __call__(self) -> list[Tensor | None]:
+        call = self._call
+        if self._gathering is not None:
+            self._gathering.wait()
+        gradients: Sequence[Tensor | None]
+        if self._outputs is None:
+            weight_gradient, bias_gradient, *_ = self._func(self._input, self._grad_output)
+            gradients, bias_gradients = [weight_gradient], [bias_gradient]
+        else:
+            gradients = self._outputs = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
+            _, bias_gradients, *_ = self._func(self._input, self._grad_output, self._outputs)
+        if call.fused:
+            gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights.values()]
+        return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
+
+    def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
+        """That which came with I, or else that computed in W, which is none or empty where it came with I."""
+        early: Tensor | None = self._call.leaves[name].grad
+        late = computed[int(name.removeprefix("bias") or 0)]
+        if early is None and late is not None and late.numel():
+            return late
+        return early

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Trains every feature of Megatron's under every schedule beside stock's own 1F1B, and writes docs/compatibility.md.
+# On 2 cores without a GPU it takes about half an hour; arguments go to pytest.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root" || exit 1
+bash scripts/setup.sh || exit 1
+export PATH=$root/.venv/bin:$PATH
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+
+python -m pytest tests/integration --full-matrix --features-to docs/compatibility.json "$@"
+status=$?
+python tools/compatibility_table.py || exit 1
+exit "$status"

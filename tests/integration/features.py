@@ -1,0 +1,184 @@
+"""What a Megatron user may have switched on: every feature, the flags that ask for it, and how it is compared.
+
+The factors are what people combine freely; a test runs each of their values alone under each schedule, and pairs of
+them together. What cannot be had without a GPU is listed with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+from _pytest.mark import ParameterSet
+from allpairspy import AllPairs
+
+SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
+CHUNKS = {"zb-1p": 1, "adaptive": 4}  # of eight layers on two ranks; two where nothing is said
+
+
+class Feature(NamedTuple):
+    """Something that a flag switches on.
+
+    Args:
+        flags: stock's own.
+        ranks: processes for each pipeline rank.
+        needs: features without which it means nothing.
+        layout: whether the flags say which layers a stage holds, so that they depend on the schedule.
+    """
+
+    flags: str = ""
+    ranks: int = 1
+    needs: tuple[str, ...] = ()
+    layout: bool = False
+
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type aux_loss"
+MODERN = "--position-embedding-type rope --no-rope-fusion --swiglu --disable-bias-linear --normalization RMSNorm"
+FULL = "--recompute-granularity full --recompute-method"
+TENSOR = "--tensor-model-parallel-size 2"
+OVERLAP = "--overlap-grad-reduce"
+MOE_ALLTOALL = f"--moe-token-dispatcher-type alltoall {MOE}"
+
+FACTORS: dict[str, dict[str, Feature]] = {
+    "model": {
+        "GPT": Feature(),
+        "RoPE + SwiGLU + RMSNorm": Feature(MODERN),
+        "grouped-query attention": Feature("--group-query-attention --num-query-groups 2"),
+        "qk-layernorm": Feature("--qk-layernorm"),
+        "mixture of experts": Feature(f"{MODERN} {MOE_ALLTOALL}"),
+        "multi-token prediction": Feature("--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"),
+    },
+    "parallel": {
+        "pipeline alone": Feature(),
+        "tensor parallel 2": Feature(TENSOR, 2),
+        "tensor and sequence parallel 2": Feature(f"{TENSOR} --sequence-parallel", 2),
+        "data parallel 2": Feature(ranks=2),
+        "tensor and data parallel 2": Feature(f"{TENSOR} --sequence-parallel", 4),
+        "expert parallel 2": Feature("--expert-model-parallel-size 2", 2, needs=("mixture of experts",)),
+    },
+    "optimizer": {
+        "plain": Feature(),
+        "gradient clipping": Feature("--clip-grad 0.1"),
+        "overlapped gradient reduction": Feature(OVERLAP),
+        "distributed optimizer": Feature("--use-distributed-optimizer"),
+        "distributed optimizer, overlapped": Feature(f"--use-distributed-optimizer {OVERLAP} --overlap-param-gather"),
+    },
+    "numbers": {
+        "fp32": Feature(),
+        "bf16": Feature("--bf16"),
+        "fp16 with overflows": Feature("--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
+    },
+    "recompute": {
+        "none": Feature(),
+        "selective recompute": Feature("--recompute-granularity selective"),
+        "full recompute": Feature(f"{FULL} uniform --recompute-num-layers 1"),
+        "full recompute of one layer a stage": Feature(f"{FULL} block --recompute-num-layers 1"),
+    },
+    "layers": {
+        "even": Feature(),
+        "fewer layers at the ends": Feature(layout=True),
+        "layout string, ends without a layer": Feature(layout=True),
+    },
+    "more": {
+        "nothing": Feature(),
+        "tied embeddings": Feature(),
+        "loss per token": Feature("--calculate-per-token-loss"),
+        "dropout": Feature("--attention-dropout 0.1 --hidden-dropout 0.1"),
+        "batch size ramp-up": Feature("--rampup-batch-size 4 4 8 --train-samples 20"),
+    },
+}
+USUAL = tuple(next(iter(values)) for values in FACTORS.values())  # the first value of each factor asks for nothing
+FEATURES = {name: feature for values in FACTORS.values() for name, feature in values.items() if name not in USUAL}
+
+NEEDS_GPU = {
+    "grouped GEMM experts": "stock has no CPU kernel for it",
+    "FP8": "Transformer Engine's kernels",
+    "CUDA streams of messages (NCCL)": "tests talk over gloo",
+}
+
+
+class Case(NamedTuple):
+    """A schedule with features that are on together."""
+
+    schedule: str
+    features: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {', '.join(self.features) or 'nothing more'}"
+
+    @property
+    def model(self) -> list[str]:
+        """Those of stock's flags that say which parameters the model has."""
+        return " ".join(FEATURES[name].flags for name in self.features if name in FACTORS["model"]).split()
+
+    @property
+    def flags(self) -> list[str]:
+        """Stock's other flags, without those that place layers."""
+        return " ".join(FEATURES[name].flags for name in self.features if name not in FACTORS["model"]).split()
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and output layer share their weights."""
+        return "tied embeddings" in self.features
+
+    @property
+    def world(self) -> int:
+        """How many ranks it takes with a pipeline of two."""
+        return 2 * max([FEATURES[name].ranks for name in self.features], default=1)
+
+    @property
+    def layout(self) -> list[str]:
+        """Stock's flags that say which layers the stages hold."""
+        chunks = CHUNKS.get(self.schedule, 2)
+        if "fewer layers at the ends" in self.features:
+            ends = ["--decoder-first-pipeline-num-layers", "1"]
+            return ends + ["--decoder-last-pipeline-num-layers", "1"] * (chunks > 1)
+        if "layout string, ends without a layer" in self.features:
+            written = {1: "E|ttttttttL", 2: "E|tttt|tttt|L", 4: "E|t|t|t|t|tt|tt|L"}[chunks]
+            return ["--pipeline-model-parallel-layout", written]
+        return []
+
+    @property
+    def possible(self) -> bool:
+        """Whether stock allows these together."""
+        on = set(self.features)
+        wanting = any(needed not in on for name in on for needed in FEATURES[name].needs)
+        # Stock wants sequence parallelism beside tensor parallelism for experts.
+        return not (wanting or {"mixture of experts", "tensor parallel 2"} <= on)
+
+
+def each_schedule(*usual: str) -> list[ParameterSet]:
+    """Parameters of a test: ``usual`` schedules always, the others when the full matrix is asked for."""
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.full_matrix) for name in SCHEDULES]
+
+
+def each_setting(settings: Iterable[str], usual: Mapping[str, Sequence[str]]) -> list[ParameterSet]:
+    """Parameters ``setting, schedule`` of a test: every pair, those not ``usual`` when the full matrix is asked for."""
+    pairs = []
+    for setting, schedule in product(settings, SCHEDULES):
+        rare = () if schedule in usual.get(setting, ()) else (pytest.mark.full_matrix,)
+        pairs.append(pytest.param(setting, schedule, marks=(pytest.mark.feature(setting), *rare)))
+    return pairs
+
+
+def alone() -> list[Case]:
+    """Every feature under every schedule."""
+    cases = []
+    for name, feature in FEATURES.items():
+        cases += [Case(schedule, (*feature.needs, name)) for schedule in SCHEDULES]
+    return cases
+
+
+def together() -> list[Case]:
+    """Few cases in which every schedule meets every feature, and every feature every other that it can go with."""
+    values = [SCHEDULES, *(tuple(factor) for factor in FACTORS.values())]
+
+    # Rows are built from the left: what others need has to come first.
+    return [_case(row) for row in AllPairs(values, filter_func=lambda row: _case(row).possible)]
+
+
+def _case(row: Sequence[str]) -> Case:
+    schedule, *names = row
+    return Case(schedule, tuple(name for name in names if name in FEATURES))

@@ -1,0 +1,81 @@
+"""Everything Megatron does, under every schedule: each feature alone, and pairs of them together.
+
+Every case is trained by stock Megatron's own 1F1B too, with the same flags; see :mod:`.features`.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from tests.integration.conftest import Training
+from tests.integration.features import FACTORS, SCHEDULES, Case, alone, together
+from tests.integration.results import Result
+from tests.integration.test_same_result import CLIP_NOTHING, under
+
+PIPELINE = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8")
+
+
+def trained(train: Training, case: Case) -> tuple[Result, Result]:
+    """Ours, and stock's, whose layers are spread evenly: where they are changes no result."""
+    flags = [*PIPELINE, *case.flags]
+    if "--train-samples" not in flags:
+        flags += ["--train-iters", "3"]
+    if "--clip-grad" not in flags:
+        flags += CLIP_NOTHING
+    model = tuple(case.model)
+    ours = train(case.world, *flags, *case.layout, *under(case.schedule, "1"), tied=case.tied, model=model)
+    return ours, train.stock(case.world, *flags, tied=case.tied, model=model)
+
+
+def assert_agree(ours: Result, stock: Result, case: Case) -> None:
+    """As equal as the arithmetic allows."""
+    on = set(case.features)
+    assert len(ours.losses) == len(stock.losses) > 1
+    assert len(ours.evaluations) == len(stock.evaluations) == 2
+    if "dropout" in on and case.schedule != "zb-1p":
+        # Masks are drawn from a state of each pipeline rank's own, and other stages lie there.
+        assert ours.losses == pytest.approx(stock.losses, abs=0.1)
+        assert ours.losses != stock.losses
+        return
+    rounding = 1e-6 if not on & {"bf16", "fp16 with overflows"} else 1e-3
+    assert ours.losses == pytest.approx(stock.losses, abs=rounding)
+    assert ours.evaluations == pytest.approx(stock.evaluations, abs=rounding)
+    assert ours.gradients.keys() == stock.gradients.keys() == ours.weights.keys()
+    # Copies of tied weights add their gradients in another order; the norm that clips adds ranks' in another one.
+    tolerance = rounding if on & {"tied embeddings", "gradient clipping", "multi-token prediction"} else 0.0
+    sharded = any(name.startswith("distributed optimizer") for name in on)
+    for mine, theirs in [(ours.weights, stock.weights)] + [(ours.gradients, stock.gradients)] * (not sharded):
+        for key, value in theirs.items():
+            torch.testing.assert_close(mine[key], value, atol=tolerance, rtol=tolerance, equal_nan=True, msg=str(key))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=pytest.mark.feature(c.features[-1], c.schedule)) for c in alone()]
+)
+def test_alone(train: Training, case: Case) -> None:
+    assert_agree(*trained(train, case), case)
+
+
+@pytest.mark.parametrize("case", together(), ids=str)
+def test_together(train: Training, case: Case) -> None:
+    assert_agree(*trained(train, case), case)
+
+
+def test_every_pair_that_can_be_is_together_somewhere() -> None:
+    seen = {pair for case in together() for pair in combinations((case.schedule, *case.features), 2)}
+    factors = [[f for f in factor if Case("", (f,) if f in _all() else ()).possible] for factor in FACTORS.values()]
+    for one, other in combinations(factors, 2):
+        for pair in product(one, other):
+            named = tuple(name for name in pair if name in _all())
+            if len(named) == 2 and Case("", named).possible:
+                assert pair in seen, pair
+    for schedule in SCHEDULES:
+        assert {other for first, other in seen if first == schedule} == _all()
+
+
+def _all() -> set[str]:
+    return {name for case in alone() for name in case.features}

@@ -1,0 +1,529 @@
+"""Transformer Engine's linears with a split backward give, bit for bit, the gradients of their whole backward.
+
+On CPUs against ``fake_te``, which follows Transformer Engine's sources; where there is a GPU with Transformer
+Engine also against itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import sys
+import traceback
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import fake_te
+import pytest
+import split_helpers as helpers
+import torch
+from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from torch import Tensor
+
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+# Sums of two are the same in both orders, so that gradients must be the same bits though the W change places.
+LAST_W_FIRST = "F0 F1 I0 I1 W1 W0"
+EXPERTS = 3
+
+
+class Block(torch.nn.Module):
+    """Norm with a column parallel linear, a row parallel one, a head: (s, b, 8) -> (s, b, 16 / tp)."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.sequence_parallel = settings.get("sequence_parallel", False)
+        normed, plain = (fake_te.megatrons(linear) for linear in (fake_te.LayerNormLinear, fake_te.Linear))
+        self.up = normed(8, 32, parallel_mode="column", **settings)
+        self.down = plain(32, 8, parallel_mode="row", **settings)
+        self.head = plain(8, 16, parallel_mode="column", **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+class Experts(torch.nn.Module):
+    """Two grouped linears, so many tokens to the second expert and five to the first: (s, b, 8) -> (s * b, 8)."""
+
+    def __init__(self, second: int = 2, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.splits = [5, second, SEQUENCE * BATCH - 5 - second]
+        grouped = fake_te.megatrons(fake_te.GroupedLinear)
+        self.up, self.down = grouped(EXPERTS, 8, 16, **settings), grouped(EXPERTS, 16, 8, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x.reshape(-1, 8), self.splits).tanh(), self.splits)
+
+
+def compare(model: Any, order: str = SEVERAL_I_AHEAD, **settings: Any) -> Any:
+    from megatron.schedules.integration.split_te import split_te_linears
+
+    return helpers.compare(model, order, bind=split_te_linears, **settings)
+
+
+def bound(model: Any, meter: ActivationMeter | None = None) -> WeightGradients:
+    from megatron.schedules.integration.split_te import split_te_linears
+
+    store = WeightGradients(meter)
+    split_te_linears(model, store)
+    return store
+
+
+def tensor_parallel() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    return {} if group.size() == 1 else {"tp_group": group}
+
+
+def _matrix(sequence_parallel: bool) -> None:
+    fake_te.install()
+    settings = tensor_parallel() | {"sequence_parallel": sequence_parallel}
+    for bias, fused, order, (dtype, main_grad) in itertools.product(
+        (True, False),
+        (True, False),
+        (TOGETHER, SEVERAL_I_AHEAD, LAST_W_FIRST),
+        ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)),
+    ):
+        block = Block(bias=bias, fuse_wgrad_accumulation=fused, params_dtype=dtype, **settings)
+        assert compare(block, order, main_grad=main_grad).split == 3
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_gradients_are_bit_equal_to_the_whole_backward(tp: int, sequence_parallel: bool):
+    helpers.run_ranks(tp, _matrix, sequence_parallel, tensor_model_parallel_size=tp)
+
+
+def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
+    from megatron.schedules.integration.split_te import split_te_linears
+
+    fake_te.install()
+    for fused in (False, True):
+        block = Block(params_dtype=torch.bfloat16, fuse_wgrad_accumulation=fused)
+        helpers.data_parallel(block, split_te_linears, overlap, distributed_optimizer)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(overlap: bool, distributed_optimizer: bool):
+    helpers.run_ranks(2, _data_parallel, overlap, distributed_optimizer)
+
+
+def _gathered_again() -> None:
+    fake_te.install()
+    model = Block(sequence_parallel=True, **tensor_parallel())
+    meter = ActivationMeter(model.parameters())
+    store = bound(model, meter)
+    (x,) = helpers.inputs_of(1, torch.float32, True)
+    with store.split(0, 0):
+        helpers.loss(model(x)).backward()
+    tokens = SEQUENCE * BATCH * 4
+    # A rank's parts of what the column parallel linears (up, head) gathered, where the whole would be twice that;
+    # and output gradients, that of a row parallel linear gathered.
+    assert meter.current == tokens * ((8 + 2 * 16) + (2 * 16 + 2 * 8) + (8 + 2 * 8))
+    calls, gather = [], torch.distributed.all_gather_into_tensor
+
+    def logged(*arguments: Any, **settings: Any) -> Any:
+        calls.append(settings.get("async_op"))
+        return gather(*arguments, **settings)
+
+    torch.distributed.all_gather_into_tensor = logged
+    store.prefetch(0, 0)
+    assert calls == [True], "ahead of W"
+    store.run(0, 0)
+    assert calls == [True, True], "those of the column parallel linears, each once"
+
+
+def test_under_sequence_parallelism_no_gathered_input_waits_for_its_weight_gradient():
+    helpers.run_ranks(2, _gathered_again, tensor_model_parallel_size=2)
+
+
+def grouped_linears() -> None:
+    for bias, early, fused, order in itertools.product(
+        (True, False), (True, False), (True, False), (SEVERAL_I_AHEAD, LAST_W_FIRST)
+    ):
+        model = Experts(bias=bias, fuse_wgrad_accumulation=fused)
+        model.up.early_bias = model.down.early_bias = early
+        assert compare(model, order).split == 2
+
+
+def the_idle_expert_gets_zeros() -> None:
+    model = Experts(second=0)
+    store = bound(model)
+    with store.split(0, 0):
+        helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
+    assert model.up.weight1.grad is None, "what the backward reports for it is not filled yet"
+    store.run(0, 0)
+    for linear in (model.up, model.down):
+        assert torch.equal(linear.weight1.grad, torch.zeros_like(linear.weight1))
+        assert torch.equal(linear.bias1.grad, torch.zeros_like(linear.bias1))
+
+
+def grouped_memory_to_be_filled_is_not_held() -> None:
+    from megatron.schedules.integration import split_te
+
+    model = Experts()
+    store = bound(model)
+    fake_te._GroupedLinear.filled_later.clear()
+    with store.split(0, 0):
+        output = helpers.loss(model(*helpers.inputs_of(1, torch.float32)))
+        output.backward()
+    # The graph is still there, and with it what stood for the weights.
+    assert [out() for out in fake_te._GroupedLinear.filled_later] == [None] * 2 * EXPERTS
+    own = {id(linear.weight0) for linear in (model.up, model.down)}
+    calls = [thing for thing in gc.get_objects() if isinstance(thing, split_te._Call)]
+    calls = [call for call in calls if id(call.weights.get("weight0")) in own]
+    assert len(calls) == 2
+    assert all(call.leaves[name].grad is None for call in calls for name in call.weights)
+    store.run(0, 0)
+
+
+def bias_gradients_that_come_with_i() -> None:
+    model = Block()
+    for linear in (model.up, model.down, model.head):
+        linear.early_bias = True
+    compare(model)
+
+
+def biases_handed_on() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.linear = fake_te.megatrons(fake_te.Linear)(8, 8, return_bias=True)
+            self.experts = fake_te.megatrons(fake_te.GroupedLinear)(2, 8, 8, return_bias=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, bias = self.linear(x)
+            z, biases = self.experts((y + bias).tanh().reshape(-1, 8), [4, SEQUENCE * BATCH - 4])
+            return z + biases[0] * biases[1]
+
+    assert compare(Model()).split == 2
+
+
+def hooks_fire_in_w() -> None:
+    for fused in (False, True):
+        model = Block(fuse_wgrad_accumulation=fused)
+        store, hooks = bound(model), helpers.MainGrads(model, torch.float32)
+        with store.split(0, 0):
+            helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
+        # The row parallel linear adds its bias after its reduction; that gradient is autograd's, as a norm's is.
+        with_i = {"up.layer_norm_weight", "up.layer_norm_bias", "down.bias"}
+        assert {name for name, count in hooks.fired.items() if count} == with_i
+        assert not any(p.main_grad.any() for name, p in model.named_parameters() if name not in with_i)
+        store.run(0, 0)
+        assert set(hooks.fired.values()) == {1}
+
+
+def frozen_parameters() -> None:
+    model = Block()
+    model.up.weight.requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    compare(model)
+    experts = Experts()
+    experts.up.weight0.requires_grad_(False)
+    for models, waiting in ((model, 2), (experts, 1)):
+        store = bound(models)
+        with store.split(0, 0):
+            helpers.loss(models(*helpers.inputs_of(1, torch.float32))).backward()
+        assert store.waiting(0, 0) == waiting, "a frozen weight has no W"
+        store.run(0, 0)
+    assert model.head.bias.grad is None
+
+
+def nothing_below_needs_a_gradient() -> None:
+    def no_gradients(*arguments: Any) -> list[Tensor]:
+        return [x.detach() for x in helpers.inputs_of(*arguments)]
+
+    model = Block()
+    model.up.layer_norm_weight.requires_grad_(False)
+    model.up.layer_norm_bias.requires_grad_(False)
+    compare(model, inputs=no_gradients)
+
+
+def used_several_times() -> None:
+    for fused in (False, True):
+        model = Block(fuse_wgrad_accumulation=fused)
+        for linear in (model.up, model.down, model.head):
+            # With two uses Transformer Engine's whole backward loses the one that does not overwrite.
+            linear.is_first_microbatch = False
+        compare(model, forward=lambda module, x: module(x) * module(x.cos()))
+
+
+def zeros_are_added_where_that_is_asked_for() -> None:
+    compare(Block(fuse_wgrad_accumulation=True), zero_out=True)
+
+
+def recomputed_once() -> None:
+    from megatron.core import tensor_parallel
+
+    calls = []
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        def hidden(t: Tensor) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            return module.down(torch.nn.functional.gelu(module.up(t)))
+
+        return module.head(tensor_parallel.checkpoint(hidden, False, x))
+
+    for fused in (False, True):
+        compare(Block(fuse_wgrad_accumulation=fused), forward=forward)
+    assert calls.count(False) == calls.count(True) == 12
+
+
+def evaluation_and_whole_backwards_are_untouched() -> None:
+    model = Block()
+    store = bound(model)
+    (x,) = helpers.inputs_of(1, torch.float32)
+    with store.split(0, 0), torch.no_grad():
+        model(x)
+    assert store.waiting(0, 0) == 0
+    store.run(0, 0)
+    hooks = helpers.MainGrads(model, torch.float32)
+    helpers.loss(model(x)).backward()
+    assert set(hooks.fired.values()) == {1}
+
+
+def a_module_is_itself_after_its_forward() -> None:
+    model = Block()
+    names, before = list(model.state_dict()), dict(model.named_parameters())
+    stores = [linear.wgrad_store for linear in (model.up, model.down, model.head)]
+    store = bound(model)
+    with store.split(0, 0):
+        model(*helpers.inputs_of(1, torch.float32))
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            model(torch.zeros(SEQUENCE, BATCH, 7))
+    assert [linear.wgrad_store for linear in (model.up, model.down, model.head)] == stores
+    assert list(model.state_dict()) == names
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert model.up.weight is before["up.weight"]
+
+
+def bound_again_to_a_newer_store() -> None:
+    model = Block()
+    older, newer = bound(model), bound(model)
+    with newer.split(0, 0):
+        helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
+    assert (older.waiting(0, 0), newer.waiting(0, 0)) == (0, 3)
+    newer.run(0, 0)
+
+
+def the_schedule_function_binds_them() -> None:
+    from megatron.schedules.integration.schedule_function import ScheduleFunction
+    from megatron.schedules.integration.split_te import is_split
+
+    model = Block()
+    function = object.__new__(ScheduleFunction)  # making one takes a plan and its process groups
+    function._store, function._meter, function._report_memory = None, None, False
+    function._bound_store([model])
+    assert all(is_split(linear) for linear in (model.up, model.down, model.head))
+
+
+def kept_whole() -> None:
+    from megatron.schedules.integration.split_te import is_split
+
+    model = Block()
+    model.up.weight.overwrite_main_grad = True
+    model.down.weight.__fsdp_param__ = True
+    replaced = model.head.forward
+    model.head.forward = lambda *arguments: replaced(*arguments)
+    store = bound(model)
+    assert [is_split(linear) for linear in (model.up, model.down, model.head)] == [True, True, False]
+    with store.split(0, 0):
+        helpers.loss(model(*helpers.inputs_of(1, torch.float32))).backward()
+    assert store.waiting(0, 0) == 0
+    assert all(p.grad is not None for p in model.parameters())
+    store.run(0, 0)
+
+
+def caching_of_quantised_weights_is_left_alone() -> None:
+    plain, quantised = (fake_te.megatrons(fake_te.Linear)(8, 8, fp8=fp8) for fp8 in (None, "hybrid"))
+    model = torch.nn.ModuleList([plain, quantised])
+    bound(model)
+    assert [linear.is_first_microbatch for linear in model] == [False, True]
+
+
+def memory_is_flat() -> None:
+    model = Block(bias=False)
+    meter = ActivationMeter(model.parameters())
+    store = bound(model, meter)
+    hooks = helpers.MainGrads(model, torch.float32)
+    held, alive = [], []
+    gc.collect()
+    gc.disable()
+    for m in range(20):
+        (x,) = helpers.inputs_of(1, torch.float32)
+        with store.split(0, m), meter.recording():
+            loss = helpers.loss(model(x))
+        with meter.recording():
+            loss.backward()
+        del loss, x
+        held.append(meter.current)
+        if m >= 2:
+            store.run(0, m - 2)
+            alive.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+    gc.enable()
+    tokens = SEQUENCE * BATCH * 4
+    assert held[0] == tokens * ((8 + 32) + (32 + 8) + (8 + 16))
+    assert held[2:] == [3 * held[0]] * 18
+    assert len(set(alive)) == 1
+    assert hooks.fired["up.weight"] == 18
+
+
+def a_gradient_that_was_not_delayed_is_no_secret() -> None:
+    class Eager(fake_te.Linear):
+        def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+            call = self._call(is_first_microbatch)
+            call.store = None
+            return fake_te._Linear.apply(self.weight, x, self.bias, call)
+
+    model = Eager(8, 8)
+    store = bound(model)
+    with store.split(0, 0):
+        y = model(*helpers.inputs_of(1, torch.float32))
+    with pytest.raises(RuntimeError, match=r"Transformer Engine 2\.20\.2 did not delay the weight gradient of a Eager"):
+        helpers.loss(y).backward()
+
+
+def an_instance_of_another_make() -> None:
+    linear = fake_te.Linear(8, 8)
+    del linear.wgrad_store, linear.apply_bias
+    with pytest.raises(RuntimeError, match=r"Transformer Engine 2\.20\.2: Linear has no wgrad_store, apply_bias"):
+        bound(linear)
+
+
+def what_cannot_be_split_is_refused() -> None:
+    from megatron.schedules.integration.arguments import _RULES, _Facts
+
+    def refusals(schedule: str, **flags: Any) -> list[str]:
+        args = SimpleNamespace(**{"transformer_impl": "transformer_engine", "pipeline_schedule": schedule} | flags)
+        facts = _Facts(args, plan(Request(schedule, 2, 4)))
+        return [rule.why(facts) for rule in _RULES if rule.applies(facts)]
+
+    flags: dict[str, Any] = {
+        "--fp8-format": {"fp8": "hybrid"},
+        "--fp4-format": {"fp4": "e2m1"},
+        "--te-precision-config-file": {"te_precision_config_file": "a.yaml"},
+        "--tp-comm-overlap": {"tp_comm_overlap": True},
+        "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
+        "--overlap-dispatch-backward-with-experts-wgrad": {"overlap_dispatch_backward_with_experts_wgrad": True},
+    }
+    assert refusals("zb-1p") == refusals("1f1b") == []
+    for name, setting in flags.items():
+        (why,) = refusals("zb-1p", **setting)
+        assert f"does not work with {name}:" in why
+        assert refusals("1f1b", **setting) == []
+        assert refusals("zb-1p", **setting | {"transformer_impl": "local"}) == []
+    (why,) = refusals("zb-1p", transformer_impl="inference_optimized")
+    assert "only the local ones and Transformer Engine's can be split; use --transformer-impl local" in why
+    fake_te.Linear.__init__, kept = lambda self: None, fake_te.Linear.__init__  # type: ignore[method-assign,assignment,misc]
+    try:
+        (why,) = refusals("zb-1p")
+    finally:
+        fake_te.Linear.__init__ = kept  # type: ignore[method-assign]
+    assert "Transformer Engine 2.20.2 has no Linear that can delay weight gradients, as 2.3 and later do; use" in why
+    for name in fake_te.modules():
+        del sys.modules[name]
+    (why,) = refusals("zb-1p")
+    assert "Transformer Engine is not installed; use --transformer-impl local, or 1f1b" in why
+
+
+CHECKS = (
+    grouped_linears,
+    the_idle_expert_gets_zeros,
+    grouped_memory_to_be_filled_is_not_held,
+    bias_gradients_that_come_with_i,
+    biases_handed_on,
+    hooks_fire_in_w,
+    frozen_parameters,
+    nothing_below_needs_a_gradient,
+    used_several_times,
+    zeros_are_added_where_that_is_asked_for,
+    recomputed_once,
+    evaluation_and_whole_backwards_are_untouched,
+    a_module_is_itself_after_its_forward,
+    bound_again_to_a_newer_store,
+    the_schedule_function_binds_them,
+    kept_whole,
+    caching_of_quantised_weights_is_left_alone,
+    memory_is_flat,
+    a_gradient_that_was_not_delayed_is_no_secret,
+    an_instance_of_another_make,
+    what_cannot_be_split_is_refused,
+)
+
+
+def _all_checks() -> dict[str, str]:
+    failures = {}
+    for check in CHECKS:
+        fake_te.install()
+        try:
+            check()
+        except Exception:
+            failures[check.__name__] = traceback.format_exc()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """What went wrong, by check; all in one process, whose start takes longest."""
+    found: dict[str, str] = helpers.run_ranks(1, _all_checks)[0]
+    return found
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_check(check: str, failures: dict[str, str]):
+    assert check not in failures, failures[check]
+
+
+class _Real(torch.nn.Module):
+    """Transformer Engine's own: a normed linear, a linear, and two experts; (s, b, 64) -> (s * b, 64)."""
+
+    def __init__(self, te: Any, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        settings = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused, "device": "cuda"}
+        self.up = te.LayerNormLinear(64, 128, **settings)
+        self.down = te.Linear(128, 64, **settings)
+        self.experts = te.GroupedLinear(2, 64, 64, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(torch.nn.functional.gelu(self.up(x))).reshape(-1, 64)
+        return self.experts(hidden, [16, hidden.size(0) - 16])
+
+
+@pytest.mark.parametrize("order", [SEVERAL_I_AHEAD, LAST_W_FIRST])
+@pytest.mark.parametrize("fused", [False, True])
+def test_transformer_engine_itself(fused: bool, order: str):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
+    from megatron.schedules.integration.split_te import split_te_linears, te_fault
+
+    assert te_fault() is None
+    count = order.count("F")
+    generator = torch.Generator("cuda").manual_seed(5)
+    drawn = torch.randn(count, 8, 4, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    def inputs() -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in drawn]
+
+    whole = _Real(te, fused)
+    ours, store = copy.deepcopy(whole), WeightGradients()
+    assert split_te_linears(ours, store) == 3
+    hooks, our_hooks = (helpers.MainGrads(model, torch.float32) for model in (whole, ours))
+    xs, our_xs = inputs(), inputs()
+    outputs = helpers.stock(whole, xs)
+    helpers.assert_same("output", helpers.split(partial(ours), our_xs, store, order), outputs)
+    helpers.assert_same("input gradient", [x.grad for x in our_xs], [x.grad for x in xs])
+    parameters, our_parameters = dict(whole.named_parameters()), dict(ours.named_parameters())
+    for name, parameter in parameters.items():
+        assert parameter.main_grad.abs().sum() > 0
+        helpers.assert_same(name, [our_parameters[name].main_grad], [parameter.main_grad])
+    assert our_hooks.fired == hooks.fired == dict.fromkeys(parameters, count)
