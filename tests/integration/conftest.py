@@ -34,16 +34,18 @@ class Training:
         model: Flags = (),
         samples: str = "plain",
         adapters: bool = False,
+        attention: str = "stock",
     ) -> Result:
         """Train with ``flags`` on ``world`` ranks.
 
         Args:
             tied: whether embedding and output layer share their weights.
             model: those flags that say what parameters there are.
-            samples, adapters: as :func:`.jobs.train` knows them.
+            samples, adapters, attention: as :func:`.jobs.train` knows them.
         """
-        start = self._load(tied, (*_layers(flags), *model))
-        return self._run(world, *flags, *model, *start, tied=tied, samples=samples, adapters=adapters)
+        start = self._load(tied, (*_layers(flags), *model), attention)
+        others = {"samples": samples, "adapters": adapters, "attention": attention}
+        return self._run(world, *flags, *model, *start, tied=tied, **others)
 
     def resume(self, world: int, *flags: str, load: Path, iteration: int, tied: bool = False) -> Result:
         """Go on with ``flags`` from what another job saved in ``load`` after ``iteration``.
@@ -60,17 +62,18 @@ class Training:
         assert "--pipeline-schedule" not in flags
         return self(world, *flags, **rest)
 
-    def _load(self, tied: bool, model: Flags) -> list[str]:
+    def _load(self, tied: bool, model: Flags, attention: str) -> list[str]:
         digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
         folder = self._folder / f"{'tied' if tied else 'untied'}-{digest}"
         if not folder.exists():
             once = "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim".split()
-            self._run(1, *once, *model, "--save", str(folder), tied=tied)
+            # Attention has no weights of its own, but may have to be the one that can be built for this model.
+            self._run(1, *once, *model, "--save", str(folder), tied=tied, attention=attention)
         return ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def _run(self, world: int, *flags: str, tied: bool, samples: str = "plain", adapters: bool = False) -> Result:
+    def _run(self, world: int, *flags: str, tied: bool, **others: Any) -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], samples, adapters)
+        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], **others)
         assert isinstance(result, Result)
         return result
 

@@ -6,7 +6,8 @@ them together. What cannot be had without a GPU is listed with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -154,6 +155,15 @@ class Case(NamedTuple):
 def each_schedule(*usual: str) -> list[ParameterSet]:
     """Parameters of a test: ``usual`` schedules always, the others when the full matrix is asked for."""
     return [pytest.param(name, marks=() if name in usual else pytest.mark.full_matrix) for name in SCHEDULES]
+
+
+def each_setting(settings: Iterable[str], usual: Mapping[str, Sequence[str]]) -> list[ParameterSet]:
+    """Parameters ``setting, schedule`` of a test: every pair, those not ``usual`` when the full matrix is asked for."""
+    pairs = []
+    for setting, schedule in product(settings, SCHEDULES):
+        rare = () if schedule in usual.get(setting, ()) else (pytest.mark.full_matrix,)
+        pairs.append(pytest.param(setting, schedule, marks=(pytest.mark.feature(setting), *rare)))
+    return pairs
 
 
 def alone() -> list[Case]:

@@ -19,7 +19,6 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
@@ -27,20 +26,27 @@ from megatron.training import training
 import pretrain_gpt
 from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
-from tests.integration import conversations, fake_wandb, low_rank, stock_script
+from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result
 
 
 def train(
-    world: int, flags: Sequence[str], samples: str = "plain", adapters: bool = False, timeout: float = 180.0
+    world: int,
+    flags: Sequence[str],
+    samples: str = "plain",
+    adapters: bool = False,
+    attention: str = "stock",
+    timeout: float = 180.0,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
-    "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
+    "conversations". With ``adapters`` only low-rank ones beside every linear are trained. ``attention`` is stock's
+    local one, or "plain": see :mod:`.plain_attention`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, timeout=timeout)
     last = ranks[-1]
     gradients, weights = {}, {}
     for rank in ranks:
@@ -144,10 +150,12 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
     return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
 
 
-def _rank(flags: list[str], samples: str, adapters: bool) -> dict[str, Any]:
+def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
     fake_wandb.put_in_place()
+    if attention == "plain":
+        plain_attention.put_in_place()
     if adapters:
         low_rank.put_in_place()
     if samples == "varied":
@@ -181,15 +189,15 @@ def _nothing_seen() -> dict[str, Any]:
 
 
 def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
-    """In place of attention, which stock's local layers have for whole samples only, the mean of all before."""
+    """Stock's local layers attend to whole samples only; the attention in its place says what bounds it was given."""
+    plain_attention.put_in_place()
+    attend = PlainAttention.forward
 
-    def mean_so_far(module: Any, query: Any, key: Any, value: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
-        bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
-        seen.add(tuple(bounds))
-        parts = [value[start:end] for start, end in pairwise(bounds)]
-        return torch.cat([part.cumsum(0) / torch.arange(1, len(part) + 1).view(-1, 1, 1) for part in parts])
+    def forward(*args: Any, **named: Any) -> torch.Tensor:
+        seen.add(tuple(named["packed_seq_params"].cu_seqlens_q.tolist()))
+        return attend(*args, **named)
 
-    DotProductAttention.forward = mean_so_far
+    PlainAttention.forward = forward
 
 
 def _vary_sizes(seen: set[tuple[int, int]]) -> None:

@@ -34,10 +34,10 @@ class Megatron:
         os.close(writer)
         self._results = os.fdopen(reader, "rb")
 
-    def __call__(self, job: str, *args: Any) -> Any:
-        """The result of ``job(*args)``; raises AssertionError with the output of the ranks where it failed."""
+    def __call__(self, job: str, *args: Any, **named: Any) -> Any:
+        """The result of ``job(*args, **named)``; raises AssertionError with the output of the ranks where it failed."""
         assert self._process.stdin is not None
-        pickle.dump((job, args), self._process.stdin)
+        pickle.dump((job, args, named), self._process.stdin)
         self._process.stdin.flush()
         try:
             ok, result = pickle.load(self._results)
@@ -61,11 +61,11 @@ def _serve(requests: BinaryIO, results: BinaryIO) -> None:
 
     while True:
         try:
-            name, args = pickle.load(requests)
+            name, args, named = pickle.load(requests)
         except EOFError:
             return
         try:
-            answer = True, getattr(jobs, name)(*args)
+            answer = True, getattr(jobs, name)(*args, **named)
         except JobError as error:
             answer = False, str(error)
         pickle.dump(answer, results)

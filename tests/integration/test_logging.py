@@ -16,7 +16,7 @@ from tests.integration.test_same_result import under
 JOB = "--train-iters 4 --eval-interval 2 --global-batch-size 8 --pipeline-model-parallel-size 2".split()
 LOGS = """
     --log-params-norm --log-num-zeros-in-grad --log-throughput --log-memory-to-tensorboard --log-timers-to-tensorboard
-    --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --timing-log-level 2
+    --log-validation-ppl-to-tensorboard --moe-per-layer-logging --log-world-size-to-tensorboard --timing-log-level 2
     --tensorboard-log-interval 1 --wandb-project tests --wandb-exp-name this
 """.split()
 # Losses of their own, which are computed beside the output layer or in every layer.

@@ -174,6 +174,11 @@ def _replace_in_megatron() -> None:
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Stock moves what is on the GPU; what is here already must come out in the same form.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.random.set_rng_state(new_state)
@@ -195,6 +200,7 @@ def _replace_in_megatron() -> None:
         return built
 
     torch_norm.WrappedTorchNorm.__new__ = norm
+    token_dispatcher.maybe_move_tensor_to_cpu = moved_to_cpu
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
     if shutil.which("make") is None or not os.path.exists(

@@ -158,7 +158,7 @@ class _SplitLinear(torch.autograd.Function):
             # Stock's shared buffer: the gathered input is not saved, so the next linear may overwrite it.
             total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
-        output = torch.matmul(total_input, weight.t())
+        output = _product(total_input, weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
@@ -168,7 +168,7 @@ class _SplitLinear(torch.autograd.Function):
         call: _Call = ctx.call
         grad_input = None
         if ctx.needs_input_grad[0]:
-            grad_input = _reduced(grad_output.matmul(weight), input, call)
+            grad_input = _reduced(_product(grad_output, weight), input, call)
         work = _WeightGradient(call, input, grad_output)
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
         call.store.defer(
@@ -179,6 +179,18 @@ class _SplitLinear(torch.autograd.Function):
             prefetch=work.gather if call.sequence_parallel else None,
         )
         return grad_input, None, None, None, None
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``rows @ matrix`` as one product of two matrices, whatever the strides of ``rows``.
+
+    ``torch.matmul`` does so of itself for a ``matrix`` that requires a gradient, as stock's weight does. For a detached
+    one it looks at the strides, and may multiply row by row where ``rows`` are cut out of a wider tensor, as in
+    multi-latent attention. The last step is its own too: an ordinary view that leaves an autograd Function could not be
+    changed in place, as the logits are.
+    """
+    product = rows.flatten(0, -2).mm(matrix)
+    return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
 
 
 def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
