@@ -10,7 +10,7 @@ export PATH=$root/.venv/bin:$PATH
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
-python -m pytest tests/integration --full-matrix --features-to docs/compatibility.json "$@"
+python -m pytest tests/integration --full-matrix -m feature --features-to docs/compatibility.json "$@"
 status=$?
 python tools/compatibility_table.py || exit 1
 exit "$status"

@@ -12,12 +12,12 @@ import torch
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
+from tests.integration.features import SCHEDULES
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.test_same_result import under
 
 SAVED, ITERATIONS = 2, 5
 JOB = ("--train-iters", str(ITERATIONS), "--global-batch-size", "4")
-SCHEDULES = ("zb-1p", "v-half", "v-zb", "interleaved-1f1b", "adaptive")
 DISTRIBUTED = "--use-distributed-optimizer"
 # Saves what fits any parallel sizes; stock's default fits another data-parallel size only.
 RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
@@ -62,7 +62,12 @@ def assert_the_same(resumed: Result, straight: Result) -> None:
 
 # How many ranks, whether embeddings are tied, flags, and under which schedules by default.
 RESUMED = {
-    "dropout": (2, False, "--hidden-dropout 0.1 --attention-dropout 0.1", SCHEDULES),
+    "dropout": (
+        2,
+        False,
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
+        ("zb-1p", "v-zb", "adaptive", "interleaved-1f1b"),
+    ),
     "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ("v-half",)),
     "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ("v-half",)),
     "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", ("v-half",)),
@@ -72,6 +77,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.feature("resume from a checkpoint, to the bit")
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [case(schedule, kind, usual=schedule in usual) for kind, (*_, usual) in RESUMED.items() for schedule in SCHEDULES],
@@ -83,6 +89,7 @@ def test_a_resumed_job_is_the_same_to_the_bit(train, saved, schedule, kind):
     assert_the_same(train.resume(world, *flags, load=folder, iteration=SAVED, tied=tied), straight)
 
 
+@pytest.mark.feature("--exit-interval", "v-half")
 def test_exit_at_an_interval_saves_and_the_next_start_goes_on(train, saved, tmp_path):
     flags = pipeline(2, *under("v-half"))
     first = train(2, *flags, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", str(SAVED))
@@ -123,6 +130,8 @@ SIDES = {
     "v-half TP2": (4, pipeline(2, *under("v-half"), *TP2)),
     "v-half PP4": (4, pipeline(4, *under("v-half"))),
     "adaptive": (2, pipeline(2, *under("adaptive"))),
+    "v-min": (2, pipeline(2, *under("v-min"))),
+    "v-zb": (2, pipeline(2, *under("v-zb"))),
 }
 # From, to, with the distributed optimizer, by default.
 CROSSINGS = [
@@ -147,10 +156,21 @@ CROSSINGS = [
     ("v-half DP2", "PP1", True, False),
     ("interleaved", "zb-1p", True, False),
     ("PP1", "adaptive", True, False),
+    ("1F1B", "v-min", False, False),
+    ("v-zb", "1F1B", False, False),
 ]
 
 
-@pytest.mark.parametrize(("start", "end", "distributed"), [case(*how, usual=usual) for *how, usual in CROSSINGS])
+def crossing(start: str, end: str, distributed: bool, usual: bool) -> object:
+    """The parameters of one crossing, noted for the schedule of ours that is part of it."""
+    ours = next(name for name in (end, start) if "--pipeline-schedule" in SIDES[name][1])
+    flags = SIDES[ours][1]
+    schedule = flags[flags.index("--pipeline-schedule") + 1]
+    marks = [pytest.mark.feature("checkpoints crossing to and from stock, other sizes and schedules", schedule)]
+    return pytest.param(start, end, distributed, marks=marks + [pytest.mark.full_matrix] * (not usual))
+
+
+@pytest.mark.parametrize(("start", "end", "distributed"), [crossing(*how) for how in CROSSINGS])
 def test_a_job_goes_on_under_another_schedule_or_other_sizes(train, saved, start, end, distributed):
     optimizer = RESHARDABLE.split() if distributed else ()
     (world, before), (world_after, after) = SIDES[start], SIDES[end]

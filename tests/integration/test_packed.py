@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration.features import each_setting
 from tests.integration.test_same_result import assert_same_losses, differing, under
 
 JOB = ("--train-iters", "2", "--global-batch-size", "4")
-FLAGS = {
-    "packed": ("--dataloader-inter-document-masking",),
-    "conversations": ("--sft", "--data-path", "any", "--split", "80,10,10"),
+SETTINGS = {
+    "packed documents": ("packed", ("--dataloader-inter-document-masking",)),
+    "packed conversations (--sft)": ("conversations", ("--sft", "--data-path", "any", "--split", "80,10,10")),
 }
+USUAL = {"packed documents": ("zb-1p",), "packed conversations (--sft)": ("v-half",)}
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
@@ -20,11 +22,10 @@ def test_the_bounds_of_a_sample_end_where_the_sample_does(megatron):
     assert megatron("packed_sequences", [0, 16], 16) == ([0, 16], [0, 16], 16, 16)
 
 
-@pytest.mark.parametrize(
-    ("samples", "schedule"), [("packed", "zb-1p"), ("packed", "v-half"), ("conversations", "v-half")]
-)
-def test_every_rank_sees_the_bounds_and_results_are_stocks(train, samples, schedule):
-    job = (*JOB, *FLAGS[samples])
+@pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
+def test_every_rank_sees_the_bounds_and_results_are_stocks(train, setting, schedule):
+    samples, flags = SETTINGS[setting]
+    job = (*JOB, *flags)
     one, stock = train.stock(1, *job, samples=samples), train.stock(4, *job, *PIPELINE, samples=samples)
     ours = train(4, *job, *PIPELINE, *under(schedule), samples=samples)
     assert max(map(len, one.shapes[0])) > 3

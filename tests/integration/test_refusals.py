@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
@@ -19,7 +20,32 @@ REFUSED = {
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "no microbatch": ("--pipeline-schedule v-half --global-batch-size 0", "gives 0 microbatches"),
     "part of a microbatch": ("--pipeline-schedule v-half --micro-batch-size 3", "--global-batch-size 4 gives 1.3"),
-    "multi-token prediction": ("--pipeline-schedule v-half --mtp-num-layers 1", "--mtp-num-layers"),
+    "FSDP": ("--pipeline-schedule v-half --use-megatron-fsdp", "--use-megatron-fsdp"),
+    "experts' messages behind computing": (
+        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
+        "it brings a schedule of its own",
+    ),
+    "hybrid models": ("--pipeline-schedule v-half --hybrid-layer-pattern M*M*", "hybrid models are not supported yet"),
+    "activation offloading": (
+        "--pipeline-schedule v-half --fine-grained-activation-offloading",
+        "it counts on Megatron's own schedule",
+    ),
+    "a layout of other stages": (
+        "--pipeline-schedule v-half --pipeline-model-parallel-layout Et|t|t|tL --num-layers 4",
+        "has 8 stages",
+    ),
+    "a layout of other layers": (
+        "--pipeline-schedule zb-1p --pipeline-model-parallel-layout Et|t|t|tL",
+        "holds 4 layers and --num-layers is 8",
+    ),
+    "a layout that is none": (
+        "--pipeline-schedule zb-1p --pipeline-model-parallel-layout Et|x|t|tL",
+        "cannot read --pipeline-model-parallel-layout",
+    ),
+    "ends that leave no even rest": (
+        "--pipeline-schedule v-half --decoder-first-pipeline-num-layers 1",
+        "use --num-layers 1 + a multiple of 7, not 8",
+    ),
     "CUDA graphs": ("--pipeline-schedule zb-1p --cuda-graph-impl local", "--cuda-graph-impl"),
     "linears it cannot split": (
         "--pipeline-schedule zb-1p --transformer-impl transformer_engine",
@@ -76,10 +102,34 @@ def assert_refused(outputs: list[tuple[int, str]], part: str) -> None:
     assert part in lines[0]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused(megatron, what):
+# Of these docs/compatibility.md tells: Megatron has them, and ours refuses them.
+KNOWN = (
+    "CUDA graphs",
+    "FSDP",
+    "activation offloading",
+    "checkpoints that could not cross",
+    "data of another make",
+    "experts' messages behind computing",
+    "hybrid models",
+    "a configuration in YAML",
+    "linears it cannot split",
+    "packed samples across ranks",
+    "packed samples side by side",
+)
+
+
+def noted(what: str) -> ParameterSet:
+    flags = REFUSED[what][0].split()
+    schedule = flags[flags.index("--pipeline-schedule") + 1] if "--pipeline-schedule" in flags else "any"
+    return pytest.param(what, marks=[pytest.mark.feature(what, schedule)] * (what in KNOWN))
+
+
+@pytest.mark.parametrize("what", map(noted, REFUSED))
+def test_refused(megatron, record_property, what):
     flags, part = REFUSED[what]
-    assert_refused(megatron("outputs", 4, [*JOB, *PP4, *flags.split()]), part)
+    outputs = megatron("outputs", 4, [*JOB, *PP4, *flags.split()])
+    assert_refused(outputs, part)
+    record_property("refusal", outputs[0][1].strip().removeprefix("pretrain_gpt.py: error: "))
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled"])

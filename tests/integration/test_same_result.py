@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -36,8 +38,17 @@ def assert_same_losses(ours: Result, stock: Result) -> None:
     assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-6)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 7])
-@pytest.mark.parametrize("size", [2, 4])
+# Fewer microbatches than ranks, as many, and a number that nothing divides.
+SIZES = [(2, 7), (4, 2), (4, 7)]
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches"),
+    [
+        pytest.param(*case, marks=() if case in SIZES else pytest.mark.full_matrix)
+        for case in product((2, 4), (2, 4, 7))
+    ],
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ten_iterations_give_stock_losses_and_the_same_gradients_to_the_bit(train, schedule, size, microbatches):
     job = ("--train-iters", "10", "--global-batch-size", str(microbatches))
@@ -54,9 +65,17 @@ PARALLEL = {
     "PP4 TP2 sequence parallel": (8, 4, "--tensor-model-parallel-size 2 --sequence-parallel"),
 }
 
+# Features together, under every schedule that has them: tests/integration/test_compatibility.py.
+PARALLEL_USUAL = [("v-zb", "PP4 TP2 sequence parallel"), ("1f1b-v", "PP2 DP2"), ("zb-2p", "PP2 TP2 sequence parallel")]
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("schedule", ALL)
+
+@pytest.mark.parametrize(
+    ("schedule", "parallel"),
+    [
+        pytest.param(*case, marks=() if case in PARALLEL_USUAL else pytest.mark.full_matrix)
+        for case in product(ALL, PARALLEL)
+    ],
+)
 def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
     world, size, flags = PARALLEL[parallel]
     job = ("--train-iters", "2", "--global-batch-size", "8")
@@ -68,7 +87,9 @@ def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)], ids=["PP2", "PP4 overlapped"])
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=() if s in ("v-half", "1f1b") else pytest.mark.full_matrix) for s in ALL]
+)
 def test_distributed_optimizer(train, schedule, size, overlap):
     """Each rank holds a shard of the reduced gradients only, so what is compared is the weights they lead to."""
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", str(size))
