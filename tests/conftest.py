@@ -40,7 +40,7 @@ class _Features:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
             for mark in item.iter_markers("feature"):
-                parameters = item.callspec.params if isinstance(item, pytest.Function) else {}
+                parameters = item.callspec.params if hasattr(item, "callspec") else {}
                 feature, schedule = (*mark.args, parameters.get("schedule"))[:2]
                 self._found[item.nodeid] = {"feature": feature, "schedule": schedule, "test": item.nodeid}
 
