@@ -60,30 +60,30 @@ def assert_the_same(resumed: Result, straight: Result) -> None:
     assert [str(k) for k, v in straight.weights.items() if not torch.equal(v, resumed.weights[k])] == []
 
 
-# How many ranks, whether embeddings are tied, flags, and under which schedules by default.
+# How many ranks, whether embeddings are tied, flags, under which schedules, and under which of them by default.
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+ENOUGH = ("zb-1p", "v-half")  # where the schedule has no part in what is resumed
 RESUMED = {
-    "dropout": (
-        2,
-        False,
-        "--hidden-dropout 0.1 --attention-dropout 0.1",
-        ("zb-1p", "v-zb", "adaptive", "interleaved-1f1b"),
-    ),
-    "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ("v-half",)),
-    "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ("v-half",)),
-    "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", ("v-half",)),
-    "DP2, distributed optimizer in fp32": (4, False, RESHARDABLE, ()),
-    "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ()),
-    "constant structure": (4, False, "--ckpt-assume-constant-structure", ()),
+    "dropout": (2, False, DROPOUT, SCHEDULES, ("zb-1p", "adaptive", "interleaved-1f1b")),
+    "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ENOUGH, ("v-half",)),
+    "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ENOUGH, ("v-half",)),
+    "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", SCHEDULES, ("v-half",)),
+    "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ENOUGH, ()),
+    "constant structure": (4, False, "--ckpt-assume-constant-structure", ENOUGH, ()),
 }
 
 
 @pytest.mark.feature("resume from a checkpoint, to the bit")
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [case(schedule, kind, usual=schedule in usual) for kind, (*_, usual) in RESUMED.items() for schedule in SCHEDULES],
+    [
+        case(schedule, kind, usual=schedule in usual)
+        for kind, (*_, schedules, usual) in RESUMED.items()
+        for schedule in schedules
+    ],
 )
 def test_a_resumed_job_is_the_same_to_the_bit(train, saved, schedule, kind):
-    world, tied, more, _ = RESUMED[kind]
+    world, tied, more, *_ = RESUMED[kind]
     flags = pipeline(2, *more.split(), *under(schedule))
     folder, straight = saved(world, *flags, tied=tied)
     assert_the_same(train.resume(world, *flags, load=folder, iteration=SAVED, tied=tied), straight)
@@ -135,7 +135,7 @@ SIDES = {
 }
 # From, to, with the distributed optimizer, by default.
 CROSSINGS = [
-    ("v-half", "1F1B", False, True),
+    ("v-half", "1F1B", False, False),
     ("v-half", "PP1", False, True),
     ("1F1B", "v-half", False, True),
     ("v-half DP2", "interleaved", True, True),
