@@ -19,6 +19,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
@@ -26,10 +28,14 @@ from megatron.training import training
 import pretrain_gpt
 from megatron.schedules.integration import gpt
 from megatron.schedules.integration import hooks as integration
+from megatron.schedules.integration.stages import MegatronStages
 from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result
+
+# Stock draws a hundred thousand documents, and sorts them in every job, on every rank, for every chunk.
+MockGPTLowLevelDataset.size = 2000
 
 
 def train(
@@ -75,6 +81,11 @@ def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
     return run_ranks(world, _ending, list(flags))
 
 
+def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
+    """What each rank does in its first iteration, in order: passes by kind and chunk, and "reduce" with the chunk."""
+    return run_ranks(world, _reductions, list(flags))
+
+
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
     """Bytes of all tensors alive on each rank after every tenth iteration."""
     return run_ranks(world, _live_bytes, list(flags))
@@ -117,6 +128,32 @@ def _ending(flags: list[str]) -> tuple[int, str]:
     return 0, printed.getvalue()
 
 
+def _reductions(flags: list[str]) -> list[tuple[str, int]]:
+    seen: list[tuple[str, int]] = []
+    kinds = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+
+    def noted(stages: Any, name: str) -> Any:
+        run = getattr(stages, name)
+
+        def act(self: Any, stage: int, *args: Any, **kwargs: Any) -> Any:
+            seen.append((kinds[name], self._placement.chunk_of(stage)))
+            return run(self, stage, *args, **kwargs)
+
+        return act
+
+    for name in kinds:
+        setattr(MegatronStages, name, noted(MegatronStages, name))
+    start = DistributedDataParallel.start_grad_sync
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(("reduce", get_attr_wrapped_model(self, "vp_stage") or 0))
+        return start(self, *args, **kwargs)
+
+    DistributedDataParallel.start_grad_sync = start_grad_sync
+    _rank_main(flags)
+    return seen
+
+
 def _live_bytes(flags: list[str]) -> list[int]:
     sizes: list[int] = []
     stock_log = training.training_log
@@ -137,9 +174,16 @@ def _live_bytes(flags: list[str]) -> list[int]:
 
 
 def _rank_main(flags: list[str]) -> None:
+    _save_quickly(flags)
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
+
+
+def _save_quickly(flags: list[str]) -> None:
+    """Stock's writer of checkpoints asks a process of its own for a queue, and starts it by importing all anew."""
+    if "--save" in flags:
+        filesystem_async.get_write_results_queue(mp_mode="fork")
 
 
 def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[int], int, int]:
@@ -177,6 +221,7 @@ def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dic
 def _rank_without_us(flags: list[str]) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
+    _save_quickly(flags)
     stock_script.forget_the_package()
     sys.argv = ["stock_script.py", *flags]
     stock_script.main()
