@@ -87,6 +87,15 @@ def test_what_a_weight_gradient_leaves_makes_room(capsys):
     assert lengths[1] < lengths[0]
 
 
+def test_what_is_recomputed_takes_time_and_saves_memory(capsys):
+    found = []
+    for flags in ([], ["--recompute", "1", "--kept", "0.06"]):
+        assert main(["plan", *SIZE, "--schedule", "1f1b", *flags, "--format", "json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["figures"])
+    assert found[1]["makespan"] == pytest.approx(found[0]["makespan"] * 4 / 3)
+    assert found[1]["peak_memory"] == pytest.approx(found[0]["peak_memory"] * 0.06)
+
+
 def test_an_adaptive_plan_is_found_once_and_then_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
     assert main(ADAPTIVE) == 0
@@ -135,6 +144,11 @@ WRONG = {
     "too few activations": ([*PLAN, "--stage-activations", "1,1,1"], "3 stage activations given"),
     "a negative weight": ([*PLAN, "--stage-weights", "1,-2,1,1,1,1,1,1"], "--stage-weights -2 is below zero"),
     "a share above all": ([*PLAN, "--weight-share", "1.5"], "--weight-share: the share of memory held until W must be"),
+    "more recomputed than there is": (
+        [*PLAN, "--recompute", "2"],
+        "--recompute: the share of the forward that is recompu",
+    ),
+    "more kept than there is": ([*PLAN, "--kept", "-1"], "--kept: the share of memory kept for recomputing must be"),
     "a word for a share": ([*PLAN, "--weight-share", "half"], "--weight-share 'half' is not a number"),
     "a negative activation": ([*PLAN, "--stage-activations", "-1,1"], "--stage-activations -1 is below zero"),
 }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -83,6 +84,18 @@ def size_flags(command: Command) -> Command:
                 "to 1 (all of it without this flag): give it where it was measured, and weight gradients may wait.",
             ),
             click.option(
+                "--recompute",
+                metavar="X",
+                help="The part of the forward that is done again in the input gradient, from 0 to 1: 1 for full "
+                "recompute, such as the paper's 1F1B-R with --schedule 1f1b.",
+            ),
+            click.option(
+                "--kept",
+                metavar="X",
+                help="The part of the activation memory that a forward leaves where the rest is recomputed, from 0 to "
+                "1: some 0.06 for full recompute.",
+            ),
+            click.option(
                 "--schedule-file",
                 metavar="CSV",
                 type=Path,
@@ -119,6 +132,8 @@ class Ask:
         stage_weights: str | None,
         stage_activations: str | None,
         weight_share: str | None,
+        recompute: str | None,
+        kept: str | None,
         schedule_file: Path | None,
     ) -> None:
         d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
@@ -132,9 +147,9 @@ class Ask:
             stage_weights=_by_stage("--stage-weights", stage_weights),
             stage_activations=_by_stage("--stage-activations", stage_activations),
         )
-        if weight_share is not None:
-            share = _number("--weight-share", weight_share, "a share from 0 to 1")
-            self.costs = named("--weight-share", lambda: replace(self.costs, weight_share=share))
+        self._share("--weight-share", weight_share)
+        self._share("--recompute", recompute)
+        self._share("--kept", kept)
         self.csv = csv = None if schedule_file is None else _read(schedule_file)
         if csv is not None and (d is None or n is None):
             own = named("--schedule-file", lambda: from_csv(csv))
@@ -149,6 +164,11 @@ class Ask:
                 f"ranks x microbatches x chunks may be {_LARGEST} at most"
             )
         self.ranks, self.microbatches = d, n
+
+    def _share(self, flag: str, text: str | None) -> None:
+        if text is not None:
+            share: dict[str, Any] = {flag[2:].replace("-", "_"): _number(flag, text, "a share from 0 to 1")}
+            self.costs = named(flag, lambda: replace(self.costs, **share))
 
     def known(self, name: str) -> None:
         """Raise for a name that no schedule has, or that lacks its CSV or its memory limit."""
