@@ -399,12 +399,14 @@ def an_instance_of_another_make() -> None:
 
 
 def what_cannot_be_split_is_refused() -> None:
-    from megatron.schedules.integration.arguments import _RULES, _Facts
+    from megatron.schedules.integration.refusals import refusal
+
+    layout = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
+    usual = dict.fromkeys(layout.split()) | {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}
 
     def refusals(schedule: str, **flags: Any) -> list[str]:
-        args = SimpleNamespace(**{"transformer_impl": "transformer_engine", "pipeline_schedule": schedule} | flags)
-        facts = _Facts(args, plan(Request(schedule, 2, 4)))
-        return [rule.why(facts) for rule in _RULES if rule.applies(facts)]
+        why = refusal(SimpleNamespace(**usual | {"pipeline_schedule": schedule} | flags), plan(Request(schedule, 2, 4)))
+        return [why] if why else []
 
     flags: dict[str, Any] = {
         "--fp8-format": {"fp8": "hybrid"},
