@@ -23,6 +23,9 @@ HEAD = """# What works with what
 Every feature of Megatron's below was trained under every schedule and by stock Megatron's own 1F1B with the same flags,
 and compared: losses to 1e-6 in fp32, gradients or weights equal to the bit where the arithmetic is the same. Written by
 `scripts/run_compatibility.sh` from the tests, which say what exactly is compared; the tests run on CPUs over gloo.
+Dropout draws the masks of stock where layers lie as in stock's run (`zb-1p`), and others elsewhere: there losses are
+compared roughly, and a resumed job to the bit. Context parallelism, multi-latent attention and packed samples need
+Transformer Engine's attention, for which both sides have one in plain torch here.
 
 """
 
