@@ -60,7 +60,11 @@ def test_alone(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case), case)
 
 
-@pytest.mark.parametrize("case", together(), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # Eight ranks take too long on few cores.
+    [pytest.param(c, id=str(c), marks=[pytest.mark.full_matrix] * (c.world > 4)) for c in together()],
+)
 def test_together(train: Training, case: Case) -> None:
     assert_agree(*trained(train, case), case)
 
