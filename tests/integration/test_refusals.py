@@ -43,8 +43,8 @@ REFUSED = {
         "cannot read --pipeline-model-parallel-layout",
     ),
     "ends that leave no even rest": (
-        "--pipeline-schedule v-half --decoder-first-pipeline-num-layers 1",
-        "use --num-layers 1 + a multiple of 7, not 8",
+        "--pipeline-schedule v-half --decoder-first-pipeline-num-layers 2",
+        "use --num-layers 2 + a multiple of 7, not 8",
     ),
     "CUDA graphs": ("--pipeline-schedule zb-1p --cuda-graph-impl local", "--cuda-graph-impl"),
     "linears it cannot split": (
