@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import covertable
 import pytest
 from _pytest.mark import ParameterSet
-from allpairspy import AllPairs
 
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 CHUNKS = {"zb-1p": 1, "adaptive": 4}  # of eight layers on two ranks; two where nothing is said
@@ -92,6 +92,12 @@ FACTORS: dict[str, dict[str, Feature]] = {
 USUAL = tuple(next(iter(values)) for values in FACTORS.values())  # the first value of each factor asks for nothing
 FEATURES = {name: feature for values in FACTORS.values() for name, feature in values.items() if name not in USUAL}
 
+# What stock refuses together.
+APART = (
+    {"mixture of experts", "tensor parallel 2"},  # it wants sequence parallelism too
+    {"multi-token prediction", "tied embeddings"},  # docs/upstream.md
+)
+
 NEEDS_GPU = {
     "grouped GEMM experts": "stock has no CPU kernel for it",
     "FP8": "Transformer Engine's kernels",
@@ -142,14 +148,12 @@ class Case(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether stock allows these together."""
+        """Whether there is such a run: a value for each factor, and nothing that stock refuses together."""
         on = set(self.features)
+        if any(len(on & values.keys()) > 1 for values in FACTORS.values()):
+            return False
         wanting = any(needed not in on for name in on for needed in FEATURES[name].needs)
-        refused = (
-            {"mixture of experts", "tensor parallel 2"},  # it wants sequence parallelism too
-            {"multi-token prediction", "tied embeddings"},  # docs/upstream.md
-        )
-        return not (wanting or any(both <= on for both in refused))
+        return not (wanting or any(both <= on for both in APART))
 
 
 def each_schedule(*usual: str) -> list[ParameterSet]:
@@ -176,12 +180,16 @@ def alone() -> list[Case]:
 
 def together() -> list[Case]:
     """Few cases in which every schedule meets every feature, and every feature every other that it can go with."""
-    values = [SCHEDULES, *(tuple(factor) for factor in FACTORS.values())]
+    factor_of = {name: factor for factor, values in FACTORS.items() for name in values}
 
-    # Rows are built from the left: what others need has to come first.
-    return [_case(row) for row in AllPairs(values, filter_func=lambda row: _case(row).possible)]
+    def chosen(name: str) -> dict[str, object]:
+        return {"operator": "eq", "left": factor_of[name], "value": name}
 
+    def without(*names: str) -> dict[str, object]:
+        return {"operator": "not", "condition": {"operator": "and", "conditions": [chosen(name) for name in names]}}
 
-def _case(row: Sequence[str]) -> Case:
-    schedule, *names = row
-    return Case(schedule, tuple(name for name in names if name in FEATURES))
+    rules = [without(*both) for both in APART]
+    for name, feature in FEATURES.items():
+        rules += [{"operator": "or", "conditions": [without(name), chosen(needed)]} for needed in feature.needs]
+    rows = covertable.make({"schedule": SCHEDULES, **{f: tuple(v) for f, v in FACTORS.items()}}, constraints=rules)
+    return [Case(row["schedule"], tuple(row[f] for f in FACTORS if row[f] in FEATURES)) for row in rows]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.integration.conftest import Training
-from tests.integration.features import FACTORS, SCHEDULES, Case, alone, together
+from tests.integration.features import FACTORS, FEATURES, SCHEDULES, Case, alone, together
 from tests.integration.results import Result
 from tests.integration.test_same_result import CLIP_NOTHING, under
 
@@ -70,16 +70,14 @@ def test_together(train: Training, case: Case) -> None:
 
 
 def test_every_pair_that_can_be_is_together_somewhere() -> None:
-    seen = {pair for case in together() for pair in combinations((case.schedule, *case.features), 2)}
-    factors = [[f for f in factor if Case("", (f,) if f in _all() else ()).possible] for factor in FACTORS.values()]
-    for one, other in combinations(factors, 2):
+    cases = together()
+    assert all(case.possible for case in cases)
+    seen = {pair for case in cases for pair in combinations((case.schedule, *case.features), 2)}
+    asked = [[name for name in values if name in FEATURES] for values in FACTORS.values()]
+    for one, other in combinations(asked, 2):
         for pair in product(one, other):
-            named = tuple(name for name in pair if name in _all())
-            if len(named) == 2 and Case("", named).possible:
+            with_needs = (*pair, *(needed for name in pair for needed in FEATURES[name].needs))
+            if Case("", with_needs).possible:
                 assert pair in seen, pair
-    for schedule in SCHEDULES:
-        assert {other for first, other in seen if first == schedule} == _all()
-
-
-def _all() -> set[str]:
-    return {name for case in alone() for name in case.features}
+    for pair in product(SCHEDULES, FEATURES):
+        assert pair in seen, pair

@@ -96,7 +96,7 @@ class Problem:
             arrays.missing.copy(),
             np.zeros(self.size),
             *arrays.after,
-            np.full(self.placement.ranks, limit),
+            np.full(self.placement.ranks, limit, dtype=np.float64),
             choices.window,
             choices.defer_weights,
             choices.patience,
@@ -120,31 +120,40 @@ def _arrays(tasks: Tasks) -> _Arrays:
     size = len(tasks.rank)
     return _Arrays(
         of_tasks=(
-            np.array(tasks.first),
-            np.array(tasks.rank),
-            np.array(tasks.duration),
-            np.array(tasks.change),
-            np.array(tasks.weight),
-            np.zeros(size, dtype=bool),
+            np.array(tasks.first, dtype=np.int64),
+            np.array(tasks.rank, dtype=np.int64),
+            np.array(tasks.duration, dtype=np.float64),
+            np.array(tasks.change, dtype=np.float64),
+            np.array(tasks.weight, dtype=np.bool_),
+            np.zeros(size, dtype=np.bool_),
         ),
-        missing=np.array(tasks.before.counts()),
+        missing=np.array(tasks.before.counts(), dtype=np.int64),
         after=_flat(tasks.after),
     )
 
 
 def _flat(links: Links) -> tuple[NDArray[Any], ...]:
-    return np.array(links.start), np.array(links.task, dtype=np.int64), np.array(links.delay, dtype=np.float64)
+    start = np.array(links.start, dtype=np.int64)
+    return start, np.array(links.task, dtype=np.int64), np.array(links.delay, dtype=np.float64)
 
 
 @cache
 def _compiled() -> Callable[..., float]:
-    """The inner loop as machine code, kept on disk between runs where its folder can be written to."""
+    """The inner loop as machine code, kept on disk between runs where its folder can be written to.
+
+    For one signature only: several would share an index on disk, in which ranks that compile at the same time
+    may each write their own code under the other's signature.
+    """
     import numba
 
+    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
+    of_tasks = (ints, ints, floats, floats, flags, flags)
+    choices = (numba.int64, numba.boolean, numba.float64, numba.float64, numba.int64)
+    signature = numba.float64(ints, *of_tasks, ints, floats, ints, ints, floats, floats, *choices, ints)
     try:
-        compiled: Callable[..., float] = numba.njit(cache=True)(play)
+        compiled: Callable[..., float] = numba.njit(signature, cache=True)(play)
     except RuntimeError:  # there is no such folder
-        compiled = numba.njit(play)
+        compiled = numba.njit(signature)(play)
     return compiled
 
 
