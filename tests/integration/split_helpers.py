@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,20 @@ PRELOAD = ("megatron.core", "megatron.core.distributed", "megatron.schedules.int
 SEQUENCE, BATCH = 4, 3
 TOGETHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
 SEVERAL_I_AHEAD = "F0 F1 I0 F2 I1 I2 W0 W1 W2"
+
+
+def failures_of(
+    checks: Sequence[Callable[[], None]], before_each: Callable[[], object] = lambda: None
+) -> dict[str, str]:
+    """Tracebacks of those ``checks`` that fail, by name."""
+    failures = {}
+    for check in checks:
+        before_each()
+        try:
+            check()
+        except Exception:
+            failures[check.__name__] = traceback.format_exc()
+    return failures
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, **state: Any) -> list[Any]:

@@ -10,7 +10,6 @@ import copy
 import gc
 import itertools
 import sys
-import traceback
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -462,14 +461,7 @@ CHECKS = (
 
 
 def _all_checks() -> dict[str, str]:
-    failures = {}
-    for check in CHECKS:
-        fake_te.install()
-        try:
-            check()
-        except Exception:
-            failures[check.__name__] = traceback.format_exc()
-    return failures
+    return helpers.failures_of(CHECKS, before_each=fake_te.install)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import traceback
 from typing import Any
 
 import pytest
@@ -282,13 +281,7 @@ TRAPS = (
 
 
 def _all_traps() -> dict[str, str]:
-    failures = {}
-    for trap in TRAPS:
-        try:
-            trap()
-        except Exception:
-            failures[trap.__name__] = traceback.format_exc()
-    return failures
+    return helpers.failures_of(TRAPS)
 
 
 @pytest.fixture(scope="module")

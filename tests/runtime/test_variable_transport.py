@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.strict_wires import StuckError, strict_channels
+from tests.runtime.thread_ranks import errors_in_threads
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec((0, 0), torch.float32, CPU)
@@ -153,20 +153,12 @@ def ends(programs: Sequence[Program], patch: pytest.MonkeyPatch, *, queue: bool,
     wires = [channels_of(placement), len(programs)]
     tensors = strict_channels(patch, *wires, queue=queue, patience=patience)
     shapes = strict_channels(patch, *wires, queue=False, patience=patience)
-    errors: list[Exception] = []
 
     def one(program: Program) -> None:
         transport = VariableTransport(tensors[program.rank], shapes[program.rank], SPEC)
-        try:
-            run(program, MarkedStages(placement.last_stage), transport)
-        except Exception as error:
-            errors.append(error)
+        run(program, MarkedStages(placement.last_stage), transport)
 
-    threads = [threading.Thread(target=one, args=(program,), daemon=True) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    errors = errors_in_threads(programs, one)
     for error in errors:
         if not isinstance(error, StuckError):
             raise error

@@ -52,11 +52,18 @@ def run_threads(programs: Sequence[Program], body: Callable[[Program, Transport]
     """Run ``body(program, transport)`` for every rank at once; raises the first rank's error, if any."""
     pairs = [Channel(a, b) for a in range(len(programs)) for b in range(len(programs))]
     queues: dict[Channel, SimpleQueue[Tensor]] = {pair: SimpleQueue() for pair in pairs}
+    errors = errors_in_threads(programs, lambda program: body(program, ThreadTransport(program.rank, queues)))
+    if errors:
+        raise errors[0]
+
+
+def errors_in_threads(programs: Sequence[Program], body: Callable[[Program], None]) -> list[Exception]:
+    """Run ``body(program)`` for every rank at once, a thread each; the errors they end with."""
     errors: list[Exception] = []
 
     def one(program: Program) -> None:
         try:
-            body(program, ThreadTransport(program.rank, queues))
+            body(program)
         except Exception as error:
             errors.append(error)
 
@@ -65,5 +72,4 @@ def run_threads(programs: Sequence[Program], body: Callable[[Program, Transport]
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    return errors

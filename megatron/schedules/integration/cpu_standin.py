@@ -220,6 +220,7 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if _is_cuda(value) else value
 
 
+# What the CPU would draw on a machine with a GPU, where the default generator of this process is the GPU's.
 _HOST_NUMBERS = torch.Generator()
 
 
@@ -231,7 +232,7 @@ class _OnTheCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.random_ and kwargs.get("generator", self) is None:
-            # A data loader draws a seed. On a machine with a GPU that leaves the dropout's random numbers alone.
+            # A data loader draws a seed, which must leave the dropout's random numbers alone.
             kwargs = {**kwargs, "generator": _HOST_NUMBERS}
         if func is torch.Tensor.type:
             return _type(func, args, kwargs)

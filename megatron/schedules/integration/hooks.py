@@ -54,8 +54,7 @@ class Session:
     @property
     def rearranged(self) -> bool:
         """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
-        placement = None if self.planner is None else self.planner.placement
-        return placement is not None and placement.chunks > 1 and placement.name != "interleaved"
+        return self.planner is not None and not self.planner.placement.goes_round
 
     def answers(self, ignore_virtual: bool) -> bool:
         """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
@@ -147,26 +146,15 @@ def _placed(build: Replacement, session: Session) -> Replacement:
     return build_chunk
 
 
-def _get_model(stock: Replacement, session: Session) -> Replacement:
-    def get_model(model_provider_func: Any, *args: Any, **kwargs: Any) -> Any:
+def _build_chunks(stock: Replacement, session: Session) -> Replacement:
+    def build_chunks(build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
         if not session.turned:
-            return stock(model_provider_func, *args, **kwargs)
-        model = stock(_placed(model_provider_func, session), *args, **kwargs)
+            return stock(build_chunk, *args, **kwargs)
+        model = stock(_placed(build_chunk, session), *args, **kwargs)
         tied.start_equal(model)
         return model
 
-    return get_model
-
-
-def _build_virtual_pipeline_stages(stock: Replacement, session: Session) -> Replacement:
-    def build_virtual_pipeline_stages(build_model_func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.turned:
-            return stock(build_model_func, *args, **kwargs)
-        model = stock(_placed(build_model_func, session), *args, **kwargs)
-        tied.start_equal(model)
-        return model
-
-    return build_virtual_pipeline_stages
+    return build_chunks
 
 
 def _is_pipeline_first_stage(stock: Replacement, session: Session) -> Replacement:
@@ -275,13 +263,13 @@ HOOKS = (
         training,
         "get_model",
         "stock puts the output layer on the last rank (scripts with a model provider)",
-        _get_model,
+        _build_chunks,
     ),
     Hook(
         dist_utils,
         "build_virtual_pipeline_stages",
         "stock puts the output layer on the last rank (scripts with a model configuration)",
-        _build_virtual_pipeline_stages,
+        _build_chunks,
     ),
     Hook(
         parallel_state,

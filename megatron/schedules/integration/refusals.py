@@ -138,7 +138,7 @@ _RULES = (
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("rampup_batch_size", "a CSV is for one number of microbatches", lambda f: f.args.pipeline_schedule == "file"),
     _Rule(
-        lambda f: f.args.ckpt_format == "torch" and _several(f) and f.schedule.placement.name != "interleaved",
+        lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.goes_round,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
     ),
     _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),

@@ -45,6 +45,11 @@ class Placement:
         return self.stages // self.ranks
 
     @property
+    def goes_round(self) -> bool:
+        """Whether stage s is on rank s mod d, as everywhere in stock Megatron."""
+        return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
+
+    @property
     def last_stage(self) -> int:
         """The stage that holds the output layer and the loss."""
         return self.stages - 1
