@@ -56,7 +56,10 @@ def test_compiled_and_in_python_a_play_makes_the_same_choices(
     on_stages = costs.on(schedule.placement)
     problem = Problem(schedule.placement, schedule.microbatches, on_stages)
     tasks, _ = tasks_of(problem.schedule, on_stages)
-    order, limit = problem.order(schedule), timed(schedule, costs).peak + spare
+    order = problem.order(schedule)
+    split = Schedule("split", schedule.placement, schedule.microbatches, problem.rows(order))
+    assert problem.peak(order) == pytest.approx(timed(split, costs).peak)
+    limit = problem.peak(order) + spare
 
     forward, makespan = problem.forward(order, limit, choices)
     assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, choices)
@@ -68,6 +71,17 @@ def test_compiled_and_in_python_a_play_makes_the_same_choices(
         made_of_it = Schedule("played", schedule.placement, schedule.microbatches, problem.rows(one))
         validate(made_of_it)
         assert simulate(made_of_it, on_stages).peak <= limit + 1e-6
+
+
+def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():
+    # Recomputing, F keeps less than I leaves to W: 1F1B holds less than its split form does.
+    costs = Costs(recompute=1.0, kept=0.5, weight_share=0.9)
+    whole = timed(plan(Request("1f1b", 3, 8, costs)), costs)
+    problem = Problem(sequential(3), 8, costs.on(sequential(3)))
+    assert problem.peak(problem.order(whole.schedule)) > whole.peak
+    for rung in frontier([problem], [whole], 3.0, 2_000_000):
+        assert rung.timeline.peak <= rung.limit + 1e-6
+        assert rung.best.makespan == pytest.approx(rung.timeline.makespan)
 
 
 def test_noise_shows_other_orders_and_its_seed_says_which():

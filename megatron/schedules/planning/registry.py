@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,16 +31,23 @@ def _quickly(build: Callable[[Request], Schedule]) -> Callable[[Request, Tick], 
 
 
 def _adaptive(request: Request, tick: Tick) -> Schedule:
-    return plan_adaptive(request, every_named, tick)
+    return plan_adaptive(request, lambda asked: every_named(asked, asked.chunk_choices), tick)
 
 
-def every_named(request: Request) -> list[Timeline]:
-    """Every schedule known by name at the size and the costs of ``request``, with its times under them."""
+def every_named(request: Request, chunk_choices: Collection[int] | None = None) -> list[Timeline]:
+    """Every schedule known by name at the size and the costs of ``request``, with its times under them.
+
+    Of those with so many chunks a rank only, where ``chunk_choices`` says so.
+    """
     found = []
     for name in NAMES:
         if name not in ("adaptive", "file"):
+            asked = replace(request, schedule=name)
             try:
-                schedule = plan(replace(request, schedule=name))
+                chunks = plan(replace(asked, microbatches=1)).placement.chunks
+                if chunk_choices is not None and chunks not in chunk_choices:
+                    continue
+                schedule = plan(asked)
             except PlanError:  # its number of chunks does not go with the costs given for each stage
                 continue
             found.append(simulate(schedule, request.costs.on(schedule.placement)))

@@ -118,7 +118,8 @@ def frontier(
             if best is not None and best.makespan <= bound + EPSILON:  # nothing is left to find
                 continue
             fresh, spent = race(problem, [problem.order()], limit, spend / 2)
-            known = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
+            split = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
+            known = [order for order in split if problem.peak(order) <= limit + EPSILON]
             carried = [found[index]] if index in found else []
             climb, _ = race(problem, [*carried, fresh.best, *known], limit, spend - spent)
             found[index] = climb.best

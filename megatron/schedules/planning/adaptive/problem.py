@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,16 @@ class Problem:
         """``order`` as a schedule's rows."""
         return self._tasks.rows(order.tolist(), self.passes)
 
+    def peak(self, order: Order) -> float:
+        """What the worst rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
+        first, _, _, change, *_ = self._forward.of_tasks
+        return max(float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist()))
+
     def forward(self, order: Order, limit: float, choices: Choices) -> tuple[Order, float]:
-        """Play ``order`` through in time with at most ``limit`` microbatches on a rank; new order and makespan."""
+        """Play ``order`` through in time with at most ``limit`` microbatches on a rank; new order and makespan.
+
+        ``order`` itself must keep within ``limit``: it is what a rank falls back on.
+        """
         return self._play(self._forward, order, limit, choices)
 
     def backward(self, order: Order, limit: float, choices: Choices) -> Order:
