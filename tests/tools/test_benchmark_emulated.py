@@ -1,0 +1,113 @@
+"""tools/benchmarks/emulated.py: every engine runs the passes, a failing rank says why, and verdicts follow the rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import click
+import pytest
+
+from tools.benchmarks import emulated
+from tools.benchmarks.emulated_section import KEY, section
+
+ENGINES = {
+    "megatron-core": {"1F1B", "interleaved"},
+    "torch": {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV"},
+    "ours": {"1f1b", "interleaved-1f1b", "zb-1p", "v-min", "v-half", "v-zb", "adaptive 0.5", "adaptive 1"},
+}
+
+JOB = """
+import json
+from tools.benchmarks import emulated
+from tools.benchmarks.emulated_ranks import RankError, run_ranks
+
+emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
+rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
+
+def fail():
+    import torch.distributed as dist
+    if dist.get_rank() == 1:
+        raise ValueError("what went wrong")
+    dist.barrier()
+
+try:
+    run_ranks(2, fail, timeout=60)
+except RankError as error:
+    print(json.dumps([rows, str(error)]))
+"""
+
+
+def test_every_engine_runs_and_a_failing_rank_says_why():
+    # In a process of its own: ranks are forked, and the tests' process may have threads.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows, error = json.loads(done.stdout.splitlines()[-1])
+    assert "rank 1 failed" in error and "ValueError: what went wrong" in error
+    assert {engine: {r["schedule"] for r in rows if r["engine"] == engine} for engine in ENGINES} == ENGINES
+    assert (rows[0]["engine"], rows[0]["schedule"], rows[0]["speedup_over_stock_1f1b"]) == ("megatron-core", "1F1B", 1)
+    for row in rows:
+        assert row["pipeline_size"] == 2 and row["microbatches"] == 4 and row["costs"] == "1,1.1,0.75"
+        assert 0 < row["low"] <= row["seconds"] <= row["high"]
+        # At least 2 x 4 x (F + B + W) on each rank; a busy machine may make it much more.
+        assert 0.95 * 8 * 2.85 * 0.002 < row["seconds"] < 5
+        assert row["simulated_seconds_without_hops"] <= row["simulated_seconds"]
+        assert 1 <= row["memory"] <= 2.5 and 0 <= row["hop_seconds"] <= 0.002
+    assert "V-ZB" not in section(rows)  # of a size that the claim is not about
+
+
+@pytest.mark.parametrize("costs", ["1,1", "1,1,x", "1,1,0", "1,1,1,0.05"])
+def test_costs_that_make_no_sense_are_refused(costs: str):
+    with pytest.raises(click.BadParameter):
+        next(emulated.measure(False, lambda text: None, 8, 16, costs))
+
+
+def row(engine: str, schedule: str, seconds: float, memory: float, error: float = 0.01) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "schedule": schedule,
+        **dict(zip(("pipeline_size", "microbatches", "costs"), KEY, strict=True)),
+        "seconds": seconds,
+        "low": seconds,
+        "high": seconds,
+        "simulated_seconds": seconds,
+        "simulated_seconds_without_hops": seconds,
+        "hop_seconds": 0.0003,
+        "error": error,
+        "speedup_over_stock_1f1b": 2.6 / seconds,
+        "memory": memory,
+    }
+
+
+def rows(**changed: dict[str, Any]) -> list[dict[str, Any]]:
+    made = {
+        "stock": row("megatron-core", "1F1B", 2.6, 8, error=0.2),
+        "zbv": row("torch", "ZBV", 2.0, 8),
+        "v_zb": row("ours", "v-zb", 1.99, 8),
+        "v_half": row("ours", "v-half", 2.3, 5),
+        "adaptive": row("ours", "adaptive 0.5", 2.6, 4),
+    }
+    return list((made | changed).values())
+
+
+def verdicts(text: str) -> list[bool]:
+    return ["**held**" in line for line in text.splitlines() if line.startswith("- ")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, [True] * 5),
+        ({"v_zb": row("ours", "v-zb", 2.01, 8, error=-0.031)}, [False, False, True, True, True]),
+        ({"v_half": row("ours", "v-half", 2.6, 5)}, [True, True, False, True, True]),
+        ({"v_half": row("ours", "v-half", 2.3, 6)}, [True, True, False, True, True]),
+        ({"adaptive": row("ours", "adaptive 0.5", 2.61, 4)}, [True, True, True, False, True]),
+        ({"zbv": row("torch", "ZBV", 1.95, 8)}, [True, True, True, True, False]),
+    ],
+)
+def test_a_claim_that_fails_says_so(changed: dict[str, Any], expected: list[bool]):
+    assert verdicts(section(rows(**changed))) == expected

@@ -1,0 +1,85 @@
+"""The benchmark's command line: all parts, or one of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools._one_line import run
+from tools.benchmarks import emulated, memory, split, tables
+from tools.benchmarks.parts import Kept, Part, Row, Say
+
+PARTS = (emulated.PART, split.PART, memory.PART, tables.PART)
+_PAGE, _SAMPLE = Path("docs"), Path(".benchmark/quick")
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+_quick = click.option("--quick", is_flag=True, help="A sample, in minutes; its page goes to .benchmark/quick.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row, and write no page.")
+
+
+def _run(part: Part, rows: Callable[[Say], Iterable[Row]], quick: bool, as_json: bool, *, whole: bool) -> None:
+    """Measure; print, or write to the page where these are ``whole`` part's rows."""
+    found: list[Row] = []
+    for row in rows(_say):
+        found.append(row)
+        if as_json:
+            click.echo(json.dumps(row))
+    if as_json:
+        return
+    if not whole:
+        click.echo(part.section(found))
+        return
+    kept = Kept(_SAMPLE if quick else _PAGE)
+    kept.keep(part, found, shlex.join(["bash", "scripts/benchmark.sh", *sys.argv[1:]]))
+    page = kept.folder / "benchmarks.md"
+    page.write_text(kept.page(PARTS))
+    _say(f"{page} has a new section: {part.title}")
+
+
+@click.group(invoke_without_command=True)
+@_quick
+@click.pass_context
+def main(context: click.Context, quick: bool) -> None:
+    """Measure everything (under two hours on 2 cores), or one part, and write docs/benchmarks.md."""
+    if context.invoked_subcommand is None:
+        for part in PARTS:
+            _say(f"== {part.name}")
+            _run(part, lambda say, part=part: part.measure(quick, say), quick, False, whole=True)  # type: ignore[misc]
+    elif quick:
+        raise click.UsageError(f"--quick goes after {context.invoked_subcommand}")
+
+
+@main.command("emulated", help=emulated.__doc__)
+@_quick
+@_json
+@click.option("--pipeline-size", type=click.IntRange(2), help="Ranks; with --microbatches, this size only.")
+@click.option("--microbatches", type=click.IntRange(1), help="Microbatches of an iteration.")
+@click.option("--costs", metavar="F,B,W", help="Times of the passes, in units: only these.")
+def _emulated(quick: bool, as_json: bool, **only: Any) -> None:
+    whole = not any(only.values())
+    _run(emulated.PART, lambda say: emulated.measure(quick, say, **only), quick, as_json, whole=whole)
+
+
+def _plain(part: Part, text: str | None) -> None:
+    @main.command(part.name, help=text)
+    @_quick
+    @_json
+    def command(quick: bool, as_json: bool) -> None:
+        _run(part, lambda say: part.measure(quick, say), quick, as_json, whole=True)
+
+
+for _module in (split, memory, tables):
+    _plain(_module.PART, _module.__doc__)
+
+if __name__ == "__main__":
+    sys.exit(run(main, "benchmark.sh"))

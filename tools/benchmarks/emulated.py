@@ -1,0 +1,107 @@
+"""Throughput of whole iterations: our engine, stock megatron-core and torch run passes that sleep for a known time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import simulate
+from tools.benchmarks.emulated_section import KEY, section
+from tools.benchmarks.parts import Part, Row, Say, Spread
+
+if TYPE_CHECKING:
+    from tools.benchmarks.emulated_engines import Contestant
+
+UNIT_S = 0.020
+"""How long a pass of cost 1 over half a rank's layers takes."""
+
+_COSTS = ("1,1,1", "1,1.1,0.75", "1,1.2,0.4")
+_REPETITIONS, _KEY_REPETITIONS = 3, 5
+_FIT_STEPS = 16
+
+
+def measure(
+    quick: bool, say: Say, pipeline_size: int | None = None, microbatches: int | None = None, costs: str | None = None
+) -> Iterator[Row]:
+    """A row for each schedule of each engine in every setting, or only in those named; stock 1F1B's is the first."""
+    for d, each, text in product(
+        [pipeline_size] if pipeline_size else (4, 8) if quick else (4, 8, 16),
+        [None] if microbatches else (2,) if quick else (2, 4),
+        [_three(costs)] if costs else (KEY[2],) if quick else _COSTS,
+    ):
+        n = microbatches if each is None else each * d
+        assert n is not None
+        yield from _setting(d, n, text, _KEY_REPETITIONS if (d, n, text) == KEY and not quick else _REPETITIONS, say)
+
+
+def _three(text: str) -> str:
+    try:
+        found = Costs.parse(text)
+    except PlanError as error:
+        raise click.BadParameter(str(error), param_hint="--costs") from None
+    if text.count(",") != 2:
+        raise click.BadParameter("three numbers, F,B,W: how long a hop takes is measured", param_hint="--costs")
+    return f"{found.forward:g},{found.input_grad:g},{found.weight_grad:g}"
+
+
+def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[Row]:
+    from tools.benchmarks.emulated_engines import contestants, measure  # Megatron, which --help need not wait for
+
+    units = Costs.parse(text)
+    costs = Costs(units.forward * UNIT_S, units.input_grad * UNIT_S, units.weight_grad * UNIT_S)
+    say(f"d={d}, n={n}, costs {text}: planning")
+    found = contestants(Request("1f1b", d, n, units))
+    expected = sum(_simulated(one.schedule, costs, 0.0) for one in found) * repetitions
+    say(f"d={d}, n={n}, costs {text}: {repetitions} repetitions, about {expected:.0f} s")
+    spreads = [Spread.of(taken) for taken in measure(found, costs, repetitions, timeout=4 * expected + 180)]
+    hop = _fitted_hop(found, spreads, costs)
+    say(f"d={d}, n={n}, costs {text}: a hop takes {hop * 1e3:.2f} ms as fitted to ours")
+    setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions, "hop_seconds": hop}
+    for one, spread in zip(found, spreads, strict=True):
+        yield _row(one, spread, costs, setting) | {"speedup_over_stock_1f1b": round(spreads[0].per(spread), 4)}
+
+
+def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
+    simulated = _simulated(one.schedule, costs, setting["hop_seconds"])
+    seconds, low, high = (round(value, 4) for value in spread)
+    return {
+        "engine": one.engine,
+        "schedule": one.name,
+        **setting,
+        "seconds": seconds,
+        "low": low,
+        "high": high,
+        "simulated_seconds": round(simulated, 4),
+        "simulated_seconds_without_hops": round(_simulated(one.schedule, costs, 0.0), 4),
+        "error": round(spread.median / simulated - 1, 4),
+        "memory": simulate(one.schedule, costs.on(one.schedule.placement)).peak,
+    }
+
+
+def _simulated(schedule: Schedule, costs: Costs, hop: float) -> float:
+    return simulate(schedule, replace(costs, comm=hop).on(schedule.placement)).makespan
+
+
+def _fitted_hop(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
+    """The time of a hop with which the simulator is least wrong about our schedules, in least squares."""
+    ours = [(one.schedule, spread.median) for one, spread in zip(found, spreads, strict=True) if one.engine == "ours"]
+
+    def wrong(hop: float) -> float:
+        return sum((seconds / _simulated(schedule, costs, hop) - 1) ** 2 for schedule, seconds in ours)
+
+    low, high = 0.0, UNIT_S / 2
+    for _ in range(_FIT_STEPS):  # each leaves out the worse third
+        one, other = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, other) if wrong(one) < wrong(other) else (one, high)
+    return round((low + high) / 2, 6)
+
+
+PART = Part("emulated", "Emulated throughput", measure, section)

@@ -1,0 +1,99 @@
+"""Who takes part in the emulation, and how their times are taken. Importing this imports Megatron."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.lowering import lower
+from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
+from tools.benchmarks.emulated_passes import Passes, time_around
+from tools.benchmarks.emulated_ranks import begin_together, run_ranks
+
+OURS = ("1f1b", "interleaved-1f1b", "zb-1p", "v-min", "v-half", "v-zb")
+LIMITS = (0.5, 1.0)
+"""Of 1F1B's memory, for our adaptive."""
+
+_WARM_UP_PACE = 0.05
+
+
+class Contestant(NamedTuple):
+    """One schedule of one engine.
+
+    Args:
+        engine, name: whose it is, and what they call it.
+        schedule: its order, for the simulator.
+        start: called on each rank, gives what runs one iteration.
+    """
+
+    engine: str
+    name: str
+    schedule: Schedule
+    start: Callable[[Passes], Callable[[], None]]
+
+
+def contestants(request: Request) -> list[Contestant]:
+    """All that can run at the size of ``request``, ours planned for its costs; 1F1B of stock comes first."""
+    named = {name: plan(replace(request, schedule=name)) for name in OURS}
+    d, n = request.ranks, request.microbatches
+    one, two = named["1f1b"], named["interleaved-1f1b"]
+    found = [
+        Contestant("megatron-core", "1F1B", one, partial(emulated_stock.start, one.placement, n)),
+        Contestant("torch", "1F1B", one, partial(emulated_torch.start, emulated_torch.ONE_CHUNK, one.placement, n)),
+    ]
+    if n % d == 0:  # else they refuse
+        found.insert(
+            1, Contestant("megatron-core", "interleaved", two, partial(emulated_stock.start, two.placement, n))
+        )
+        for name, (kind, _) in emulated_torch.TWO_CHUNKS.items():
+            order = emulated_torch.order(name, d, n)
+            found.append(Contestant("torch", name, order, partial(emulated_torch.start, kind, order.placement, n)))
+    for limit in LIMITS:
+        named[f"adaptive {limit:g}"] = plan(replace(request, schedule="adaptive", memory_limit=limit))
+    for name, schedule in named.items():
+        programs = lower(schedule)
+        check(programs)
+        found.append(Contestant("ours", name, schedule, partial(emulated_ours.start, programs)))
+    return found
+
+
+def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout: float) -> list[list[float]]:
+    """For each of ``found`` the seconds of every repetition; ``costs`` are in seconds.
+
+    The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
+    """
+    ranks = found[0].schedule.ranks
+    taken = run_ranks(ranks, partial(_on_a_rank, found, costs, repetitions), timeout)
+    seconds: list[list[float]] = [[] for _ in found]
+    for at in range(repetitions * len(found)):
+        begins, ends = zip(*(of_rank[at] for of_rank in taken), strict=True)
+        seconds[at % len(found)].append(max(ends) - min(begins))
+    return seconds
+
+
+def _on_a_rank(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[tuple[float, float]]:
+    """Begin and end of every iteration on this rank, after each engine has warmed up once in quick time."""
+    begin_together()
+    around = time_around()
+    runs = []
+    for contestant in found:
+        passes = Passes(costs.on(contestant.schedule.placement), around)
+        runs.append(contestant.start(passes))
+        passes.pace = _WARM_UP_PACE
+        begin_together()
+        runs[-1]()
+        passes.pace = 1.0
+    taken = []
+    for _ in range(repetitions):
+        for run in runs:
+            begin = begin_together()
+            run()
+            taken.append((begin, time.monotonic()))
+    return taken
