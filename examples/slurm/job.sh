@@ -1,0 +1,147 @@
+# shellcheck shell=bash
+# What the sbatch scripts share; sourced in the root of the repository. Settings come from the environment: README.md
+# has the table.
+
+say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-job}: $*"; }
+fail() {
+  echo "${SLURM_JOB_NAME:-job}: error: $*" >&2
+  exit 2
+}
+
+# read_settings <model file>: makes arrays of flags for pretrain_gpt.py.
+read_settings() {
+  local model=$1 extra data tokenizer
+  [[ -f $model ]] || model=examples/slurm/$1
+  [[ -f $model ]] || fail "no model file $1; there are $(cd examples/slurm && echo models/*.sh)"
+  # shellcheck source=examples/slurm/models/21B.sh
+  source "$model"
+
+  export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+  [[ -n ${SRUN_FLAGS:-} ]] || type -P "$PYTHON" >/dev/null || fail "no Python at $PYTHON: set PYTHON, or run scripts/setup.sh"
+  export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+  TRAIN_ITERS=${TRAIN_ITERS:-10000}
+  [[ $TRAIN_ITERS =~ ^[1-9][0-9]*$ ]] || fail "TRAIN_ITERS=$TRAIN_ITERS is not a number of iterations"
+  local sequence=${SEQ_LENGTH:-2048}
+
+  SCHEDULE_FLAGS=()
+  if [[ -n ${SCHEDULE=v-half} ]]; then # set and empty: Megatron's own 1F1B
+    SCHEDULE_FLAGS+=(--pipeline-schedule "$SCHEDULE")
+    [[ -z ${MEMORY_LIMIT:-} ]] || SCHEDULE_FLAGS+=(--pipeline-memory-limit "$MEMORY_LIMIT")
+    [[ -z ${SCHEDULE_COSTS:-} ]] || SCHEDULE_FLAGS+=(--pipeline-schedule-costs "$SCHEDULE_COSTS")
+  fi
+  BATCH_FLAGS=(--micro-batch-size "${MICRO_BATCH_SIZE:-1}" --global-batch-size "$GLOBAL_BATCH_SIZE")
+
+  case ${RECOMPUTE:-selective} in
+    none) RECOMPUTE_FLAGS=() ;;
+    # The local layers keep every head's scores, sequence x sequence: these are what is worth computing twice.
+    selective) RECOMPUTE_FLAGS=(--recompute-granularity selective) ;;
+    full) RECOMPUTE_FLAGS=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
+    *) fail "RECOMPUTE=$RECOMPUTE is none of none, selective and full" ;;
+  esac
+
+  TRAIN_FLAGS=(
+    --seq-length "$sequence" --max-position-embeddings "$sequence"
+    --untie-embeddings-and-output-weights --no-create-attention-mask-in-dataloader
+    --bf16 --attention-dropout 0 --hidden-dropout 0 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95
+    --use-distributed-optimizer # costs nothing, and with several copies of the model each holds a part of its state
+    --lr "${LR:-1.5e-4}" --min-lr "${MIN_LR:-1.5e-5}" --lr-decay-style cosine --lr-warmup-fraction 0.01
+    --train-iters "$TRAIN_ITERS" --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}" --log-interval 1 --log-throughput
+    --transformer-impl "${TRANSFORMER_IMPL:-local}"
+  )
+  # Without the kernels of Apex, which few have.
+  TRAIN_FLAGS+=(--no-gradient-accumulation-fusion)
+  [[ ${TRANSFORMER_IMPL:-local} != local ]] || TRAIN_FLAGS+=(--no-masked-softmax-fusion --no-persist-layer-norm)
+
+  if [[ -n ${DATA_PATH:-} ]]; then
+    read -ra data <<<"$DATA_PATH"
+    TRAIN_FLAGS+=(--data-path "${data[@]}" --split "${SPLIT:-98,1,1}")
+  else
+    TRAIN_FLAGS+=(--mock-data)
+  fi
+  read -ra tokenizer <<<"${TOKENIZER_FLAGS:---tokenizer-type NullTokenizer --vocab-size 50304}"
+  read -ra extra <<<"${EXTRA_FLAGS:-}"
+  TRAIN_FLAGS+=("${tokenizer[@]}" "${extra[@]}") # the last of two equal flags counts
+
+  # One folder for found plans, so that one rank searches and the others read.
+  export MEGATRON_SCHEDULES_CACHE=${MEGATRON_SCHEDULES_CACHE:-$PWD/runs/plans}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} NCCL_DEBUG=${NCCL_DEBUG:-WARN} PYTHONUNBUFFERED=1
+}
+
+# start <folder for logs> <flags of pretrain_gpt.py...>: starts the ranks on all nodes; their srun is $step.
+start() {
+  local more
+  export LOGS=$1 MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+  shift
+  read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  read -ra more <<<"${SRUN_FLAGS:-}"
+  # One hardware queue a GPU, which Megatron asks for under tensor and context parallelism up to Hopper. Elsewhere more of
+  # them let messages and matrix products pass each other.
+  [[ ! " $* " =~ --(tensor-model|context)-parallel-size[\ =]([2-9]|1[0-9]) ]] ||
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+  say "$SLURM_NNODES nodes x $GPUS_PER_NODE ranks; a log for each in $LOGS"
+  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    --kill-on-bad-exit=1 "${more[@]}" bash examples/slurm/train.sh "$@" &
+  step=$!
+}
+
+# finish: waits for the ranks, through signals, and returns their status.
+finish() {
+  while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
+  wait "$step"
+}
+
+# The iteration of the last whole checkpoint, 0 before there is one.
+saved() {
+  local iteration=0
+  [[ ! -f $RUN/checkpoints/latest_checkpointed_iteration.txt ]] ||
+    read -r iteration <"$RUN/checkpoints/latest_checkpointed_iteration.txt" || true # the file ends without a newline
+  echo "$iteration"
+}
+
+# train_until_done <model file>: trains from the last checkpoint on. Where that ends early but has got further, or was
+# told to end, the job is queued again; a job that gets no further fails.
+train_until_done() {
+  local ranks before after status=0 fruitless=0 warned='' cancelled='' step=''
+  read_settings "$1"
+  ranks=$((SLURM_NNODES * GPUS_PER_NODE))
+  ((ranks % GPUS == 0)) ||
+    fail "$1 needs a multiple of $GPUS GPUs; $SLURM_NNODES nodes with $GPUS_PER_NODE each have $ranks"
+  RUN=${RUN:-$PWD/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue
+  mkdir -p "$RUN"
+  ((${SLURM_RESTART_COUNT:-0})) || rm -f "$RUN/fruitless"
+  before=$(saved)
+  ((before < TRAIN_ITERS)) || {
+    say "nothing to do: $RUN is at iteration $before of $TRAIN_ITERS"
+    return
+  }
+  say "from iteration $before of $TRAIN_ITERS in $RUN"
+
+  trap 'warned=1; say "told to end: saving"; [[ -z $step ]] || kill -USR1 "$step"' USR1
+  trap 'cancelled=1' TERM
+  start "$RUN/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    "${MODEL_FLAGS[@]}" "${PARALLEL_FLAGS[@]}" "${SCHEDULE_FLAGS[@]}" "${BATCH_FLAGS[@]}" "${RECOMPUTE_FLAGS[@]}" \
+    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "${SAVE_INTERVAL:-500}" --exit-signal-handler \
+    "${TRAIN_FLAGS[@]}"
+  finish || status=$?
+  after=$(saved)
+
+  if ((after >= TRAIN_ITERS)); then
+    say "done: $after iterations"
+    return "$status"
+  fi
+  [[ -z $cancelled ]] || {
+    say "ended by SLURM at iteration $after; if it was preempted, SLURM queues it again"
+    return 1
+  }
+  if ((after == before)); then
+    # Preempted before the first checkpoint, a job may try again, not for ever.
+    fruitless=$((1 + $(cat "$RUN/fruitless" 2>/dev/null || echo 0)))
+    if [[ -z $warned ]] || ((fruitless >= 3)); then
+      say "failed with status $status and nothing saved since iteration $before: not queued again"
+      return $((status ? status : 1))
+    fi
+  fi
+  echo "$fruitless" >"$RUN/fruitless"
+  say "ended with status $status at iteration $after of $TRAIN_ITERS: queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+}

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Has the grid search name the most promising settings for a model, and runs each for a few iterations, as an array of
+# jobs. When all have ended another job writes what was predicted and what was measured to table.md and table.csv.
+#
+#     bash examples/slurm/sweep.sh 98.5B
+#     GPUS=80 SEQ_LENGTH=8192 TOP=4 bash examples/slurm/sweep.sh 98.5B --partition=big --account=mine
+#
+# Arguments after the model go to sbatch. README.md has the settings.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+fail() {
+  echo "sweep.sh: error: $*" >&2
+  exit 2
+}
+
+(($#)) || fail "give a model, such as 98.5B"
+name=$1
+shift
+wanted=${GPUS:-}
+model=${MODEL_FILE:-examples/slurm/models/$name.sh}
+[[ -f $model ]] || fail "no model $name; there are $(cd examples/slurm/models && echo *.sh | sed 's/\.sh//g')"
+# shellcheck source=examples/slurm/models/98.5B.sh
+source "$model"
+
+gpus=${wanted:-$GPUS} each=${GPUS_PER_NODE:-8} python=${PYTHON:-.venv/bin/python}
+((gpus % each == 0)) || fail "$gpus GPUs are no whole number of nodes with $each; set GPUS or GPUS_PER_NODE"
+# The estimate is for fused attention.
+export SEQ_LENGTH=${SEQ_LENGTH:-3072} GPUS_PER_NODE=$each TRANSFORMER_IMPL=${TRANSFORMER_IMPL:-transformer_engine}
+folder=${SWEEP:-$PWD/runs/sweep-$name-$(date +%Y%m%d-%H%M%S)}
+mkdir -p "$folder"
+
+if [[ ! -s $folder/candidates.csv ]]; then
+  "$python" "${GRID_SEARCH:-tools/grid_search.py}" --model "$name" --gpus "$gpus" --sequence-length "$SEQ_LENGTH" \
+    --batch-size "$GLOBAL_BATCH_SIZE" --top "${TOP:-2}" --format csv >"$folder/candidates.csv.part"
+  mv "$folder/candidates.csv.part" "$folder/candidates.csv"
+fi
+count=$("$python" -m tools.collect_sweep "$folder" --count)
+
+array=$(sbatch --parsable --array="0-$((count - 1))${PARALLEL_JOBS:+%$PARALLEL_JOBS}" --nodes="$((gpus / each))" \
+  --gpus-per-node="$each" --output="$folder/job-%a.out" "$@" examples/slurm/candidate.sbatch "$model" "$folder")
+array=${array%%;*} # a cluster's name may follow
+last=$(sbatch --parsable --dependency="afterany:$array" --nodes=1 --output="$folder/collect.out" "$@" \
+  examples/slurm/collect.sbatch "$folder")
+echo "sweep.sh: $count candidates in job $array; job ${last%%;*} writes $folder/table.md"
