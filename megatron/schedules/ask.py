@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.registry import NAMES, Request, Tick, plan
@@ -42,10 +43,16 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--costs",
                 metavar="F,B,W[,COMM]",
-                default="1,1,1,0",
-                show_default=True,
                 help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop "
-                "between ranks, in any unit. Give measured ones: order and bubble depend on them.",
+                "between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones: order and bubble depend on "
+                "them.",
+            ),
+            click.option(
+                "--costs-file",
+                metavar="JSON",
+                type=Path,
+                help="A cost profile measured by tools/profile_passes.py, instead of --costs: times in milliseconds, "
+                "and the share of the memory that waits for weight gradients.",
             ),
             click.option(
                 "--chunks",
@@ -125,7 +132,8 @@ class Ask:
         self,
         pipeline_size: str | None,
         microbatches: str | None,
-        costs: str,
+        costs: str | None,
+        costs_file: Path | None,
         chunks: str | None,
         memory_limit: str | None,
         search_seconds: str | None,
@@ -141,15 +149,6 @@ class Ask:
         self.chunks = integer("--chunks", chunks, 1, "a rank holds 1 chunk or more")
         self.memory_limit = _positive("--memory-limit", memory_limit, "a fraction of 1F1B's activation memory")
         self.search_seconds = _positive("--search-seconds", search_seconds, "a number of seconds")
-        times = named("--costs", lambda: Costs.parse(costs))
-        self.costs = replace(
-            times,
-            stage_weights=_by_stage("--stage-weights", stage_weights),
-            stage_activations=_by_stage("--stage-activations", stage_activations),
-        )
-        self._share("--weight-share", weight_share)
-        self._share("--recompute", recompute)
-        self._share("--kept", kept)
         self.csv = csv = None if schedule_file is None else _read(schedule_file)
         if csv is not None and (d is None or n is None):
             own = named("--schedule-file", lambda: from_csv(csv))
@@ -158,6 +157,14 @@ class Ask:
             raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
         if n is None:
             raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
+        self.costs = replace(
+            _times(costs, costs_file, d),
+            stage_weights=_by_stage("--stage-weights", stage_weights),
+            stage_activations=_by_stage("--stage-activations", stage_activations),
+        )
+        self._share("--weight-share", weight_share)
+        self._share("--recompute", recompute)
+        self._share("--kept", kept)
         if d * n * (self.chunks or 1) > _LARGEST:
             raise PlanError(
                 f"--pipeline-size {d} with --microbatches {n} is too large to plan: "
@@ -211,6 +218,14 @@ def _read(path: Path) -> str:
         raise PlanError(f"--schedule-file: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PlanError(f"--schedule-file: {path} is not a text file; a CSV in UTF-8 is needed") from None
+
+
+def _times(costs: str | None, file: Path | None, ranks: int) -> Costs:
+    if file is None:
+        return named("--costs", lambda: Costs.parse("1,1,1,0" if costs is None else costs))
+    if costs is not None:
+        raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
+    return named("--costs-file", lambda: read_profile(file).costs(ranks))
 
 
 def integer(flag: str, text: str | None, least: int, why: str) -> int | None:

@@ -1,0 +1,113 @@
+"""The search over data, tensor and pipeline parallel sizes, microbatch sizes and methods for what is fastest and fits.
+
+Nothing is left out for want of time: settings are tried in the order of what no schedule could do better than, and a
+method is done when that falls below what it has found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.schedules.estimate.hardware import Device, Model
+from megatron.schedules.estimate.iteration import (
+    Estimate,
+    Method,
+    Setting,
+    estimate,
+    least_seconds,
+    mfu,
+)
+from megatron.schedules.estimate.roofline import ONES, PassTimes
+from megatron.schedules.planning.errors import PlanError
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_SEARCH_SECONDS = 0.5  # of an adaptive plan, for there are many
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained on what.
+
+    Args:
+        model, device: the model and the GPU.
+        gpus: how many.
+        global_batch: samples of an iteration.
+        correction: of the roofline, by a measured profile.
+    """
+
+    model: Model
+    device: Device
+    gpus: int
+    global_batch: int
+    correction: PassTimes = ONES
+
+    def settings(self, method: Method) -> Iterator[Setting]:
+        """All that can be run with ``method``, whether they fit or not."""
+        for tensor in _divisors(self.gpus):
+            for pipeline in _divisors(self.gpus // tensor):
+                data = self.gpus // tensor // pipeline
+                for micro_batch in _MICRO_BATCHES:
+                    sizes = data, tensor, pipeline, micro_batch, self.global_batch
+                    setting = Setting(method, self.model, self.device, *sizes, self.correction)
+                    if pipeline > 1 and not setting.wrong:
+                        yield setting
+
+
+@dataclass
+class Found:
+    """What the search gave for one method.
+
+    Args:
+        method: the method.
+        best: settings that fit, the fastest first.
+        tried: settings that were planned.
+        short: the least memory of any setting that was planned, in bytes, where none fits.
+    """
+
+    method: Method
+    best: list[Estimate] = field(default_factory=list)
+    tried: int = 0
+    short: float | None = None
+
+
+def search(question: Question, method: Method, top: int = 1, tick: Callable[[], None] = lambda: None) -> Found:
+    """The ``top`` fastest settings of ``method`` that fit in the device's memory.
+
+    Args:
+        question: what is to be trained.
+        method: how.
+        top: how many to find.
+        tick: called after each setting that was planned.
+    """
+    found = Found(method)
+    for least, setting in _by_promise(question, method):
+        if len(found.best) >= top and mfu(setting, least) <= found.best[-1].mfu:
+            break
+        try:
+            result = estimate(setting, search_seconds=_SEARCH_SECONDS)
+        except PlanError:  # too little memory for any plan, or too few microbatches for this schedule
+            continue
+        found.tried += 1
+        tick()
+        if result.fits:
+            found.best = sorted([*found.best, result], key=lambda each: -each.mfu)[:top]
+        elif not found.best:
+            found.short = min(result.memory, found.short or result.memory)
+    return found
+
+
+def fastest(found: Sequence[Found]) -> list[Estimate]:
+    """All settings found, the fastest first."""
+    return sorted((each for of_method in found for each in of_method.best), key=lambda each: -each.mfu)
+
+
+def _by_promise(question: Question, method: Method) -> list[tuple[float, Setting]]:
+    """Settings that something fits in, each with seconds that nothing that fits is faster than; the best first."""
+    promising = [(least_seconds(setting), setting) for setting in question.settings(method)]
+    return sorted((each for each in promising if each[0] < math.inf), key=lambda each: each[0])
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,148 @@
+"""How long one layer's passes take on a GPU that is not at hand: each operation by what bounds it.
+
+A product of matrices takes its arithmetic at what the tiles leave of the peak, everything else the bytes it moves.
+The three shares below are assumptions, the same for all methods that are compared; a measured cost profile corrects
+them, see :func:`corrections`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.schedules.estimate.hardware import Device, Model
+from megatron.schedules.planning.cost_profile import CostProfile
+
+# Of the peak: large products, streams through memory, collectives on a link.
+_MATRIX, _MEMORY, _LINK = 0.85, 0.85, 0.75
+_LAUNCH = 4e-6  # seconds from one kernel to the next
+_TILE = 128, 256  # of a product; NVIDIA's guide to matrix multiplication explains tiles and waves
+
+
+class PassTimes(NamedTuple):
+    """Seconds of F, I and W."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+    @property
+    def whole(self) -> float:
+        """All three."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def scaled(self, by: PassTimes) -> PassTimes:
+        """Each times its own factor."""
+        return PassTimes(*(mine * factor for mine, factor in zip(self, by, strict=True)))
+
+
+ONES = PassTimes(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a GPU does at a time.
+
+    Args:
+        model: what is trained.
+        tensor: GPUs that share each layer, with sequence parallelism.
+        micro_batch: samples of a microbatch.
+    """
+
+    model: Model
+    tensor: int = 1
+    micro_batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.model.sequence * self.micro_batch
+
+
+class SlotTimes(NamedTuple):
+    """The passes of one decoder layer, the embedding, and the output layer with its loss."""
+
+    layer: PassTimes
+    embedding: PassTimes
+    output_layer: PassTimes
+
+
+def slot_times(work: Work, device: Device, correction: PassTimes = ONES) -> SlotTimes:
+    """What a microbatch takes in each kind of slot, on one of ``work.tensor`` GPUs."""
+    return SlotTimes(_layer(work, device).scaled(correction), _embedding(work, device), _output_layer(work, device))
+
+
+def corrections(profile: CostProfile, model: Model, device: Device) -> PassTimes:
+    """Measured over modelled, for each pass of a layer, at the setting that ``profile`` was measured at."""
+    assumed = _layer(Work(model, profile.tensor_parallel, profile.micro_batch_size), device)
+    return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))
+
+
+def hop_seconds(work: Work, device: Device, *, same_node: bool) -> float:
+    """One microbatch's activations from one pipeline rank to the next; sequence parallelism sends each its part."""
+    bytes_sent = 2.0 * work.tokens * work.model.hidden / work.tensor
+    return bytes_sent / (_LINK * (device.link if same_node else device.network)) + 10e-6
+
+
+def collective_seconds(size: float, ranks: int, device: Device, *, same_node: bool) -> float:
+    """An all-gather or a reduce-scatter of ``size`` bytes in all: a ring sends all but one part through each rank."""
+    return size * (ranks - 1) / ranks / (_LINK * (device.link if same_node else device.network))
+
+
+def stream_seconds(size: float, device: Device) -> float:
+    """Reading or writing ``size`` bytes of a GPU's memory."""
+    return size / (_MEMORY * device.memory_bandwidth)
+
+
+def _layer(work: Work, device: Device) -> PassTimes:
+    model, tokens, t = work.model, work.tokens, work.tensor
+    hidden = model.hidden
+    shapes = [(3 * hidden // t, hidden), (hidden, hidden // t), (4 * hidden // t, hidden), (hidden, 4 * hidden // t)]
+    forward = sum(_product(tokens, out, inner, device) for out, inner in shapes)
+    input_grad = sum(_product(tokens, inner, out, device) for out, inner in shapes)
+    # Added to gradients in single precision: read and written.
+    weight_grad = sum(_product(out, inner, tokens, device, bytes_out=8) for out, inner in shapes)
+
+    # Two products of FlashAttention forward; five backward, with the scores computed again (arXiv 2205.14135).
+    attention = model.layer.scores.work * tokens / t
+    at_forward, at_backward = device.attention
+    forward += attention / (device.matrix_flops * at_forward)
+    input_grad += 2.5 * attention / (device.matrix_flops * at_backward)
+
+    # Norms, dropouts with the sums around them, and GELU; bytes for each token, all split by sequence parallelism.
+    forward += stream_seconds((8 + 14 + 16) * hidden * tokens / t, device) + 6 * _LAUNCH
+    input_grad += stream_seconds((12 + 10 + 24) * hidden * tokens / t, device) + 6 * _LAUNCH
+
+    # Two all-gathers and two reduce-scatters each way (arXiv 2205.05198, section 4.2.2); W's are behind its products.
+    if t > 1:
+        messages = 4 * collective_seconds(2.0 * hidden * tokens, t, device, same_node=True)
+        forward, input_grad = forward + messages, input_grad + messages
+    return PassTimes(forward, input_grad, weight_grad)
+
+
+def _embedding(work: Work, device: Device) -> PassTimes:
+    looked_up = 4.0 * work.tokens * work.model.hidden / work.tensor
+    return PassTimes(
+        stream_seconds(looked_up, device) + _LAUNCH, _LAUNCH, stream_seconds(2.5 * looked_up, device) + _LAUNCH
+    )
+
+
+def _output_layer(work: Work, device: Device) -> PassTimes:
+    tokens, hidden, part = work.tokens, work.model.hidden, math.ceil(work.model.vocabulary / work.tensor)
+    logits = float(tokens * part)
+    return PassTimes(
+        _product(tokens, part, hidden, device) + stream_seconds(18 * logits, device),
+        _product(tokens, hidden, part, device) + stream_seconds(6 * logits, device),
+        _product(part, hidden, tokens, device, bytes_out=8),
+    )
+
+
+def _product(rows: int, columns: int, inner: int, device: Device, bytes_out: int = 2) -> float:
+    """Seconds of one product in bf16: whole waves of tiles over the multiprocessors, or the bytes of its matrices."""
+    tall, wide = _TILE
+    tiles = math.ceil(rows / tall) * math.ceil(columns / wide)
+    waves = math.ceil(tiles / device.multiprocessors)
+    flops = 2.0 * waves * device.multiprocessors * tall * wide * inner
+    moved = 2.0 * inner * (rows + columns) + bytes_out * rows * columns
+    return max(flops / (_MATRIX * device.matrix_flops), stream_seconds(moved, device)) + _LAUNCH

@@ -1,0 +1,96 @@
+"""Cost profiles: what a chunk's passes were measured to take and hold, as ``tools/profile_passes.py`` writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+
+_PASSES = ("forward", "input_grad", "weight_grad")
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """One chunk of decoder layers, measured on one device.
+
+    Args:
+        device: what it was measured on.
+        model_layers: decoder layers of the whole model.
+        layers: of the chunk.
+        tensor_parallel, micro_batch_size, sequence_length, hidden_size, heads: what it was measured with.
+        seconds: median times of the chunk's F, I and W.
+        activation_bytes: held from F until I.
+        weight_bytes: those of them held on until W.
+    """
+
+    device: str
+    model_layers: int
+    layers: int
+    tensor_parallel: int
+    micro_batch_size: int
+    sequence_length: int
+    hidden_size: int
+    heads: int
+    seconds: tuple[float, float, float]
+    activation_bytes: float
+    weight_bytes: float
+
+    @property
+    def layer_seconds(self) -> tuple[float, float, float]:
+        """F, I and W of one layer."""
+        forward, input_grad, weight_grad = (each / self.layers for each in self.seconds)
+        return forward, input_grad, weight_grad
+
+    def costs(self, ranks: int) -> Costs:
+        """In milliseconds, for a pipeline of so many ranks; a hop takes nothing, as no pipeline was measured."""
+        scale = 1e3 * self.model_layers / (2 * ranks)
+        forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
+        share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
+        return Costs(forward, input_grad, weight_grad, weight_share=min(1.0, share))
+
+
+def read_profile(path: Path) -> CostProfile:
+    """The profile in the JSON file ``path``.
+
+    Raises:
+        PlanError: in one line, what is wrong with the file.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise PlanError(f"{path} is no JSON; tools/profile_passes.py writes such files") from None
+    try:
+        return _profile(data)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
+        raise PlanError(f"{path} is no cost profile: it {what}; tools/profile_passes.py writes such files") from None
+
+
+def _profile(data: Mapping[str, Any]) -> CostProfile:
+    model, chunk = data["model"], data["chunk"]
+    if data["version"] != 1:
+        raise ValueError(f"version {data['version']}, and 1 is read here")
+    forward, input_grad, weight_grad = (float(chunk[name]["median"]) for name in _PASSES)
+    found = CostProfile(
+        device=str(data["device"]),
+        model_layers=int(model["layers"]),
+        layers=int(chunk["layers"]),
+        tensor_parallel=int(data["tensor_parallel"]),
+        micro_batch_size=int(data["micro_batch_size"]),
+        sequence_length=int(model["sequence_length"]),
+        hidden_size=int(model["hidden_size"]),
+        heads=int(model["heads"]),
+        seconds=(forward, input_grad, weight_grad),
+        activation_bytes=float(chunk["activation_bytes"]),
+        weight_bytes=float(chunk["weight_bytes"]),
+    )
+    if min(found.seconds) <= 0 or min(found.layers, found.model_layers) < 1:
+        raise ValueError("times and layers must be positive")
+    return found

@@ -1,0 +1,130 @@
+"""Estimates of an iteration: sizes that are known, bounds that hold, and terms that add up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS, Model
+from megatron.schedules.estimate.iteration import (
+    ADAPTIVE,
+    METHODS,
+    RESERVED,
+    Method,
+    Setting,
+    after_the_pipeline,
+    costs,
+    estimate,
+    least_seconds,
+    memory_limit,
+    mfu,
+    static_bytes,
+)
+from megatron.schedules.estimate.roofline import ONES, PassTimes, Work, slot_times
+
+A100 = DEVICES["A100-80GB"]
+SMALL = Model("small", layers=14, heads=16, hidden=2048)
+NAMED = {method.name: method for method in (*METHODS, ADAPTIVE)}
+
+
+def setting(method: str = "1F1B", model: Model = SMALL, **others: int) -> Setting:
+    sizes = {"data": 1, "tensor": 1, "pipeline": 4, "micro_batch": 1, "global_batch": 12} | others
+    return Setting(NAMED[method], model, A100, **sizes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_papers_models_have_the_parameters_in_their_names(name: str):
+    assert f"{MODELS[name].parameters / 1e9:.1f}".removesuffix(".0") + "B" == name
+
+
+def test_work_is_some_six_times_parameters_a_token_and_attention():
+    model = MODELS["21B"]
+    attention = 6 * model.layers * model.sequence * model.hidden
+    assert model.flops_a_token == pytest.approx(6 * model.parameters + attention, rel=0.01)
+
+
+@pytest.mark.parametrize("method", NAMED)
+def test_nothing_is_faster_than_the_bound_and_all_work_is_in_the_time(method: str):
+    found = estimate(setting(method), search_seconds=0.05)
+    assert least_seconds(found.setting) <= found.seconds + 1e-9
+    assert found.mfu == mfu(found.setting, found.seconds)
+    assert 0 < found.mfu < 1
+    busy = (1 - found.bubble) * (found.seconds - after_the_pipeline(found.setting)) * 4
+    times = slot_times(Work(SMALL), A100)
+    slots = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
+    again = times.embedding.forward + SMALL.layers * times.layer.forward + times.output_layer.forward
+    assert busy == pytest.approx(12 * (slots + again * (method == "1F1B-R")), rel=0.02)
+
+
+def test_memory_of_the_methods_is_as_the_paper_orders_it():
+    held = {method.name: estimate(setting(method.name, pipeline=8)).activations for method in METHODS}
+    assert held["1F1B-R"] < held["V-Min"] < held["V-Half"] < held["1F1B"]
+    assert held["V-ZB"] < 1.2 * held["1F1B"]
+
+
+def test_static_memory_is_eighteen_bytes_a_parameter_less_what_data_parallel_ranks_share():
+    ends = 2 * SMALL.vocabulary * SMALL.hidden
+    whole = SMALL.layers * SMALL.layer_parameters + ends
+    for data, each in ((1, 18.0), (4, 9.0)):
+        held = static_bytes(setting(data=data))
+        assert sum(held) - 4 * RESERVED == pytest.approx(each * whole)
+    # The V has both ends on its first rank.
+    v, line = static_bytes(setting("V-Half")), static_bytes(setting("1F1B"))
+    assert v[0] == max(v)
+    assert line[0] == line[-1] > line[1] - 18 * SMALL.layer_parameters
+
+
+def test_a_tensor_parallel_layer_takes_less_than_all_and_more_than_its_share():
+    alone = slot_times(Work(MODELS["98.5B"]), A100).layer
+    for tensor in (2, 4, 8):
+        shared = slot_times(Work(MODELS["98.5B"], tensor), A100).layer
+        assert alone.whole / tensor < shared.whole < alone.whole
+
+
+def test_a_larger_microbatch_takes_no_longer_a_sample():
+    times = [slot_times(Work(SMALL, 1, size), A100).layer.whole / size for size in (1, 2, 4, 8)]
+    assert all(after <= before for before, after in itertools.pairwise(times))
+
+
+def test_a_correction_scales_each_pass_by_itself():
+    plain = slot_times(Work(SMALL), A100).layer
+    measured = slot_times(Work(SMALL), A100, PassTimes(2.0, 3.0, 4.0)).layer
+    assert measured == PassTimes(2 * plain.forward, 3 * plain.input_grad, 4 * plain.weight_grad)
+    assert plain.scaled(ONES) == plain
+
+
+def test_costs_are_those_of_slots_however_many_stages_share_them():
+    for method in ("1F1B", "V-Half"):
+        at = setting(method)
+        on_stages = costs(at).on(at.placement)
+        times = slot_times(at.work, A100)
+        total = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
+        stages = zip(on_stages.forward, on_stages.input_grad, on_stages.weight_grad, strict=True)
+        assert sum(map(sum, stages)) == pytest.approx(total)
+        # Costs divide the passes of all slots alike: a stage has its time in full, if not each of its passes.
+        assert sum(on_stages.activation) == pytest.approx(4)
+
+
+def test_an_adaptive_plan_takes_what_room_there_is():
+    tight = replace(setting("adaptive"), device=replace(A100, memory=max(static_bytes(setting("adaptive"))) + 1 * GIB))
+    assert 0 < memory_limit(tight) < memory_limit(setting("adaptive")) == 2.0
+    assert estimate(tight, search_seconds=0.05).fits
+    asked = replace(setting("adaptive"), method=Method("half", "adaptive", 2, memory_limit=0.5))
+    assert memory_limit(asked) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "others"),
+    [
+        ("divide into microbatches", {"micro_batch": 5}),
+        ("spread over the stages", {"pipeline": 3}),
+        ("tensor parallel size", {"tensor": 3}),
+        ("", {}),
+    ],
+)
+def test_settings_that_cannot_be(wrong: str, others: dict[str, int]):
+    why = setting(**others).wrong
+    assert wrong in why
+    assert bool(wrong) == bool(why)

@@ -1,0 +1,73 @@
+"""Cost profiles: what a plan takes from them, and what is no profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.schedules.cli import main
+from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.planning.errors import PlanError
+
+
+def written(path: Path, **changes: Any) -> Path:
+    """A profile in which a layer's F, I and W take 10, 12 and 8 ms, and 3 of 4 bytes wait for W."""
+    times = {name: {"median": s, "low": s, "high": s} for name, s in zip(PASSES, (0.02, 0.024, 0.016), strict=True)}
+    profile = {
+        "version": 1,
+        "device": "a GPU",
+        "model": {"layers": 32, "hidden_size": 64, "heads": 4, "sequence_length": 128},
+        "micro_batch_size": 1,
+        "tensor_parallel": 2,
+        "chunk": {"layers": 2, **times, "activation_bytes": 4000, "weight_bytes": 3000},
+    }
+    path.write_text(json.dumps(profile | changes))
+    return path
+
+
+PASSES = ("forward", "input_grad", "weight_grad")
+
+
+def test_half_a_ranks_layers_take_their_measured_milliseconds(tmp_path: Path):
+    profile = read_profile(written(tmp_path / "p.json"))
+    assert profile.layer_seconds == pytest.approx((0.01, 0.012, 0.008))
+    costs = profile.costs(ranks=4)  # 32 layers: four in half a rank
+    assert (costs.forward, costs.input_grad, costs.weight_grad) == pytest.approx((40, 48, 32))
+    assert (costs.comm, costs.weight_share) == (0, 0.75)
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_commands_read_it(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = str(written(tmp_path / "p.json"))
+    size = ["--schedule", "v-half", "--pipeline-size", "4", "--microbatches", "8", "--format", "json"]
+    assert main([command, *size, "--costs-file", file]) == 0
+    measured = capsys.readouterr().out
+    assert main([command, *size, "--costs", "40,48,32", "--weight-share", "0.75"]) == 0
+    assert measured == capsys.readouterr().out
+    assert main([command, *size, "--costs", "1,1,1", "--costs-file", file]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "No such file"),
+        ("forward: 1", "is no JSON"),
+        ('{"model": {"layers": 3}}', "lacks 'chunk'"),
+        ("[]", "is no cost profile"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str | None, why: str, tmp_path: Path):
+    path = tmp_path / "p.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError, match=why):
+        read_profile(path)
+
+
+def test_another_version_is_refused(tmp_path: Path):
+    with pytest.raises(PlanError, match="version 2, and 1 is read here"):
+        read_profile(written(tmp_path / "p.json", version=2))

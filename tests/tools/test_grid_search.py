@@ -1,0 +1,73 @@
+"""The grid search's command line, and a setting that it found run for real."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.estimate.hardware import DEVICES, Model
+from megatron.schedules.estimate.iteration import METHODS, Setting
+from tools import _run_settings, grid_search
+from tools._one_line import run
+
+SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert run(grid_search.main, "grid_search", [*arguments, "--jobs", "1"]) == status
+    found = capsys.readouterr()
+    return found.err if status else found.out
+
+
+def test_a_table_for_each_batch_size_with_a_row_for_each_method(capsys: pytest.CaptureFixture[str]):
+    text = said(capsys, *SMALL, "--batch-size", "32")
+    assert text.count("9.6B on 8 A100-80GB, sequence length 1024, batch size") == 2
+    assert text.count("V-Half") == text.count("1F1B ") - text.count("to 1F1B") == 2
+    assert said(capsys, *SMALL, "--format", "markdown").count("\n| V-Half | ") == 1
+
+
+def test_csv_has_the_fastest_settings_first_and_what_sets_them(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    said(capsys, *SMALL, "--top", "3", "--format", "csv", "--output", str(tmp_path / "found.csv"))
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "found.csv").read_text())))
+    assert len(rows) == 6
+    shares = [float(row["mfu"]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    for row in rows:
+        assert int(row["data"]) * int(row["tensor"]) * int(row["pipeline"]) == 8
+        for flag, column in (("--tensor-model-parallel-size", "tensor"), ("--micro-batch-size", "micro_batch_size")):
+            assert f"{flag} {row[column]} " in row["flags"]
+        assert f"--pipeline-schedule {row['method'].lower()}" in row["flags"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--costs-file", "none.json"], "cannot read none.json"),
+        (["--validate", "--gpus", "4096"], "--validate runs on 4096 GPUs of this machine, which has 8"),
+        (["--output", "/dev/null/found.csv"], "cannot write /dev/null/found.csv"),
+        (["--gpus", "1"], "'--gpus'"),
+        (["--device", "A100"], "'--device'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    flags: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grid_search, "gpus_here", lambda: 8)
+    error = said(capsys, *SMALL, *flags, status=2)
+    assert why in error
+    assert error.startswith("grid_search: ")
+    assert error.count("\n") == 1
+
+
+def test_a_setting_runs_through_the_main_program(tmp_path: Path):
+    model = Model("tiny", layers=6, heads=4, hidden=32, sequence=16, vocabulary=96)
+    setting = Setting(METHODS[4], model, DEVICES["A100-80GB"], 1, 1, 2, 1, 4)
+    cpu = "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --num-workers 0"
+    fusions = "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
+    found = _run_settings.run_setting(setting, tmp_path, [*cpu.split(), *fusions.split()])
+    assert found.status == "done", (tmp_path / "job.out").read_text()
+    assert found.seconds is not None
+    assert found.seconds > 0

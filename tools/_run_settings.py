@@ -1,0 +1,55 @@
+"""Runs a setting of the grid search for real on this machine's GPUs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.schedules.estimate.hardware import Model
+from megatron.schedules.estimate.iteration import Setting
+from tools.collect_sweep import Outcome, read_outcome
+
+_ROOT = Path(__file__).resolve().parents[1]
+_ITERATIONS = 8
+
+
+def gpus_here() -> int:
+    """How many GPUs this machine has."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def model_flags(model: Model) -> str:
+    """Those of ``pretrain_gpt.py`` that describe ``model``, with made-up data."""
+    return (
+        f"--num-layers {model.layers} --hidden-size {model.hidden} --num-attention-heads {model.heads} "
+        f"--vocab-size {model.vocabulary} --tokenizer-type NullTokenizer --mock-data "
+        "--untie-embeddings-and-output-weights"
+    )
+
+
+def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ("--bf16",)) -> Outcome:
+    """A few iterations through ``pretrain_gpt.py``, one process a GPU; what their logs say.
+
+    Args:
+        setting: what to run.
+        folder: for the ranks' logs.
+        more: flags beside the model's and the setting's.
+    """
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.gpus}"]
+    logs = ["--redirects=3", f"--log-dir={folder}"]
+    train = f"--train-iters {_ITERATIONS} --lr 1e-5 --eval-iters 0 --eval-interval 1000 --log-interval 1"
+    flags = shlex.split(f"{model_flags(setting.model)} {setting.flags} {train}")
+    command = [sys.executable, *launch, *logs, "pretrain_gpt.py", *flags, *more]
+    # What Megatron wants of tensor and context parallel communication.
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if setting.tensor > 1 else {}
+    output = folder / "job.out"
+    folder.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as file:
+        subprocess.run(command, cwd=_ROOT, env=os.environ | environment, stdout=file, stderr=file, check=False)
+    return read_outcome(folder, output)

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Search data, tensor and pipeline parallel sizes, microbatch sizes and schedules for the fastest training that fits.
+
+No GPU is needed: times come from a roofline of a GPU by name, which a measured cost profile corrects, through the
+schedules' simulator; memory from arithmetic. megatron/schedules/estimate says where each term comes from.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron.schedules.estimate.grid import Found, Question, fastest, search
+from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
+from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, Estimate
+from megatron.schedules.estimate.roofline import ONES, corrections
+from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.planning.errors import PlanError
+from tools._one_line import run
+from tools._run_settings import gpus_here, run_setting
+
+_METHODS = (*METHODS, ADAPTIVE)
+_HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
+
+
+class Answer(NamedTuple):
+    """What was found for one batch size, by method."""
+
+    question: Question
+    found: list[Found]
+
+
+def search_all(questions: Sequence[Question], names: Sequence[str], top: int, jobs: int) -> list[Answer]:
+    """Every method for every question, in ``jobs`` processes, with a bar on standard error."""
+    # The longest first: their plans are searched for.
+    methods = sorted((m for m in _METHODS if m.name in names), key=lambda m: -len(_METHODS) if m is ADAPTIVE else 0)
+    found: dict[tuple[int, str], Found] = {}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("methods", total=len(methods) * len(questions))
+        futures = {
+            pool.submit(search, question, method, top): (at, method.name)
+            for at, question in enumerate(questions)
+            for method in methods
+        }
+        for future in as_completed(futures):
+            found[futures[future]] = future.result()
+            progress.advance(task)
+    ordered = [method.name for method in _METHODS if method.name in names]
+    return [Answer(question, [found[at, name] for name in ordered]) for at, question in enumerate(questions)]
+
+
+def as_text(answers: Iterable[Answer]) -> str:
+    """A table each, as wide as the terminal."""
+    console = Console(file=io.StringIO(), width=max(120, Console().width))
+    for each in answers:
+        table = Table(title=_title(each.question), title_justify="left")
+        for head in _HEADS:
+            table.add_column(head, no_wrap=True, justify="left" if head == "method" else "right")
+        for row in _rows(each):
+            table.add_row(*row)
+        console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return str(text)
+
+
+def as_markdown(answers: Iterable[Answer]) -> str:
+    """The same for a document."""
+    text = []
+    for each in answers:
+        lines = [f"**{_title(each.question)}**", "", "| " + " | ".join(_HEADS) + " |"]
+        lines.append("| --- |" + " ---: |" * (len(_HEADS) - 1))
+        text.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in _rows(each))]))
+    return "\n\n".join(text) + "\n"
+
+
+def as_csv(answers: Iterable[Answer]) -> str:
+    """One row a setting, the fastest first, with the flags that set it in ``pretrain_gpt.py``."""
+    text = io.StringIO()
+    records = [_record(each) for answer in answers for each in fastest(answer.found)]
+    writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+_COLUMNS: dict[str, Callable[[Estimate], object]] = {
+    "method": lambda each: each.setting.method.name,
+    "data": lambda each: each.setting.data,
+    "tensor": lambda each: each.setting.tensor,
+    "pipeline": lambda each: each.setting.pipeline,
+    "micro_batch_size": lambda each: each.setting.micro_batch,
+    "global_batch_size": lambda each: each.setting.global_batch,
+    "sequence_length": lambda each: each.setting.model.sequence,
+    "microbatches": lambda each: each.setting.microbatches,
+    "mfu": lambda each: round(each.mfu, 5),
+    "bubble": lambda each: round(each.bubble, 5),
+    "memory_gib": lambda each: round(each.memory / GIB, 3),
+    "iteration_seconds": lambda each: round(each.seconds, 5),
+    "flags": lambda each: each.setting.flags,
+}
+
+
+def _record(each: Estimate) -> dict[str, object]:
+    return {name: value(each) for name, value in _COLUMNS.items()}
+
+
+def _rows(answer: Answer) -> list[list[str]]:
+    baseline = next((found.best[0].mfu for found in answer.found if found.method.name == "1F1B" and found.best), None)
+    rows = []
+    for found in answer.found:
+        if not found.best:
+            least = f"{found.short / GIB:.1f} GiB" if found.short else ""
+            rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, ""])
+        for each in found.best:
+            at = each.setting
+            ratio = f"{each.mfu / baseline:.3f}" if baseline else ""
+            sizes = (at.data, at.tensor, at.pipeline, at.micro_batch, at.microbatches)
+            memory = [f"{bytes_held / GIB:.1f} GiB" for bytes_held in (each.memory, each.activations)]
+            shares = [f"{100 * each.mfu:.1f} %", ratio]
+            rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory])
+    return rows
+
+
+def _title(question: Question) -> str:
+    model = question.model
+    return (
+        f"{model.name} on {question.gpus} {question.device.name}, sequence length {model.sequence}, "
+        f"batch size {question.global_batch}"
+    )
+
+
+_FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
+
+
+@click.command(help=__doc__)
+@click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
+@click.option("--gpus", type=click.IntRange(2), required=True, help="How many GPUs there are; all are used.")
+@click.option("--sequence-length", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a sample.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    multiple=True,
+    required=True,
+    help="Samples of an iteration; give it several times for several tables.",
+)
+@click.option("--device", type=click.Choice(list(DEVICES)), default="A100-80GB", show_default=True, help="The GPU.")
+@click.option("--memory", type=click.FloatRange(1.0), metavar="GIB", help="Its memory, where yours has another.")
+@click.option(
+    "--method",
+    "methods",
+    type=click.Choice([method.name for method in _METHODS], case_sensitive=False),
+    multiple=True,
+    help="Only this one; give it several times. Without it, all.",
+)
+@click.option("--top", type=click.IntRange(1), default=1, show_default=True, help="How many settings of each method.")
+@click.option(
+    "--costs-file",
+    type=click.Path(path_type=Path),
+    help="A cost profile measured by tools/profile_passes.py on this device: the roofline is corrected by it.",
+)
+@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes to search in.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(_FORMS)),
+    default="text",
+    show_default=True,
+    help="csv has the flags too.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="A file to write to, instead of standard output.")
+@click.option(
+    "--validate",
+    is_flag=True,
+    help="Also run each setting found through pretrain_gpt.py on this machine's GPUs, and print what was measured. On "
+    "a cluster use examples/slurm/sweep.sh.",
+)
+def main(
+    model: str,
+    gpus: int,
+    sequence_length: int,
+    batch_size: Sequence[int],
+    device: str,
+    memory: float | None,
+    methods: Sequence[str],
+    top: int,
+    costs_file: Path | None,
+    jobs: int,
+    form: str,
+    output: Path | None,
+    validate: bool,
+) -> None:
+    if validate and gpus_here() < gpus:
+        raise PlanError(
+            f"--validate runs on {gpus} GPUs of this machine, which has {gpus_here()}: use examples/slurm/sweep.sh on "
+            "a cluster, or leave the flag out"
+        )
+    if output is not None and not output.parent.is_dir():
+        raise PlanError(f"--output: cannot write {output}: there is no folder {output.parent}")
+    gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
+    shape = replace(MODELS[model], sequence=sequence_length)
+    correction = ONES
+    if costs_file is not None:
+        profile = read_profile(costs_file)
+        measured = replace(shape, hidden=profile.hidden_size, sequence=profile.sequence_length, heads=profile.heads)
+        correction = corrections(profile, measured, gpu)
+    questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
+    answers = search_all(questions, methods or [method.name for method in _METHODS], top, jobs)
+    text = _FORMS[form](answers)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
+    if validate:
+        _validate([each for answer in answers for each in fastest(answer.found)])
+
+
+def _validate(settings: Sequence[Estimate]) -> None:
+    """Run each for real, and print what was measured beside what was estimated."""
+    for number, each in enumerate(settings):
+        folder = Path(".benchmark/validate") / str(number)
+        outcome = run_setting(each.setting, folder)
+        measured = f"{outcome.seconds:.3f} s" if outcome.seconds else f"{outcome.status}, see {folder}"
+        click.echo(f"{each.setting.method.name}: {each.seconds:.3f} s an iteration estimated, {measured} measured")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, "grid_search"))
