@@ -105,7 +105,7 @@ def test_distributed_optimizer(train, schedule, size, overlap):
 @pytest.mark.parametrize(
     ("size", "limit"),
     [
-        pytest.param(size, limit, marks=[pytest.mark.full_matrix] * (size == 8 and limit != "0.5"))
+        pytest.param(size, limit, marks=[pytest.mark.full_matrix] * (size == 8))
         for size, limit in product((4, 8), ("0.375", "0.5", "1"))
     ],
 )

@@ -33,7 +33,7 @@ SETTINGS = {
     "multi-latent attention, full recompute": (2, MLA, f"{FULL} uniform --recompute-num-layers 1"),
 }
 USUAL = {
-    "context parallel 2": ("v-half", "interleaved-1f1b"),
+    "context parallel 2": ("v-half",),
     "context parallel 2, RoPE, query groups, loss per token": ("v-min",),
     "multi-latent attention, context parallel 2": ("v-zb",),
     "multi-latent attention, tensor and sequence parallel 2": ("zb-1p",),
