@@ -17,7 +17,8 @@ read_settings() {
   source "$model"
 
   export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-  [[ -n ${SRUN_FLAGS:-} ]] || type -P "$PYTHON" >/dev/null || fail "no Python at $PYTHON: set PYTHON, or run scripts/setup.sh"
+  [[ -n ${SRUN_FLAGS:-} ]] || type -P "$PYTHON" >/dev/null ||
+    fail "no Python at $PYTHON: set PYTHON, or run scripts/setup.sh"
   export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
   TRAIN_ITERS=${TRAIN_ITERS:-10000}
   [[ $TRAIN_ITERS =~ ^[1-9][0-9]*$ ]] || fail "TRAIN_ITERS=$TRAIN_ITERS is not a number of iterations"
@@ -74,13 +75,13 @@ start() {
   shift
   read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   read -ra more <<<"${SRUN_FLAGS:-}"
-  # One hardware queue a GPU, which Megatron asks for under tensor and context parallelism up to Hopper. Elsewhere more of
-  # them let messages and matrix products pass each other.
+  # One hardware queue a GPU, which Megatron asks for under tensor and context parallelism up to Hopper. Elsewhere more
+  # of them let messages and matrix products pass each other.
   [[ ! " $* " =~ --(tensor-model|context)-parallel-size[\ =]([2-9]|1[0-9]) ]] ||
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
   say "$SLURM_NNODES nodes x $GPUS_PER_NODE ranks; a log for each in $LOGS"
-  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-    --kill-on-bad-exit=1 "${more[@]}" bash examples/slurm/train.sh "$@" &
+  srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 "${more[@]}" bash examples/slurm/train.sh "$@" &
   step=$!
 }
 

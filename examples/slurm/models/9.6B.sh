@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # job.sh uses what is set here
-# 9.6B parameters. 30 layers + 2 = 2 x 16: the embedding and the output layer stand in for a layer each, so that a V has one
-# layer a stage, and 1F1B two.
+# 9.6B parameters. 30 layers + 2 = 2 x 16: the embedding and the output layer stand in for a layer each, so that a V
+# has one layer a stage, and 1F1B two.
 GPUS=16 # for one copy of the model
 MODEL_FLAGS=(--num-layers 30 --hidden-size 5120 --num-attention-heads 40)
 PARALLEL_FLAGS=(
