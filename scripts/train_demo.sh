@@ -53,12 +53,14 @@ model=(
   --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
   --eval-iters 2 --eval-interval 1000 --log-interval 1
 )
-# Without a GPU Megatron runs on gloo, with its own linears; with one there must be one for each rank.
+# Megatron's own linears, and none of Apex's kernels. Without a GPU it runs on gloo; with one there must be one for each
+# rank.
+model+=(--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
 devices=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
 if ((devices >= ranks)); then
-  model+=(--bf16 --transformer-impl local)
+  model+=(--bf16)
 else
-  model+=(--distributed-backend gloo --no-gradient-accumulation-fusion --transformer-impl local)
+  model+=(--distributed-backend gloo)
   export CUDA_VISIBLE_DEVICES="" TORCHDYNAMO_DISABLE=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
