@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.weight_gradients import WeightGradients, deliver
+from megatron.schedules.runtime.weight_gradients import _DELIVERY_BYTES, WeightGradients, deliver
 
 
 def _count_hooks(parameter: Tensor, seen: list[Tensor]) -> object:
@@ -182,7 +182,7 @@ def test_each_closure_is_freed_before_the_next_runs():
 
 def test_small_gradients_are_delivered_together_and_large_ones_at_once():
     store, seen = WeightGradients(), []
-    small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (2, 1 << 18))
+    small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (2, _DELIVERY_BYTES // 4))
     keep = _count_hooks(small, seen), _count_hooks(large, seen)
     with store.split(0, 0):
         pass

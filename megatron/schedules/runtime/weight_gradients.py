@@ -20,7 +20,7 @@ Closure = Callable[[], Sequence[Tensor | None] | None]
 
 # A backward costs some 20 microseconds to start, more than a small gradient takes to compute; so gradients
 # are handed over together until there are this many bytes, which is nothing to the memory of a model.
-_DELIVERY_BYTES = 1 << 20
+_DELIVERY_BYTES = 1 << 24
 
 
 class WeightGradients:
