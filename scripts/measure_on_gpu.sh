@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then measures on the GPU of this machine, and keeps the figures under data/<its name>:
+#
+#   profile-<model>.json   what the passes of one chunk of each model cost and hold: tools/profile_passes.py, bf16
+#   split.jsonl            the split's cost and the engine's time a pass
+#   memory.jsonl           bytes held by 4 and 8 pipeline ranks that share the GPU, messages through the host
+#
+#     bash scripts/measure_on_gpu.sh              everything, in half an hour
+#     bash scripts/measure_on_gpu.sh --try-on-cpu   the same steps with tiny models, to see that they work
+#
+# A profile that is there already is kept; remove it to measure again.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+usage() {
+  sed -n '2,11{s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+}
+case "${1-}" in
+"") sample=() ;;
+--try-on-cpu) sample=(--quick) ;;
+-h | --help) usage && exit 0 ;;
+*) echo "measure_on_gpu.sh: error: $1 is no flag of this; see --help" >&2 && exit 2 ;;
+esac
+bash scripts/setup.sh >&2
+
+# One thread a process: ranks are processes. The check that starts no driver lets ranks be forked from one process.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+python=.venv/bin/python
+
+name=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")' 2>/dev/null)
+if ((${#sample[@]})); then
+  [[ -z $name ]] || { echo "measure_on_gpu.sh: error: --try-on-cpu is for machines without a GPU" >&2 && exit 2; }
+  name=.benchmark/gpu-steps
+  # Name, layers, heads, hidden size; of the chunk's two layers only the shape matters.
+  models=("tiny 8 4 64")
+  common=(--seq-length 32 --micro-batch-size 1 --vocab-size 256 --profile-repetitions 3)
+  export TORCHDYNAMO_DISABLE=1
+else
+  [[ -n $name ]] || { echo "measure_on_gpu.sh: error: there is no GPU here; --try-on-cpu tries the steps" >&2 && exit 2; }
+  name=data/$(tr -cs '[:alnum:]\n' - <<<"${name,,}")
+  models=("9.6b 30 40 5120" "21b 46 48 6144" "38.5b 62 56 7168" "98.5b 78 80 10240")
+  common=(--seq-length 1024 --micro-batch-size 1 --bf16 --vocab-size 50257)
+fi
+mkdir -p "$name"
+
+for model in "${models[@]}"; do
+  read -r title layers heads hidden <<<"$model"
+  [[ ! -e $name/profile-$title.json ]] || continue
+  # Two layers and not a whole chunk: a profile says how many, and the planner scales.
+  "$python" tools/profile_passes.py --output "$name/profile-$title.json" --profile-name "$title" --profile-layers 2 \
+    --num-layers "$layers" --num-attention-heads "$heads" --hidden-size "$hidden" "${common[@]}"
+done
+
+for part in split memory; do
+  "$python" -W ignore -m tools.benchmarks "$part" "${sample[@]}" --json >"$name/$part.jsonl.new"
+  mv "$name/$part.jsonl.new" "$name/$part.jsonl"
+done
+echo "everything measured is in $name"

@@ -1,0 +1,238 @@
+"""The parts of a model on one device, without a pipeline: built by Megatron from its own flags, and timed pass by pass.
+
+Importing this imports Megatron, on its CPU stand-in where there is no GPU; one model to a process.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.integration import cpu_standin
+
+if cpu_standin.needed():
+    import pretrain_gpt  # noqa: F401 - puts the stand-in for CUDA in place, which is done once
+
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.models.dist_utils import unimodal_build_distributed_models
+
+from megatron.schedules.integration import gpt
+from megatron.schedules.integration.split_linear import split_linears
+from megatron.schedules.integration.split_te import split_te_linears, te_fault
+from megatron.schedules.integration.stages import MegatronStages, Step
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+ON_CPU = cpu_standin.needed()
+
+# The stages of a pipeline of one rank.
+EMBEDDING, LAYERS, OUTPUT = range(3)
+_PROGRAM = Program(0, (), Placement("interleaved", (0, 0, 0)), 1)
+# GPT-2's vocabulary, where the flags name none; tokens are drawn, not read.
+_DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 50257}
+
+# What Megatron needs to be told where there is neither Apex nor Transformer Engine, and where there is no GPU.
+LOCAL_FLAGS = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion"]
+LOCAL_FLAGS += ["--no-masked-softmax-fusion", "--no-persist-layer-norm"]
+ON_CPU_FLAGS = [*LOCAL_FLAGS, "--distributed-backend", "gloo", "--no-bias-dropout-fusion"]
+
+
+class Model(NamedTuple):
+    """What is measured.
+
+    Args:
+        args: Megatron's arguments.
+        chunks: the embedding, decoder layers only, and the output layer with the loss, wrapped as for training.
+        batches: what each of them reads.
+    """
+
+    args: Any
+    chunks: list[torch.nn.Module]
+    batches: list[dict[str, Tensor | None]]
+
+
+class Seconds(NamedTuple):
+    """One forward and its backward; ``weight_grad`` is 0 where that was not split."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+    @property
+    def backward(self) -> float:
+        return self.input_grad + self.weight_grad
+
+
+class Held(NamedTuple):
+    """Bytes of activations of one microbatch, from F to I and from I to W."""
+
+    after_forward: int
+    after_input_grad: int
+
+
+def build(flags: Sequence[str]) -> Model:
+    """The model of Megatron's ``flags``, whose ``--num-layers`` are all in the chunk of layers.
+
+    Processes must have torchrun's environment, and be as many as tensor and context parallelism ask for.
+    """
+    if ON_CPU:
+        _keep_memory()
+    # The check for NaN is part of stock's loop, and refuses to work outside it.
+    sys.argv = [sys.argv[0], *flags, "--no-check-for-nan-in-loss-and-grad"]
+    args = parse_and_validate_args(args_defaults=_DEFAULTS)
+    config = gpt_config_from_args(args)
+    # In a pipeline both ends have their own weights, or their own copy.
+    config.share_embeddings_and_output_weights = False
+    training = pretrain_cfg_container_from_args(args, config)
+    training.ddp.overlap_grad_reduce = False
+    initialize_megatron()
+    ends = copy.deepcopy(config)
+    ends.transformer.num_layers = 0
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def build_chunk(config: Any, first: bool, last: bool) -> torch.nn.Module:
+        builder = config.get_builder_cls()(config)
+        found: list[torch.nn.Module] = unimodal_build_distributed_models(
+            lambda groups, **_: builder.build_model(groups, pre_process=first, post_process=last),
+            config.transformer,
+            groups,
+            training.ddp,
+            mixed_precision_wrapper=Float16Module if args.fp16 or args.bf16 else None,
+            model_type=ModelType.encoder_or_decoder,
+        )
+        return found[0]
+
+    chunks = [build_chunk(ends, True, False), build_chunk(config, False, False), build_chunk(ends, False, True)]
+    return Model(args, chunks, _batches(args))
+
+
+def _keep_memory() -> None:
+    """Have memory stay with this process, as it does with a GPU's allocator.
+
+    The C library's gives it back and has it faulted in again, in the midst of whichever pass comes next.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(-4, 0)  # M_MMAP_MAX: nothing is mapped by itself
+        library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
+
+
+def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Seconds]:
+    """Time the passes of ``stage`` over and over, without end; without ``split`` the backward is stock's, whole.
+
+    One repetition each time one is asked for. On a GPU its own clock is read, at the end of the repetition.
+    """
+    stages, store = _stages(model, None)
+    activation, gradient = _ends(model, stage, stages)
+    for microbatch in count(1):
+        _bind(model, stage, store)
+        times = [_now()]
+        stages.forward(stage, microbatch, activation, split=split)
+        times.append(_now())
+        with _bare_torch():
+            if split:
+                stages.backward_input(stage, microbatch, gradient)
+                times.append(_now())
+                stages.backward_weight(stage, microbatch)
+            else:
+                stages.backward(stage, microbatch, gradient)
+        times.append(_now())
+        if activation is not None:
+            activation.grad = None
+        yield Seconds(*_differences(times), *([] if split else [0.0]))
+
+
+def held(model: Model, stage: int) -> Held:
+    """What one microbatch of ``stage`` holds, as the runtime's meter counts it."""
+    meter = ActivationMeter(parameter for chunk in model.chunks for parameter in chunk.parameters())
+    stages, store = _stages(model, meter)
+    activation, gradient = _ends(model, stage, stages)
+    _bind(model, stage, store)
+    before = meter.current
+    stages.forward(stage, 1, activation, split=True)
+    after_forward = meter.current
+    stages.backward_input(stage, 1, gradient)
+    after_input = meter.current
+    stages.backward_weight(stage, 1)
+    return Held(after_forward - before, after_input - before)
+
+
+def _stages(model: Model, meter: ActivationMeter | None) -> tuple[MegatronStages, WeightGradients]:
+    """The model under the runtime that trains it."""
+    store = WeightGradients(meter)
+    step = Step(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
+    config = get_model_config(model.chunks[0])
+    return MegatronStages(_PROGRAM, model.chunks, config, step, store, lambda stage: nullcontext(), meter), store
+
+
+def _bind(model: Model, stage: int, store: WeightGradients) -> None:
+    split_linears(model.chunks[stage], store)
+    split_te_linears(model.chunks[stage], store)
+
+
+def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | None, Tensor | None]:
+    """An input of ``stage`` and a gradient of its output, as messages of the pipeline would bring them."""
+    message = stages.forward(EMBEDDING, 0, None, split=False)
+    assert message is not None
+    stages.backward(EMBEDDING, 0, torch.randn_like(message))
+    activation = None if stage == EMBEDDING else torch.randn_like(message.detach())
+    return activation, None if stage == OUTPUT else torch.randn_like(message.detach())
+
+
+def _batches(args: Any) -> list[dict[str, Tensor | None]]:
+    """Random tokens for the embedding, random labels for the output layer; the layers between read nothing."""
+    shape = args.micro_batch_size, args.seq_length // args.context_parallel_size
+    numbers = torch.randint(args.vocab_size or args.padded_vocab_size, shape, device="cuda")
+    positions = torch.arange(shape[1], device="cuda").expand(shape)
+    nothing = dict.fromkeys(("input_ids", "position_ids", "labels"))
+    counts = torch.ones(shape, device="cuda")
+    return [nothing | {"input_ids": numbers, "position_ids": positions}, nothing, {"labels": numbers, "mask": counts}]
+
+
+def _forward_step(batch: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    output = chunk(batch.get("input_ids"), batch.get("position_ids"), None, labels=batch["labels"])
+    return output, partial(gpt.loss, batch.get("mask"))
+
+
+def _bare_torch() -> AbstractContextManager[Any]:
+    """Torch without the stand-in, which looks at every call and would count for most of a small pass."""
+    return torch._C.DisableTorchFunction() if ON_CPU else nullcontext()
+
+
+def _now() -> Any:
+    """This moment: the host's on a CPU, on a GPU that at which it will have done what it was given so far."""
+    if ON_CPU:
+        return time.perf_counter()
+    moment = torch.cuda.Event(enable_timing=True)
+    moment.record()
+    return moment
+
+
+def _differences(moments: Sequence[Any]) -> list[float]:
+    if ON_CPU:
+        return [after - before for before, after in pairwise(moments)]
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(moments)]
+
+
+def has_te() -> bool:
+    """Whether Transformer Engine is here, which Megatron takes for granted unless told otherwise."""
+    return te_fault() is None

@@ -1,0 +1,199 @@
+"""What splitting the backward costs: I and W against the whole, and the engine's own time for a pass."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from tools.benchmarks.apart import rows_apart, tell_megatron
+from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
+
+MOST_RATIO, MOST_MICROSECONDS = 1.03, 100.0
+
+# Hidden size, sequence, and seconds to measure for; on a GPU layers of models for several.
+_LAYERS = ((256, 128, 30.0), (512, 256, 45.0), (512, 512, 45.0), (1024, 256, 60.0), (1024, 512, 90.0))
+_QUICK_LAYERS = ((512, 256, 20.0), (1024, 256, 25.0))
+_GPU_LAYERS = ((5120, 1024, 5.0), (6144, 1024, 5.0), (7168, 1024, 5.0), (10240, 1024, 5.0))
+_SCHEDULES = ("1f1b", "v-half", "v-zb")
+_RANKS = 4
+# Numbers in each message: next to nothing, and 128 KiB.
+_MESSAGES = (1, 1 << 15)
+_WARM_UP = 5
+
+
+class Pair(NamedTuple):
+    """Two repetitions side by side.
+
+    Args:
+        whole: seconds of stock's backward.
+        input_grad, weight_grad: seconds of the same in two.
+    """
+
+    whole: float
+    input_grad: float
+    weight_grad: float
+
+    @property
+    def ratio(self) -> float:
+        return (self.input_grad + self.weight_grad) / self.whole
+
+
+def measure(quick: bool, say: Say) -> Iterator[Row]:
+    """A row for each size of layer, and for each schedule and size of message of the engine."""
+    return rows_apart(_measure, quick, say)
+
+
+def _measure(quick: bool, say: Say) -> Iterator[Row]:
+    from tools.benchmarks.emulated_ranks import run_ranks
+
+    # First, for what comes next puts the stand-in for CUDA under every call of torch.
+    for schedule in _SCHEDULES[1:2] if quick else _SCHEDULES:
+        for numbers in _MESSAGES:
+            say(f"split: the engine under {schedule}, messages of {numbers * 4} bytes")
+            found = run_ranks(_RANKS, partial(_time_engine, schedule, numbers, 20 if quick else 60), 120)
+            what = {"what": "engine", "schedule": schedule, "pipeline_size": _RANKS, "message_bytes": numbers * 4}
+            yield what | {key: max(rank[key] for rank in found) for key in found[0]}
+
+    from tools import _pass_times  # here once, for all ranks
+
+    layers = _QUICK_LAYERS if quick else _LAYERS
+    for hidden, sequence, seconds in layers if _pass_times.ON_CPU else _GPU_LAYERS:
+        say(f"split: a layer of hidden size {hidden}, sequence {sequence}, {seconds:.0f} s")
+        (pairs,) = run_ranks(1, partial(_time_layer, hidden, sequence, seconds), seconds + 120)
+        where = "one thread of the CPU" if _pass_times.ON_CPU else "GPU"
+        yield layer_row(pairs) | {"device": where, "hidden_size": hidden, "sequence_length": sequence}
+
+
+def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """What the repetitions of one layer come to; the ratio is the median of theirs, with its quartiles."""
+    low, middle, high = statistics.quantiles([pair.ratio for pair in pairs], n=4)
+    return {
+        "what": "layer",
+        "repetitions": len(pairs),
+        "whole_seconds": Spread.of([pair.whole for pair in pairs])._asdict(),
+        "input_seconds": Spread.of([pair.input_grad for pair in pairs])._asdict(),
+        "weight_seconds": Spread.of([pair.weight_grad for pair in pairs])._asdict(),
+        "ratio": middle,
+        "ratio_quartiles": [low, high],
+    }
+
+
+def _time_layer(hidden: int, sequence: int, seconds: float) -> list[Pair]:
+    """One decoder layer's backward as stock's and in two, by turns, each as often first."""
+    from tools import _pass_times as times
+
+    tell_megatron()
+    heads = hidden // (64 if times.ON_CPU else 128)
+    shape = f"--num-layers 1 --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
+    shape += f"--max-position-embeddings {sequence} --micro-batch-size 1 --vocab-size 1024"
+    flags = times.ON_CPU_FLAGS if times.ON_CPU else [*times.LOCAL_FLAGS, "--bf16", "--distributed-backend", "gloo"]
+    model = times.build([*shape.split(), *flags])
+    whole, split = (times.time_passes(model, times.LAYERS, split=halves) for halves in (False, True))
+    pairs: list[Pair] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(pairs) < _WARM_UP + 4:
+        first, second = (whole, split) if len(pairs) % 2 else (split, whole)
+        found = {first: next(first), second: next(second)}
+        pairs.append(Pair(found[whole].backward, found[split].input_grad, found[split].weight_grad))
+    return pairs[_WARM_UP:]
+
+
+def _time_engine(schedule: str, numbers: int, repetitions: int) -> dict[str, float]:
+    """Microseconds a pass that one rank's engine takes to run a program whose passes do nothing."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.schedules.planning.registry import Request, plan
+    from megatron.schedules.runtime.engine import run
+    from megatron.schedules.runtime.lowering import lower
+    from megatron.schedules.runtime.program import Op, channels_of
+    from megatron.schedules.runtime.transport import GroupTransport, MessageSpec, make_channels
+
+    made = plan(Request(schedule, _RANKS, 4 * _RANKS))
+    program = lower(made)[dist.get_rank()]
+    passes = sum(action.op in (Op.F, Op.B, Op.I, Op.W) for action in program.actions)
+    channels = make_channels([range(_RANKS)], channels_of(made.placement))
+    message = torch.zeros(numbers)
+    spec = MessageSpec(tuple(message.shape), message.dtype, message.device)
+    loop, process = [], []
+    for _ in range(_WARM_UP + repetitions):
+        dist.barrier()
+        # The clock of this thread stands still while it waits for a message, and while other ranks have the core.
+        begun = time.thread_time(), time.process_time()
+        run(program, _Idle(message), GroupTransport(channels, spec))
+        loop.append((time.thread_time() - begun[0]) / passes * 1e6)
+        process.append((time.process_time() - begun[1]) / passes * 1e6)
+    return {
+        "passes": passes,
+        "engine_microseconds": statistics.median(loop[_WARM_UP:]),
+        "process_microseconds": statistics.median(process[_WARM_UP:]),
+    }
+
+
+class _Idle:
+    """Stages that do nothing: every result is ``message``."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+
+    def forward(self, stage: int, microbatch: int, activation: Any, *, split: bool) -> Any:
+        return self._message
+
+    def backward(self, stage: int, microbatch: int, gradient: Any) -> Any:
+        return self._message
+
+    backward_input = backward
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        pass
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Both claims, then the figures they rest on."""
+    layers = [row for row in rows if row["what"] == "layer"]
+    engines = [row for row in rows if row["what"] == "engine"]
+    text = []
+    if layers:
+        worst, best = (pick(row["ratio"] for row in layers) for pick in (max, min))
+        within = sum(row["ratio"] <= MOST_RATIO for row in layers)
+        text.append(
+            f"I + W take at most {MOST_RATIO} of the whole backward of a decoder layer: {best:.3f} to {worst:.3f}, "
+            f"{within} of {len(layers)} layers within, {_verdict(worst <= MOST_RATIO)}\n\n"
+            "Whole and split by turns in one process; the ratio is the median of the pairs' ratios, with quartiles.\n"
+        )
+        heads = ("layer", "whole, ms", "I, ms", "W, ms", "(I + W) / whole", "quartiles", "pairs")
+        text.append(markdown_table(heads, [_layer_cells(row) for row in layers]))
+    if engines:
+        most = max(row["engine_microseconds"] for row in engines)
+        text.append(
+            f"The engine takes at most {MOST_MICROSECONDS:.0f} microseconds a pass at four ranks: {most:.0f}, "
+            f"{_verdict(most <= MOST_MICROSECONDS)}\n\n"
+            "Four processes over gloo carry out the schedule with passes that do nothing. Counted is the processor "
+            "time of the thread that runs the engine, messages included and waiting left out, on the worst rank; "
+            "beside it that of the whole process, with gloo's own thread.\n"
+        )
+        engine_heads = ("schedule", "message, bytes", "passes", "engine, us a pass", "process, us a pass")
+        text.append(markdown_table(engine_heads, [_engine_cells(row) for row in engines]))
+    return "\n".join(text)
+
+
+def _verdict(held: bool) -> str:
+    return "**held**" if held else "**not held**"
+
+
+def _layer_cells(row: Row) -> list[str]:
+    times = [f"{1e3 * row[part]['median']:.2f}" for part in ("whole_seconds", "input_seconds", "weight_seconds")]
+    low, high = row["ratio_quartiles"]
+    name = f"hidden {row['hidden_size']}, sequence {row['sequence_length']}, {row['device']}"
+    return [name, *times, f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}", str(row["repetitions"])]
+
+
+def _engine_cells(row: Row) -> list[str]:
+    figures = [f"{row[name]:.0f}" for name in ("engine_microseconds", "process_microseconds")]
+    return [row["schedule"], str(row["message_bytes"]), str(row["passes"]), *figures]
+
+
+PART = Part("split", "What the split costs", measure, section)

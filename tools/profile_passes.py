@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Measures what the passes of a model cost on one device, and writes a cost profile for the planner.
+
+    python tools/profile_passes.py --output profile.json --num-layers 30 --hidden-size 5120 --num-attention-heads 40 \\
+        --seq-length 1024 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 8
+
+Takes Megatron's own flags, those of a training job as it is. No pipeline is started: one chunk of decoder layers runs
+alone, then the embedding and the output layer with the loss, all as in training. Under tensor or context parallelism
+start it with torchrun, with as many processes as those ask for. Without a GPU it measures the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.benchmarks.parts import Spread, machine
+
+_WARM_UP = 3
+# Flags of a job that have no place where there is no pipeline, by how many values follow them.
+_LEFT_OUT = {
+    "--pipeline-schedule": 1,
+    "--pipeline-schedule-file": 1,
+    "--pipeline-schedule-chunks": 1,
+    "--pipeline-schedule-costs": 1,
+    "--pipeline-schedule-stage-weights": 1,
+    "--pipeline-schedule-report-memory": 0,
+    "--pipeline-memory-limit": 1,
+    "--pipeline-search-seconds": 1,
+    "--pipeline-model-parallel-layout": 1,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+    "--num-virtual-stages-per-pipeline-rank": 1,
+    "--decoder-first-pipeline-num-layers": 1,
+    "--decoder-last-pipeline-num-layers": 1,
+    "--account-for-embedding-in-pipeline-split": 0,
+    "--account-for-loss-in-pipeline-split": 0,
+    "--global-batch-size": 1,
+    "--rampup-batch-size": 3,
+    "--load": 1,
+    "--save": 1,
+}
+
+
+class Asked(NamedTuple):
+    """A request, checked.
+
+    Args:
+        own: our flags, and those of Megatron's that are looked at here.
+        layers: of the chunk.
+        flags: Megatron's, for a model of these layers and no pipeline.
+        given: Megatron's as they were given.
+    """
+
+    own: argparse.Namespace
+    layers: int
+    flags: list[str]
+    given: str
+
+
+def parse(argv: Sequence[str], processes: int) -> Asked:
+    """What ``argv`` asks for, to be measured by so many processes; ends with status 2 and one line where it cannot."""
+    parser = _parser()
+    own, others = parser.parse_known_args(argv)
+    for name in ("profile_repetitions", *_NEEDED, "pipeline_model_parallel_size"):
+        if getattr(own, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
+    layers = own.profile_layers
+    if layers is None:
+        layers = max(1, round(own.num_layers / (2 * own.pipeline_model_parallel_size)))
+    if layers < 1:
+        parser.error(f"--profile-layers must be at least 1, not {layers}")
+    parallel = own.tensor_model_parallel_size * own.context_parallel_size
+    if parallel != processes:
+        how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
+        parser.error(f"tensor x context parallel is {parallel} ranks and {processes} run: start it with {how} ...")
+    folder = own.output.resolve().parent
+    if own.output.is_dir() or not os.access(own.output if own.output.exists() else folder, os.W_OK):
+        parser.error(f"--output {own.output} cannot be written")
+    shape = [str(word) for name in _NEEDED[1:] for word in (f"--{name.replace('_', '-')}", getattr(own, name))]
+    shape += ["--num-layers", str(layers), "--tensor-model-parallel-size", str(own.tensor_model_parallel_size)]
+    shape += ["--context-parallel-size", str(own.context_parallel_size)]
+    if "--max-position-embeddings" not in others:
+        shape += ["--max-position-embeddings", str(own.seq_length)]
+    return Asked(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "%(prog)s --output FILE [flags below] [any of Megatron's flags]"
+    parser = _Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
+    add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
+    add("--profile-repetitions", type=int, default=20, metavar="N", help="times each pass is timed; default: 20")
+    add("--profile-name", metavar="NAME", help="what the profile calls the model")
+    for name in _NEEDED:
+        add(f"--{name.replace('_', '-')}", type=int, required=True, help="Megatron's")
+    for name in ("pipeline", "tensor"):
+        add(f"--{name}-model-parallel-size", type=int, default=1, help="Megatron's")
+    add("--context-parallel-size", type=int, default=1, help="Megatron's")
+    return parser
+
+
+def _for_one_device(flags: Sequence[str]) -> list[str]:
+    """``flags`` without those of :data:`_LEFT_OUT` and their values."""
+    kept, skipped = [], 0
+    for word in flags:
+        flag, _, value = word.partition("=")
+        if flag in _LEFT_OUT:
+            skipped = 0 if value else _LEFT_OUT[flag]
+        elif skipped:
+            skipped -= 1
+        else:
+            kept.append(word)
+    return kept
+
+
+def _without_ours(argv: Sequence[str]) -> list[str]:
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--output", "--profile-layers", "--profile-repetitions", "--profile-name"):
+        ours.add_argument(flag)
+    return ours.parse_known_args(argv)[1]
+
+
+class RefusedError(Exception):
+    """Megatron refuses its flags; the message is one line."""
+
+
+def profile(asked: Asked, say: Callable[[str, bool], None]) -> dict[str, Any]:
+    """Measure: the profile's JSON. Needs torchrun's environment; ``say`` is told what goes on, and if it is a count."""
+    say("importing Megatron", False)
+    with contextlib.redirect_stdout(sys.stderr):
+        import torch
+
+        from tools import _pass_times as times
+    say(f"building {asked.layers} layers of {asked.own.num_layers}, the embedding and the output layer", False)
+    kernels = times.ON_CPU_FLAGS if times.ON_CPU else [] if times.has_te() else times.LOCAL_FLAGS
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            model = times.build([*kernels, *asked.flags])
+        except (AssertionError, ValueError) as error:  # how Megatron refuses flags that do not go together
+            asserted = f"Megatron refuses these flags: {traceback.extract_tb(error.__traceback__)[-1].line}"
+            raise RefusedError(next(iter(str(error).splitlines()), asserted)) from error
+    args, repetitions = model.args, asked.own.profile_repetitions
+    parts: dict[str, Any] = {}
+    for name, stage in (("chunk", times.LAYERS), ("output_layer", times.OUTPUT), ("embedding", times.EMBEDDING)):
+        held, passes = times.held(model, stage), times.time_passes(model, stage)
+        found = []
+        for repetition in range(1, _WARM_UP + repetitions + 1):
+            found.append(next(passes))
+            done = repetition - _WARM_UP
+            say(f"{name.replace('_', ' ')}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
+        parts[name] = {
+            **({"layers": asked.layers} if stage == times.LAYERS else {}),
+            **{
+                kind: Spread.of([getattr(each, kind) for each in found[_WARM_UP:]])._asdict()
+                for kind in ("forward", "input_grad", "weight_grad")
+            },
+            "activation_bytes": held.after_forward,
+            "weight_bytes": held.after_input_grad,
+        }
+    return {
+        "version": 1,
+        "device": machine() if times.ON_CPU else torch.cuda.get_device_name(),
+        "model": {
+            "name": asked.own.profile_name,
+            "layers": asked.own.num_layers,
+            "hidden_size": args.hidden_size,
+            "heads": args.num_attention_heads,
+            "sequence_length": args.seq_length,
+            "vocabulary": args.padded_vocab_size,
+            "flags": asked.given,
+        },
+        "micro_batch_size": args.micro_batch_size,
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "context_parallel": args.context_parallel_size,
+        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        **parts,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _join_nobody() -> None:
+    """What torchrun would set for a single process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, measure, write."""
+    asked = parse(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", "1")))
+    first = os.environ.get("RANK", "0") == "0"
+    if "WORLD_SIZE" not in os.environ:
+        _join_nobody()
+    # Megatron and torch say much about what this machine lacks.
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+    # A flag that nobody knows is one line of Megatron's, after a thousand of usage.
+    argparse.ArgumentParser.print_usage = lambda *_: None  # type: ignore[method-assign]
+    terminal = sys.stderr.isatty()
+
+    def say(text: str, counting: bool) -> None:
+        if first and (terminal or not counting):
+            print(f"{text}\x1b[K" if terminal else text, end="\r" if counting else "\n", file=sys.stderr, flush=True)
+
+    try:
+        made = profile(asked, say)
+    except RefusedError as error:
+        print(f"profile_passes.py: error: {error}", file=sys.stderr)
+        return 2
+    if first:
+        asked.own.output.write_text(json.dumps(made, indent=1) + "\n")
+        chunk = made["chunk"]
+        each = ", ".join(f"{1e3 * chunk[kind]['median']:.3g}" for kind in ("forward", "input_grad", "weight_grad"))
+        mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
+        print(f"{asked.own.output}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
+        print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
