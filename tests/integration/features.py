@@ -6,6 +6,7 @@ them together. What cannot be had without a GPU is listed with the reason.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -86,7 +87,8 @@ FACTORS: dict[str, dict[str, Feature]] = {
         "tied embeddings": Feature(),
         "loss per token": Feature("--calculate-per-token-loss"),
         "dropout": Feature("--attention-dropout 0.1 --hidden-dropout 0.1"),
-        "batch size ramp-up": Feature("--rampup-batch-size 4 4 8 --train-samples 20"),
+        # What stock has for its --rampup-batch-size, which it accepts and ignores: so many from so many tokens on.
+        "batch size ramp-up": Feature("--step-batch-size-schedule '0:4 128:8' --train-samples 20"),
     },
 }
 USUAL = tuple(next(iter(values)) for values in FACTORS.values())  # the first value of each factor asks for nothing
@@ -117,12 +119,12 @@ class Case(NamedTuple):
     @property
     def model(self) -> list[str]:
         """Those of stock's flags that say which parameters the model has."""
-        return " ".join(FEATURES[name].flags for name in self.features if name in FACTORS["model"]).split()
+        return shlex.split(" ".join(FEATURES[name].flags for name in self.features if name in FACTORS["model"]))
 
     @property
     def flags(self) -> list[str]:
         """Stock's other flags, without those that place layers."""
-        return " ".join(FEATURES[name].flags for name in self.features if name not in FACTORS["model"]).split()
+        return shlex.split(" ".join(FEATURES[name].flags for name in self.features if name not in FACTORS["model"]))
 
     @property
     def tied(self) -> bool:

@@ -20,6 +20,14 @@ REFUSED = {
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "no microbatch": ("--pipeline-schedule v-half --global-batch-size 0", "gives 0 microbatches"),
     "part of a microbatch": ("--pipeline-schedule v-half --micro-batch-size 3", "--global-batch-size 4 gives 1.3"),
+    "steps of batch size that are none": (
+        "--pipeline-schedule v-half --step-batch-size-schedule eight",
+        "'eight' is not a list of TOKENS:BATCH",
+    ),
+    "steps of batch size that do not divide": (
+        "--pipeline-schedule v-half --micro-batch-size 3 --step-batch-size-schedule 0:4,1K:8",
+        "--step-batch-size-schedule 4 gives 1.3",
+    ),
     "FSDP": ("--pipeline-schedule v-half --use-megatron-fsdp", "--use-megatron-fsdp"),
     "experts' messages behind computing": (
         "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
@@ -124,7 +132,7 @@ def noted(what: str) -> ParameterSet:
     return pytest.param(what, marks=[pytest.mark.feature(what, schedule)] * (what in KNOWN))
 
 
-@pytest.mark.parametrize("what", map(noted, REFUSED))
+@pytest.mark.parametrize("what", list(map(noted, REFUSED)))
 def test_refused(megatron, record_property, what):
     flags, part = REFUSED[what]
     outputs = megatron("outputs", 4, [*JOB, *PP4, *flags.split()])

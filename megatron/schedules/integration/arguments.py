@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
 from megatron.schedules.integration.layers import estimated_loads, placed_by_hand, wrong_layers
 from megatron.schedules.integration.memory_limit import memory_limit
 from megatron.schedules.integration.recompute import with_recompute
@@ -217,14 +219,29 @@ def _microbatches(args: Any) -> int:
     if not args.micro_batch_size or args.micro_batch_size < 1:
         raise PlanError(f"--micro-batch-size must be at least 1, not {args.micro_batch_size}")
     each = args.micro_batch_size * data_parallel
-    batch = each if args.global_batch_size is None else args.global_batch_size
-    n, rest = divmod(batch, each)
-    if rest or n < 1:
+    flag, batches = _batches(args, each)
+    # Steps that are behind a run may not divide on the GPUs it has now, as stock knows.
+    fitting = [batch for batch in batches if batch > 0 and batch % each == 0]
+    if not fitting:
         raise PlanError(
-            f"--global-batch-size {batch} gives {batch / each:g} microbatches; it must be 1 or more times "
+            f"{flag} {batches[0]} gives {batches[0] / each:g} microbatches; it must be 1 or more times "
             f"micro batch {args.micro_batch_size} x data parallel {data_parallel} = {each}"
         )
-    return n
+    return fitting[0] // each
+
+
+def _batches(args: Any, each: int) -> tuple[str, list[int]]:
+    """The flag that says the global batch size, and its sizes in the order in which a run comes to them."""
+    flag, text = "--step-batch-size-schedule", args.step_batch_size_schedule
+    if text is None:
+        return "--global-batch-size", [each if args.global_batch_size is None else args.global_batch_size]
+    try:
+        steps = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, None)
+    except ValueError:
+        steps = []
+    if not steps:
+        raise PlanError(f"{flag} {text!r} is not a list of TOKENS:BATCH such as '0:768 250B:1536'")
+    return flag, [batch for _, batch in steps]
 
 
 def _announce_search(request: Request) -> None:

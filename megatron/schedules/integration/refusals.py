@@ -136,7 +136,11 @@ _RULES = (
     _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; leave the flag out"),
     _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("rampup_batch_size", "a CSV is for one number of microbatches", lambda f: f.args.pipeline_schedule == "file"),
+    _flag(
+        "step_batch_size_schedule",
+        "a CSV is for one number of microbatches",
+        lambda f: f.args.pipeline_schedule == "file",
+    ),
     _Rule(
         lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.goes_round,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
