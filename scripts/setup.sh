@@ -105,7 +105,7 @@ if ((minor >= 14)); then
   isolation=()
 fi
 run_pip install -c "$root/constraints.txt" setuptools
-run_pip install -c "$root/constraints.txt" "${isolation[@]}" -e "$root[megatron,dev]"
+run_pip install -c "$root/constraints.txt" "${isolation[@]}" -e "${root}[megatron,dev]"
 
 # The stamp is written last, and whole: nothing that was cut short looks finished.
 fingerprint >"$stamp.new"

@@ -217,9 +217,7 @@ def main(
     shape = replace(MODELS[model], sequence=sequence_length)
     correction = ONES
     if costs_file is not None:
-        profile = read_profile(costs_file)
-        measured = replace(shape, hidden=profile.hidden_size, sequence=profile.sequence_length, heads=profile.heads)
-        correction = corrections(profile, measured, gpu)
+        correction = corrections(read_profile(costs_file), gpu)
     questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
     answers = search_all(questions, methods or [method.name for method in _METHODS], top, jobs)
     text = _FORMS[form](answers)

@@ -22,7 +22,8 @@ from megatron.schedules.estimate.iteration import (
     mfu,
     static_bytes,
 )
-from megatron.schedules.estimate.roofline import ONES, PassTimes, Work, slot_times
+from megatron.schedules.estimate.roofline import ONES, PassTimes, Work, corrections, slot_times
+from megatron.schedules.planning.cost_profile import CostProfile
 
 A100 = DEVICES["A100-80GB"]
 SMALL = Model("small", layers=14, heads=16, hidden=2048)
@@ -93,6 +94,13 @@ def test_a_correction_scales_each_pass_by_itself():
     measured = slot_times(Work(SMALL), A100, PassTimes(2.0, 3.0, 4.0)).layer
     assert measured == PassTimes(2 * plain.forward, 3 * plain.input_grad, 4 * plain.weight_grad)
     assert plain.scaled(ONES) == plain
+
+
+def test_a_profile_of_what_the_roofline_says_corrects_nothing_and_one_of_twice_that_by_two():
+    times = slot_times(Work(SMALL), A100).layer
+    measured = CostProfile("a GPU", SMALL.layers, 2, 1, 1, SMALL.sequence, SMALL.hidden, SMALL.heads, times, 1.0, 1.0)
+    assert corrections(measured, A100) == pytest.approx((0.5, 0.5, 0.5))  # of a chunk of two layers
+    assert corrections(replace(measured, layers=1), A100) == pytest.approx((1, 1, 1))
 
 
 def test_costs_are_those_of_slots_however_many_stages_share_them():

@@ -78,8 +78,19 @@ def _plain(part: Part, text: str | None) -> None:
         _run(part, lambda say: part.measure(quick, say), quick, as_json, whole=True)
 
 
-for _module in (split, memory, tables):
+for _module in (split, memory):
     _plain(_module.PART, _module.__doc__)
+
+
+@main.command("tables", help=tables.__doc__)
+@_quick
+@_json
+@click.option(
+    "--costs-file", type=Path, help="A cost profile from tools/profile_passes.py: the roofline is corrected by it."
+)
+def _tables(quick: bool, as_json: bool, costs_file: Path | None) -> None:
+    _run(tables.PART, lambda say: tables.measure(quick, say, costs_file), quick, as_json, whole=True)
+
 
 if __name__ == "__main__":
     sys.exit(run(main, "benchmark.sh"))

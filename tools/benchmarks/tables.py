@@ -7,11 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from multiprocessing import get_context
+from pathlib import Path
 
 from megatron.schedules.estimate.grid import Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, Estimate, Method, Setting, estimate
+from megatron.schedules.estimate.roofline import ONES, PassTimes, corrections
+from megatron.schedules.planning.cost_profile import read_profile
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
 from tools.grid_search import search_all
 
@@ -19,47 +23,68 @@ _DEVICE = DEVICES["A100-80GB"]
 # arXiv 2405.15362, section 5: as many GPUs as pipeline ranks.
 _SIZES = {"9.6B": 16, "21B": 24, "38.5B": 32}
 _LENGTHS, _GPUS, _BATCH = (1024, 3072, 16384), 40, 160  # of the grid search
+_SLOWER = 3  # links within a node, by so much, to see what tensor parallelism decides
 _OURS = ("V-Min", "V-Half", "V-ZB", "adaptive")
 _SEARCH_SECONDS = 2.0
 
 
-def _methods(ranks: int) -> list[Method]:
-    """The paper's, and the search within V-Half's memory and within 1F1B's."""
-    half = Method("adaptive in V-Half's memory", "adaptive", 2, memory_limit=0.5 + 1 / ranks)
-    return [*METHODS, half, Method("adaptive in 1F1B's memory", "adaptive", 2, memory_limit=1.0)]
+_WITHIN = ("V-Half", "V-ZB")  # whose memory the search is given, too
 
 
-def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """One row for each method at each size, then one for each method of each grid search."""
-    yield from _equal_microbatches(quick, say)
+def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[Row]:
+    """One row for each method at each size, then one for each method of each grid search.
+
+    Args:
+        quick: a sample of both.
+        say: is told what goes on.
+        costs_file: a cost profile that corrects the roofline.
+    """
+    correction = ONES
+    if costs_file is not None:
+        profile = read_profile(costs_file)
+        correction = corrections(profile, _DEVICE)
+        yield {"kind": "profile", "measured_on": profile.device, "correction": list(correction)}
+    yield from _equal_microbatches(quick, say, correction)
     questions = [
-        Question(replace(MODELS["98.5B"], sequence=length), _DEVICE, _GPUS, _BATCH)
+        Question(replace(MODELS["98.5B"], sequence=length), _DEVICE, _GPUS, _BATCH, correction)
         for length in (_LENGTHS[-1:] if quick else _LENGTHS)
     ]
     say(f"grid search: {len(questions)} tables")
-    for question, found in search_all(questions, [method.name for method in (*METHODS, ADAPTIVE)], top=1, jobs=2):
+    yield from _searched("grid", questions, [*METHODS, ADAPTIVE])
+    if not quick:
+        slower = replace(_DEVICE, link=_DEVICE.link / _SLOWER)
+        questions = [replace(question, device=slower) for question in questions if question.model.sequence == 3072]
+        yield from _searched("slower links", questions, [*METHODS[:2], *METHODS[4:]])
+
+
+def _searched(kind: str, questions: Sequence[Question], methods: Sequence[Method]) -> Iterator[Row]:
+    for question, found in search_all(questions, [method.name for method in methods], top=1, jobs=2):
         for each in found:
-            row = {"kind": "grid", "sequence_length": question.model.sequence, "method": each.method.name}
+            row = {"kind": kind, "sequence_length": question.model.sequence, "method": each.method.name}
             yield row | (_figures(each.best[0]) if each.best else {"mfu": None, "memory_gib": _gib(each.short)})
 
 
-def _equal_microbatches(quick: bool, say: Say) -> Iterator[Row]:
+def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterator[Row]:
     settings = [
-        Setting(method, MODELS[name], _DEVICE, 1, 1, gpus, 1, times * gpus)
+        Setting(method, MODELS[name], _DEVICE, 1, 1, gpus, 1, times * gpus, correction)
         for name, gpus in (list(_SIZES.items())[:1] if quick else _SIZES.items())
         for times in ((2,) if quick else (2, 4, 8))
-        for method in _methods(gpus)
+        for method in METHODS
     ]
     say(f"equal microbatches: {len(settings)} settings")
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(_estimate, settings):
-            yield {"kind": "equal", "model": found.setting.model.name, "method": found.setting.method.name} | _figures(
-                found
-            )
+        for found in chain.from_iterable(pool.map(_estimates, settings)):
+            names = {"model": found.setting.model.name, "method": found.setting.method.name}
+            yield {"kind": "equal"} | names | _figures(found)
 
 
-def _estimate(setting: Setting) -> Estimate:
-    return estimate(setting, search_seconds=_SEARCH_SECONDS)
+def _estimates(setting: Setting) -> list[Estimate]:
+    """The setting's own, and where it is asked for that of a search within the same memory."""
+    found = estimate(setting)
+    if setting.method.name not in _WITHIN:
+        return [found]
+    within = Method(f"adaptive, as {setting.method.name}", "adaptive", 2, memory_limit=found.share)
+    return [found, estimate(replace(setting, method=within), search_seconds=_SEARCH_SECONDS)]
 
 
 def _figures(found: Estimate) -> dict[str, object]:
@@ -85,12 +110,12 @@ def _gib(size: float | None) -> float | None:
 def section(rows: Sequence[Row]) -> str:
     """What holds of the paper's claims, the picture, and the tables."""
     equal = [row for row in rows if row["kind"] == "equal"]
-    searched = [row for row in rows if row["kind"] == "grid"]
+    searched = [row for row in rows if row["kind"] in ("grid", "slower links")]
     return "\n\n".join(
         [
-            f"No GPU was used: times of passes are a roofline's of the {_DEVICE.name}, idle time is the schedules' "
-            "simulator's, memory is counted. `megatron/schedules/estimate` has every term with its source. The model "
-            "is kinder to all methods than a cluster: it knows no stragglers and no contention.",
+            f"No pipeline was run: times of passes are a roofline's of the {_DEVICE.name}{_measured(rows)}, idle "
+            "time is the schedules' simulator's, memory is counted. `megatron/schedules/estimate` has every term with "
+            "its source. The model is kinder to all methods than a cluster: it knows no stragglers and no contention.",
             _claims(equal, searched),
             "### Equal microbatches",
             "One sample of 1024 tokens in a microbatch, a GPU a pipeline rank; the embedding and the output layer "
@@ -100,9 +125,17 @@ def section(rows: Sequence[Row]) -> str:
             "### Grid search",
             f"98.5B on {_GPUS} GPUs, {_BATCH} samples an iteration, FlashAttention, "
             "sequence parallelism, distributed optimizer: the fastest setting of each method that fits.",
-            *_grid_tables(searched),
+            *_grid_tables([row for row in searched if row["kind"] == "grid"]),
         ]
     )
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    profile = next((row for row in rows if row["kind"] == "profile"), None)
+    if profile is None:
+        return ""
+    factors = ", ".join(f"{factor:.2f}" for factor in profile["correction"])
+    return f", those of a layer times {factors} (F, I, W) as measured on {profile['measured_on']}"
 
 
 def _claims(equal: Sequence[Row], searched: Sequence[Row]) -> str:
@@ -118,16 +151,20 @@ def _claims(equal: Sequence[Row], searched: Sequence[Row]) -> str:
     memory = _ratios(equal, "activations_gib")
     for method, share in (("V-Half", 1 / 2), ("V-Min", 1 / 3)):
         low, high = min(memory[method]), max(memory[method])
-        held = (
-            "holds" if high <= share * 1.1 else "holds but for the warm-up" if low <= share * 1.25 else "does not hold"
-        )
+        held = "holds" if high <= share * 1.1 else "comes near" if low <= share * 1.25 else "does not hold"
         lines.append(
             f"- {method}'s activation memory is {low:.3f} to {high:.3f} of 1F1B's, less the longer the pipeline. The "
-            f"paper's {share:.3f}: {held}."
+            f"paper's {share:.3f}, its limit for long pipelines: {held}."
         )
-    for length, found in _by(searched, "sequence_length").items():
+    for length, found in _by([row for row in searched if row["kind"] == "grid"], "sequence_length").items():
         lines.append(
             f"- Grid search at sequence length {length}: {_best_of_ours(found)} The paper's best is 16 % above."
+        )
+    if slower := [row for row in searched if row["kind"] == "slower links"]:
+        lines.append(
+            "- Where they part: here 1F1B escapes its bubble and its memory by tensor parallelism, for the links of "
+            f"the model are as fast as they can be. {_SLOWER} times slower, at sequence length "
+            f"{slower[0]['sequence_length']}: {_best_of_ours(slower)}"
         )
     return "\n".join(lines)
 
@@ -211,8 +248,8 @@ def drawing(rows: Sequence[Row]) -> str:
         panel.set(title=f"{model} on {found[0]['pipeline']} GPUs", xlabel="activations, GiB on the fullest GPU")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("MFU, %; upward: more microbatches")
-    panels[0][0].legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -148,6 +148,7 @@ class Estimate:
         bubble: share of the pipeline's time in which an average rank idles.
         memory: bytes on the GPU that needs most.
         activations: those of them that are activations, on the rank that holds most of these.
+        share: the same as a fraction of d microbatches' worth of an average rank, what a memory limit is given in.
     """
 
     setting: Setting
@@ -156,6 +157,7 @@ class Estimate:
     bubble: float
     memory: float
     activations: float
+    share: float
 
     @property
     def fits(self) -> bool:
@@ -255,7 +257,8 @@ def _read_off(setting: Setting, timeline: Timeline) -> Estimate:
     whole = _held_by_slot(setting)[1] if setting.method.recompute else 0.0
     held = [peak * _rank_activations(setting) + whole for peak in timeline.peaks]
     memory = max(static + bytes_held for static, bytes_held in zip(static_bytes(setting), held, strict=True))
-    return Estimate(setting, seconds, mfu(setting, seconds), timeline.bubble, memory, max(held))
+    share = timeline.peak / setting.pipeline
+    return Estimate(setting, seconds, mfu(setting, seconds), timeline.bubble, memory, max(held), share)
 
 
 def _room(setting: Setting) -> float:

@@ -73,8 +73,10 @@ def slot_times(work: Work, device: Device, correction: PassTimes = ONES) -> Slot
     return SlotTimes(_layer(work, device).scaled(correction), _embedding(work, device), _output_layer(work, device))
 
 
-def corrections(profile: CostProfile, model: Model, device: Device) -> PassTimes:
+def corrections(profile: CostProfile, device: Device) -> PassTimes:
     """Measured over modelled, for each pass of a layer, at the setting that ``profile`` was measured at."""
+    shape = profile.model_layers, profile.heads, profile.hidden_size, profile.sequence_length
+    model = Model(profile.device, *shape)
     assumed = _layer(Work(model, profile.tensor_parallel, profile.micro_batch_size), device)
     return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))
 
