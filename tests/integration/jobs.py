@@ -9,10 +9,8 @@ import gc
 import io
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache, partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -26,8 +24,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
-from megatron.training.argument_utils import ArgumentGroupFactory
-from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
 from megatron.schedules.integration import gpt
@@ -37,14 +33,9 @@ from tests.integration import conversations, fake_wandb, low_rank, plain_attenti
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result
+from tools._quick_start import quick_start
 
-# Stock draws a hundred thousand documents, and sorts them in every job, on every rank, for every chunk.
-MockGPTLowLevelDataset.size = 2000
-
-# Stock reads the sources of its configurations for every parser; ranks inherit what is read once, here.
-_read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
-ArgumentGroupFactory._get_field_docstrings = staticmethod(_read)
-add_megatron_arguments(ArgumentParser())
+quick_start()
 
 
 def train(

@@ -61,9 +61,10 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
 def _measure(quick: bool, say: Say) -> Iterator[Row]:
     import pretrain_gpt  # noqa: F401 - here once, for all ranks
     from tools import _pass_times  # noqa: F401
+    from tools._quick_start import quick_start
     from tools.benchmarks.emulated_ranks import run_ranks
 
-    _import_quickly()
+    quick_start()
     (share,) = run_ranks(1, _weight_share, 120)
     say(f"memory: of a layer's activations {100 * share:.1f} % wait from I to W")
     for size, schedules in (_QUICK if quick else dict.fromkeys((4, 8), _ONE_CHUNK + _SEVERAL_CHUNKS)).items():
@@ -138,21 +139,6 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
     sys.argv = ["pretrain_gpt.py", *_model(), *shape.split(), *_FLAGS.get(schedule, [])]
     pretrain_gpt.main()
     return seen[0]
-
-
-def _import_quickly() -> None:
-    """Have done once what every rank would do by itself at its start."""
-    from argparse import ArgumentParser
-    from functools import cache
-
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.arguments import add_megatron_arguments
-
-    MockGPTLowLevelDataset.size = 2000  # documents, of a hundred thousand
-    read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
-    ArgumentGroupFactory._get_field_docstrings = staticmethod(read)
-    add_megatron_arguments(ArgumentParser())
 
 
 def section(rows: Sequence[Row]) -> str:
