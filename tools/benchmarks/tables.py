@@ -28,7 +28,7 @@ _OURS = ("V-Min", "V-Half", "V-ZB", "adaptive")
 _SEARCH_SECONDS = 2.0
 
 
-_WITHIN = ("V-Half", "V-ZB")  # whose memory the search is given, too
+_LIMITS = {"3/4": 0.75, "5/4": 1.25}  # of 1F1B's activation memory, for the search
 
 
 def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[Row]:
@@ -79,12 +79,12 @@ def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterato
 
 
 def _estimates(setting: Setting) -> list[Estimate]:
-    """The setting's own, and where it is asked for that of a search within the same memory."""
-    found = estimate(setting)
-    if setting.method.name not in _WITHIN:
-        return [found]
-    within = Method(f"adaptive, as {setting.method.name}", "adaptive", 2, memory_limit=found.share)
-    return [found, estimate(replace(setting, method=within), search_seconds=_SEARCH_SECONDS)]
+    """The setting's own; beside 1F1B also those of searches within parts and more of its memory."""
+    found = [estimate(setting)]
+    for name, part in _LIMITS.items() if setting.method.name == "1F1B" else ():
+        within = Method(f"adaptive {name}", "adaptive", 2, memory_limit=part * found[0].share)
+        found.append(estimate(replace(setting, method=within), search_seconds=_SEARCH_SECONDS))
+    return found
 
 
 def _figures(found: Estimate) -> dict[str, object]:
@@ -119,7 +119,8 @@ def section(rows: Sequence[Row]) -> str:
             _claims(equal, searched),
             "### Equal microbatches",
             "One sample of 1024 tokens in a microbatch, a GPU a pipeline rank; the embedding and the output layer "
-            "stand in for a layer each. MFU, memory of the fullest GPU (activations of it), bubble.",
+            "stand in for a layer each. MFU, memory of the fullest GPU (activations of it), bubble. "
+            "Adaptive has that part of 1F1B's activation memory, and two chunks a rank.",
             "![Throughput against memory](images/tables.svg)",
             *_equal_tables(equal),
             "### Grid search",
@@ -206,7 +207,8 @@ def _percent(ratio: float) -> str:
 def _equal_tables(rows: Sequence[Row]) -> Iterator[str]:
     for model, found in _by(rows, "model").items():
         numbers = list(dict.fromkeys(row["microbatches"] for row in found))
-        cells = [[method, *map(_cell, of_method)] for method, of_method in _by(found, "method").items()]
+        methods = sorted(_by(found, "method").items(), key=lambda item: str(item[0]).startswith("adaptive"))
+        cells = [[method, *map(_cell, of_method)] for method, of_method in methods]
         heads = [f"{model} on {found[0]['pipeline']}", *(f"n = {n}" for n in numbers)]
         yield markdown_table(heads, [[str(cell) for cell in row] for row in cells])
 
