@@ -25,13 +25,15 @@ def needed() -> bool:
 
 
 def enable() -> None:
-    """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process.
+    """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process; once.
 
     Raises:
         RuntimeError: where CUDA is available, or Megatron was imported before and holds kernels to compile for CUDA.
     """
     if not needed():
         raise RuntimeError("the CPU stand-in is for machines without CUDA; this one has it")
+    if torch.cuda.current_device is _TORCH_CUDA["current_device"]:
+        return
     if "megatron.core" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
         raise RuntimeError("enable the CPU stand-in before importing Megatron, or set TORCHDYNAMO_DISABLE=1")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
