@@ -256,6 +256,7 @@ PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch
 ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
+@pytest.mark.full_matrix  # its parts are tested below; the whole takes long
 def test_a_sweep_runs_its_candidates_and_collects_the_table(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = f"--pipeline-schedule v-half --pipeline-schedule-costs 1,1,1,0 {PIPELINE} {ENDS}"
     candidates(cluster / "made", f"--pipeline-schedule v-min {PIPELINE}", good)  # two layers do not make four stages

@@ -18,11 +18,14 @@ from tests.integration.test_same_result import CLIP_NOTHING, under
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-def trained(train: Training, case: Case) -> tuple[Result, Result]:
-    """Ours, and stock's, whose layers are spread evenly: where they are changes no result."""
+def trained(train: Training, case: Case, *job: str) -> tuple[Result, Result]:
+    """Ours, and stock's, whose layers are spread evenly: where they are changes no result.
+
+    ``job`` is how many iterations of how large a batch, where the case does not say.
+    """
     flags = [*PIPELINE, *case.flags]
     if "--step-batch-size-schedule" not in flags:
-        flags += ["--global-batch-size", "8", "--train-iters", "3"]
+        flags += job
     if "--clip-grad" not in flags:
         flags += CLIP_NOTHING
     model = tuple(case.model)
@@ -58,7 +61,7 @@ def assert_agree(ours: Result, stock: Result, case: Case) -> None:
     "case", [pytest.param(c, id=str(c), marks=pytest.mark.feature(c.features[-1], c.schedule)) for c in alone()]
 )
 def test_alone(train: Training, case: Case) -> None:
-    assert_agree(*trained(train, case), case)
+    assert_agree(*trained(train, case, "--global-batch-size", "8", "--train-iters", "3"), case)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_alone(train: Training, case: Case) -> None:
     [pytest.param(c, id=str(c), marks=[pytest.mark.full_matrix] * (c.world > 4)) for c in together()],
 )
 def test_together(train: Training, case: Case) -> None:
-    assert_agree(*trained(train, case), case)
+    assert_agree(*trained(train, case, "--global-batch-size", "4", "--train-iters", "2"), case)
 
 
 def test_every_pair_that_can_be_is_together_somewhere() -> None:
