@@ -34,8 +34,6 @@ SETTINGS = {
 }
 USUAL = {
     "context parallel 2": ("v-half",),
-    "context parallel 2, RoPE, query groups, loss per token": ("v-min",),
-    "multi-latent attention, context parallel 2": ("v-zb",),
     "multi-latent attention, tensor and sequence parallel 2": ("zb-1p",),
     "multi-latent attention, full recompute": ("adaptive",),
 }
