@@ -66,7 +66,7 @@ PARALLEL = {
 }
 
 # Features together, under every schedule that has them: tests/integration/test_compatibility.py.
-PARALLEL_USUAL = [("1f1b-v", "PP2 DP2"), ("zb-2p", "PP2 TP2 sequence parallel")]
+PARALLEL_USUAL = [("1f1b-v", "PP2 DP2")]
 
 
 @pytest.mark.parametrize(
