@@ -56,7 +56,8 @@ def test_every_engine_runs_and_a_failing_rank_says_why():
         # At least 2 x 4 x (F + B + W) on each rank; a busy machine may make it much more.
         assert 0.95 * 8 * 2.85 * 0.002 < row["seconds"] < 5
         assert row["simulated_seconds_without_hops"] <= row["simulated_seconds"]
-        assert 1 <= row["memory"] <= 2.5 and 0 <= row["hop_seconds"] <= 0.002
+        assert 1 <= row["memory"] <= 2.5
+        assert 0 <= row["hop_seconds"] <= 0.001 and 0 <= row["hop_seconds_beforehand"] <= 0.001
     assert "V-ZB" not in section(rows)  # of a size that the claim is not about
 
 
@@ -77,6 +78,7 @@ def row(engine: str, schedule: str, seconds: float, memory: float, error: float 
         "simulated_seconds": seconds,
         "simulated_seconds_without_hops": seconds,
         "hop_seconds": 0.0003,
+        "hop_seconds_beforehand": 0.0004,
         "error": error,
         "speedup_over_stock_1f1b": 2.6 / seconds,
         "memory": memory,

@@ -53,20 +53,38 @@ def _three(text: str) -> str:
 
 
 def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[Row]:
-    from tools.benchmarks.emulated_engines import contestants, measure  # Megatron, which --help need not wait for
+    from tools.benchmarks.emulated_engines import adaptive, others, ours  # Megatron, which --help need not wait for
 
     units = Costs.parse(text)
     costs = Costs(units.forward * UNIT_S, units.input_grad * UNIT_S, units.weight_grad * UNIT_S)
-    say(f"d={d}, n={n}, costs {text}: planning")
-    found = contestants(Request("1f1b", d, n, units))
-    expected = sum(_simulated(one.schedule, costs, 0.0) for one in found) * repetitions
-    say(f"d={d}, n={n}, costs {text}: {repetitions} repetitions, about {expected:.0f} s")
-    spreads = [Spread.of(taken) for taken in measure(found, costs, repetitions, timeout=4 * expected + 180)]
+    request = Request("1f1b", d, n, units)
+    name = f"d={d}, n={n}, costs {text}"
+    say(f"{name}: ours by name once, for the time of a hop")
+    by_name = ours(request)
+    beforehand = _fitted_hop(by_name, _timed(by_name, costs, 1), costs)
+    # Nothing else of the costs is left to measure: this is how adaptive is meant to be used.
+    say(f"{name}: planning adaptive for hops of {beforehand * 1e3:.2f} ms")
+    measured = replace(request, costs=replace(units, comm=beforehand / UNIT_S))
+    found = [*others(request), *by_name, *adaptive(measured)]
+    say(f"{name}: {repetitions} repetitions, about {_expected(found, costs) * repetitions:.0f} s")
+    spreads = _timed(found, costs, repetitions)
     hop = _fitted_hop(found, spreads, costs)
-    say(f"d={d}, n={n}, costs {text}: a hop takes {hop * 1e3:.2f} ms as fitted to ours")
-    setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions, "hop_seconds": hop}
+    say(f"{name}: a hop takes {hop * 1e3:.2f} ms as fitted to ours")
+    setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions}
+    setting |= {"hop_seconds": hop, "hop_seconds_beforehand": beforehand}
     for one, spread in zip(found, spreads, strict=True):
         yield _row(one, spread, costs, setting) | {"speedup_over_stock_1f1b": round(spreads[0].per(spread), 4)}
+
+
+def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[Spread]:
+    from tools.benchmarks.emulated_engines import measure
+
+    timeout = 4 * _expected(found, costs) * repetitions + 180
+    return [Spread.of(taken) for taken in measure(found, costs, repetitions, timeout)]
+
+
+def _expected(found: Sequence[Contestant], costs: Costs) -> float:
+    return sum(_simulated(one.schedule, costs, 0.0) for one in found)
 
 
 def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,27 @@ class Contestant(NamedTuple):
     start: Callable[[Passes], Callable[[], None]]
 
 
-def contestants(request: Request) -> list[Contestant]:
-    """All that can run at the size of ``request``, ours planned for its costs; 1F1B of stock comes first."""
-    named = {name: plan(replace(request, schedule=name)) for name in OURS}
+def ours(request: Request) -> list[Contestant]:
+    """Our schedules that have a name, planned for the costs of ``request``."""
+    return [_of_ours(name, plan(replace(request, schedule=name))) for name in OURS]
+
+
+def adaptive(request: Request) -> list[Contestant]:
+    """Our adaptive within each of :data:`LIMITS`, planned for the costs of ``request``, which may have a hop."""
+    asked = replace(request, schedule="adaptive")
+    return [_of_ours(f"adaptive {limit:g}", plan(replace(asked, memory_limit=limit))) for limit in LIMITS]
+
+
+def _of_ours(name: str, schedule: Schedule) -> Contestant:
+    programs = lower(schedule)
+    check(programs)
+    return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
+
+
+def others(request: Request) -> list[Contestant]:
+    """What stock and torch can run at the size of ``request``; 1F1B of stock comes first."""
+    one, two = (plan(replace(request, schedule=name)) for name in ("1f1b", "interleaved-1f1b"))
     d, n = request.ranks, request.microbatches
-    one, two = named["1f1b"], named["interleaved-1f1b"]
     found = [
         Contestant("megatron-core", "1F1B", one, partial(emulated_stock.start, one.placement, n)),
         Contestant("torch", "1F1B", one, partial(emulated_torch.start, emulated_torch.ONE_CHUNK, one.placement, n)),
@@ -55,12 +71,6 @@ def contestants(request: Request) -> list[Contestant]:
         for name, (kind, _) in emulated_torch.TWO_CHUNKS.items():
             order = emulated_torch.order(name, d, n)
             found.append(Contestant("torch", name, order, partial(emulated_torch.start, kind, order.placement, n)))
-    for limit in LIMITS:
-        named[f"adaptive {limit:g}"] = plan(replace(request, schedule="adaptive", memory_limit=limit))
-    for name, schedule in named.items():
-        programs = lower(schedule)
-        check(programs)
-        found.append(Contestant("ours", name, schedule, partial(emulated_ours.start, programs)))
     return found
 
 
