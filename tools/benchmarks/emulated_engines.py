@@ -9,18 +9,21 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.program import Program
 from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
-from tools.benchmarks.emulated_passes import Passes, time_around
+from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
 
 OURS = ("1f1b", "interleaved-1f1b", "zb-1p", "v-min", "v-half", "v-zb")
 LIMITS = (0.5, 1.0)
 """Of 1F1B's memory, for our adaptive."""
 
+_SETTLING = "v-zb"  # what all ranks run to find how long to sleep: it has every kind of pass
 _WARM_UP_PACE = 0.05
 
 
@@ -79,8 +82,9 @@ def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout
 
     The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
     """
-    ranks = found[0].schedule.ranks
-    taken = run_ranks(ranks, partial(_on_a_rank, found, costs, repetitions), timeout)
+    ranks, n = found[0].schedule.ranks, found[0].schedule.microbatches
+    split = lower(plan(Request(_SETTLING, ranks, n, costs)))
+    taken = run_ranks(ranks, partial(_on_a_rank, found, split, costs, repetitions), timeout)
     seconds: list[list[float]] = [[] for _ in found]
     for at in range(repetitions * len(found)):
         begins, ends = zip(*(of_rank[at] for of_rank in taken), strict=True)
@@ -88,10 +92,13 @@ def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout
     return seconds
 
 
-def _on_a_rank(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[tuple[float, float]]:
+def _on_a_rank(
+    found: Sequence[Contestant], split: Sequence[Program], costs: Costs, repetitions: int
+) -> list[tuple[float, float]]:
     """Begin and end of every iteration on this rank, after each engine has warmed up once in quick time."""
     begin_together()
-    around = time_around()
+    around = dict.fromkeys(Kind, 0.0)
+    emulated_ours.settle(split, Passes(costs.on(split[0].placement), around))
     runs = []
     for contestant in found:
         passes = Passes(costs.on(contestant.schedule.placement), around)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -16,6 +20,7 @@ from megatron.schedules.runtime.transport import Channels, GroupTransport, Messa
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 _SPEC = MessageSpec(SHAPE, torch.float32, torch.device("cpu"))
+_ROUNDS = 2  # the second corrects the first, whose sleeps were too long
 
 
 def start(programs: Sequence[Program], passes: Passes) -> Callable[[], None]:
@@ -24,6 +29,21 @@ def start(programs: Sequence[Program], passes: Passes) -> Callable[[], None]:
     channels = _channels(channels_of(program.placement))
     stages = _Stages(passes, program.placement.stages_of(program.rank))
     return lambda: run(program, stages, GroupTransport(channels, _SPEC))
+
+
+def settle(programs: Sequence[Program], passes: Passes) -> None:
+    """Run this rank's one of ``programs`` a few times, and have passes sleep so long that they take their time.
+
+    From call to return, on average over each kind; a trial outside of a run would be quicker, for its code and data are
+    still in the processor's caches.
+    """
+    program = programs[dist.get_rank()]
+    for _ in range(_ROUNDS):
+        stages = _Timed(passes, program.placement.stages_of(program.rank))
+        run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC))
+        for kind, longer in stages.longer.items():
+            passes.around[kind] += statistics.mean(longer)
+    passes.around[Kind.B] = passes.around[Kind.I]
 
 
 @cache
@@ -57,3 +77,29 @@ class _Stages:
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._passes.run(Kind.W, stage)
+
+
+class _Timed(_Stages):
+    """The same, noting by how many seconds longer than its time each pass took."""
+
+    def __init__(self, passes: Passes, stages: Sequence[int]) -> None:
+        super().__init__(passes, stages)
+        self.longer: dict[Kind, list[float]] = defaultdict(list)
+
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
+        with self._timing(Kind.F, stage):
+            return super().forward(stage, microbatch, activation, split=split)
+
+    def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        with self._timing(Kind.I, stage):
+            return super().backward_input(stage, microbatch, gradient)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        with self._timing(Kind.W, stage):
+            super().backward_weight(stage, microbatch)
+
+    @contextmanager
+    def _timing(self, kind: Kind, stage: int) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.longer[kind].append(time.monotonic() - begin - self._passes.seconds[kind][stage])

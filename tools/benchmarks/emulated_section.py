@@ -23,13 +23,14 @@ EQUALS = {
 
 _HOW = """\
 Real processes over gloo, one a rank, on the machine named above, before its other processes where the system allows
-that; a pass sleeps so long that it takes its time from call to return, 20 ms where its cost is 1. Costs F,B,W are those
-of half a rank's layers, B being the input gradient. Ours runs its own engine and transport; megatron-core (1F1B and
-interleaved) and torch.distributed.pipelining run their own functions, stages and messages, all of them in turn in the
-same processes. Times are medians of the repetitions, from the moment when all ranks begin to the last one's end, and in
-brackets the shortest and the longest. The simulator is given the time of a hop, one number a setting, fitted to our
-schedules by least squares; it also holds what torch and Python take to post a message. Adaptive, at half of 1F1B's
-memory and at all of it, is planned for a hop measured beforehand, by one iteration of each of ours that has a name."""
+that; a pass sleeps so long that it takes its time from call to return, on average over its kind, 20 ms where its cost
+is 1. Costs F,B,W are those of half a rank's layers, B being the input gradient. Ours runs its own engine and
+transport; megatron-core (1F1B and interleaved) and torch.distributed.pipelining run their own functions, stages and
+messages, all of them in turn in the same processes. Times are medians of the repetitions, from the moment when all
+ranks begin to the last one's end, and in brackets the shortest and the longest. The simulator is given the time of a
+hop, one number a setting, fitted to our schedules by least squares; it also holds what torch and Python take to post
+a message. Adaptive, at half of 1F1B's memory and at all of it, is planned for a hop measured beforehand, by one
+iteration of each of ours that has a name."""
 
 
 def section(rows: Sequence[Row]) -> str:
