@@ -231,9 +231,9 @@ def deliver(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 class _Handover(torch.autograd.Function):
     """Nothing as a function of parameters, whose backward brings gradients that are there already.
 
-    One root for all of them: a backward checks each root, which takes longer than a small gradient's product. What comes
-    out are new tensors on the gradients' memory, so that ``.grad`` becomes one without a copy, which is not done to
-    tensors that others may see.
+    One root for all of them: a backward checks each root, which takes longer than a small gradient's product. What
+    comes out are new tensors on the gradients' memory, so that ``.grad`` becomes one without a copy, which is not done
+    to tensors that others may see.
     """
 
     @staticmethod
