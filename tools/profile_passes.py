@@ -51,6 +51,7 @@ _LEFT_OUT = {
     "--account-for-loss-in-pipeline-split": 0,
     "--global-batch-size": 1,
     "--rampup-batch-size": 3,
+    "--step-batch-size-schedule": 1,
     "--load": 1,
     "--save": 1,
 }

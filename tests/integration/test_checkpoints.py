@@ -12,7 +12,7 @@ import torch
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
-from tests.integration.features import SCHEDULES
+from tests.integration.features import SCHEDULES, Case
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.test_same_result import under
 
@@ -35,9 +35,10 @@ def saved(train, tmp_path_factory) -> Callable[..., Saved]:
     """Jobs that save; the same one runs once."""
 
     @cache
-    def save(world: int, *flags: str, tied: bool = False) -> Saved:
+    def save(world: int, *flags: str, tied: bool = False, model: tuple[str, ...] = ()) -> Saved:
         folder = tmp_path_factory.mktemp("saved")
-        return Saved(folder, train(world, *flags, "--save", str(folder), "--save-interval", str(SAVED), tied=tied))
+        saving = ("--save", str(folder), "--save-interval", str(SAVED))
+        return Saved(folder, train(world, *flags, *saving, tied=tied, model=model))
 
     return save
 
@@ -176,6 +177,25 @@ def test_a_job_goes_on_under_another_schedule_or_other_sizes(train, saved, start
     (world, before), (world_after, after) = SIDES[start], SIDES[end]
     folder, straight = saved(world, *before, *optimizer)
     resumed = train.resume(world_after, *after, *optimizer, load=folder, iteration=SAVED)
+    assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+    assert len(resumed.losses) == ITERATIONS - SAVED
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "what"),
+    [
+        case("v-half", "1F1B", "multi-token prediction", usual=True),
+        case("v-half", "v-half", "multi-token prediction", usual=False),
+        case("1F1B", "v-zb", "multi-token prediction", usual=False),
+        case("v-half", "1F1B", "mixture of experts", usual=False),
+        case("1F1B", "adaptive", "mixture of experts", usual=False),
+    ],
+)
+def test_so_does_one_with_layers_of_other_kinds(train, saved, start, end, what):
+    model = tuple(Case("", (what,)).model)
+    (world, before), (world_after, after) = SIDES[start], SIDES[end]
+    folder, straight = saved(world, *before, model=model)
+    resumed = train.resume(world_after, *after, *model, load=folder, iteration=SAVED)
     assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
     assert len(resumed.losses) == ITERATIONS - SAVED
 

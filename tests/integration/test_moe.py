@@ -32,7 +32,6 @@ SETTINGS = {
 }
 USUAL = {
     "expert parallel 2, allgather, z-loss, loss per token": ("zb-1p",),
-    "expert parallel 2 over tensor ranks, shared expert": ("v-min",),
     "expert parallel 2, shared expert, distributed optimizer, overlapped": ("v-half", "interleaved-1f1b"),
     "experts in every second layer": ("v-zb",),
     "expert bias, multi-latent attention, shared expert": ("adaptive",),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ from tests.integration.features import each_schedule
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 from tests.integration.test_same_result import under
+from tools import preprocess_data
 
-ROOT = Path(__file__).resolve().parents[2]
 BYTES = "--vocab-size 257 --make-vocab-size-divisible-by 1".split()
 ONCE = (
     "--train-iters 1 --global-batch-size 1 --lr 0 --min-lr 0 --save-interval 1 --no-save-optim --eval-iters 0".split()
@@ -27,9 +25,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts = {"train": "some text to train on. " * 99, "one": "to validate on. " * 40, "other": "another. " * 50}
     for name, text in texts.items():
         (folder / name).write_text(text)
-        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
         files = ["--output-prefix", str(folder / name), "--input", str(folder / name)]
-        subprocess.run([*tool, *files], check=True, timeout=120)
+        assert preprocess_data.main(["--append-eod", *files]) == 0
     train, *valid = (str(folder / f"{name}_text_document") for name in texts)
     return ["--train-data-path", train, "--valid-data-path", *valid]
 
