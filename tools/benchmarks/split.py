@@ -162,7 +162,9 @@ def section(rows: Sequence[Row]) -> str:
         text.append(
             f"I + W take at most {MOST_RATIO} of the whole backward of a decoder layer: {best:.3f} to {worst:.3f}, "
             f"{within} of {len(layers)} layers within, {_verdict(worst <= MOST_RATIO)}\n\n"
-            "Whole and split by turns in one process; the ratio is the median of the pairs' ratios, with quartiles.\n"
+            "Whole and split by turns in one process; the ratio is the median of the pairs' ratios, with quartiles. "
+            "What is added hardly grows with the layer (a second start of autograd, four closures, activations that "
+            "have left the caches), so the smaller the layer, the more it shows.\n"
         )
         heads = ("layer", "whole, ms", "I, ms", "W, ms", "(I + W) / whole", "quartiles", "pairs")
         text.append(markdown_table(heads, [_layer_cells(row) for row in layers]))
