@@ -189,8 +189,6 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
     multi-latent attention. The last step is its own too: an ordinary view that leaves an autograd Function could not be
     changed in place, as the logits are.
     """
-    if rows.is_contiguous():  # the same, and quicker to ask for
-        return rows.matmul(matrix)
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
 
