@@ -186,8 +186,8 @@ def _product(rows: Tensor, matrix: Tensor) -> Tensor:
 
     ``torch.matmul`` does so of itself for a ``matrix`` that requires a gradient, as stock's weight does. For a detached
     one it looks at the strides, and may multiply row by row where ``rows`` are cut out of a wider tensor, as in
-    multi-latent attention. The last step is its own too: an ordinary view that leaves an autograd Function could not be
-    changed in place, as the logits are.
+    multi-latent attention, or have a batch of one, even if they are contiguous. The last step is its own too: an
+    ordinary view that leaves an autograd Function could not be changed in place, as the logits are.
     """
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
