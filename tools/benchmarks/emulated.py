@@ -65,7 +65,7 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
     # Nothing else of the costs is left to measure: this is how adaptive is meant to be used.
     say(f"{name}: planning adaptive for hops of {beforehand * 1e3:.2f} ms")
     measured = replace(request, costs=replace(units, comm=beforehand / UNIT_S))
-    found = [*others(request), *by_name, *adaptive(measured)]
+    found = [*others(by_name), *by_name, *adaptive(measured)]
     say(f"{name}: {repetitions} repetitions, about {_expected(found, costs) * repetitions:.0f} s")
     spreads = _timed(found, costs, repetitions)
     hop = _fitted_hop(found, spreads, costs)

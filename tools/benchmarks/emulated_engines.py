@@ -59,10 +59,10 @@ def _of_ours(name: str, schedule: Schedule) -> Contestant:
     return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
 
 
-def others(request: Request) -> list[Contestant]:
-    """What stock and torch can run at the size of ``request``; 1F1B of stock comes first."""
-    one, two = (plan(replace(request, schedule=name)) for name in ("1f1b", "interleaved-1f1b"))
-    d, n = request.ranks, request.microbatches
+def others(by_name: Sequence[Contestant]) -> list[Contestant]:
+    """What stock and torch can run at the size of :func:`ours`; 1F1B of stock comes first."""
+    one, two = (_named(by_name, name).schedule for name in ("1f1b", "interleaved-1f1b"))
+    d, n = one.ranks, one.microbatches
     found = [
         Contestant("megatron-core", "1F1B", one, partial(emulated_stock.start, one.placement, n)),
         Contestant("torch", "1F1B", one, partial(emulated_torch.start, emulated_torch.ONE_CHUNK, one.placement, n)),
@@ -77,14 +77,18 @@ def others(request: Request) -> list[Contestant]:
     return found
 
 
+def _named(found: Sequence[Contestant], name: str) -> Contestant:
+    """Ours of that name."""
+    return next(one for one in found if (one.engine, one.name) == ("ours", name))
+
+
 def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout: float) -> list[list[float]]:
-    """For each of ``found`` the seconds of every repetition; ``costs`` are in seconds.
+    """For each of ``found``, which has :func:`ours`, the seconds of every repetition; ``costs`` are in seconds.
 
     The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
     """
-    ranks, n = found[0].schedule.ranks, found[0].schedule.microbatches
-    split = lower(plan(Request(_SETTLING, ranks, n, costs)))
-    taken = run_ranks(ranks, partial(_on_a_rank, found, split, costs, repetitions), timeout)
+    split = lower(_named(found, _SETTLING).schedule)
+    taken = run_ranks(len(split), partial(_on_a_rank, found, split, costs, repetitions), timeout)
     seconds: list[list[float]] = [[] for _ in found]
     for at in range(repetitions * len(found)):
         begins, ends = zip(*(of_rank[at] for of_rank in taken), strict=True)
