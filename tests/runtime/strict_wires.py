@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.schedules.runtime.program import Channel
@@ -19,7 +17,7 @@ class StuckError(Exception):
 
 
 class Wire:
-    """A channel without tags: the k-th send meets the k-th receive, whatever they are.
+    """Both ends of a channel without tags: the k-th send meets the k-th receive, whatever they are.
 
     Args:
         queue: whether posting waits until the poster's previous message is through.
@@ -32,7 +30,24 @@ class Wire:
         self._through = 0
         self._changed = threading.Condition()
 
-    def post(self, end: int, tensor: Tensor) -> Work:
+    def send(self, tensor: Tensor) -> Work:
+        """As :meth:`megatron.schedules.runtime.transport.End.send`."""
+        return self._post(0, tensor)
+
+    def receive(self, tensor: Tensor) -> Work:
+        """As :meth:`megatron.schedules.runtime.transport.End.receive`."""
+        return self._post(1, tensor)
+
+    def wait_for(self, count: int) -> None:
+        """Wait until ``count`` messages are through."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._through >= count, self._patience):
+                raise StuckError
+
+    def is_through(self, count: int) -> bool:
+        return self._through >= count
+
+    def _post(self, end: int, tensor: Tensor) -> Work:
         """Post ``tensor`` as a send (``end`` 0) or as a receive (1)."""
         with self._changed:
             posted = self._ends[end]
@@ -47,18 +62,9 @@ class Wire:
             self._changed.notify_all()
             return Work(self, len(posted))
 
-    def wait_for(self, count: int) -> None:
-        """Wait until ``count`` messages are through."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._through >= count, self._patience):
-                raise StuckError
-
-    def is_through(self, count: int) -> bool:
-        return self._through >= count
-
 
 class Work:
-    """What ``isend`` and ``irecv`` hand back."""
+    """What posting hands back."""
 
     def __init__(self, wire: Wire, count: int) -> None:
         self._wire, self._count = wire, count
@@ -70,16 +76,11 @@ class Work:
         return self._wire.is_through(self._count)
 
 
-def strict_channels(
-    patch: pytest.MonkeyPatch, channels: Sequence[Channel], ranks: int, *, queue: bool, patience: float
-) -> list[Channels]:
-    """Every rank's channels over :class:`Wire`, and ``torch.distributed`` made to use them."""
-    patch.setattr(dist, "isend", lambda tensor, dst, group: group.post(0, tensor))
-    patch.setattr(dist, "irecv", lambda tensor, src, group: group.post(1, tensor))
+def strict_channels(channels: Sequence[Channel], ranks: int, *, queue: bool, patience: float) -> list[Channels]:
+    """Every rank's channels over :class:`Wire`."""
     wires = {channel: Wire(queue, patience) for channel in channels}
     return [
         Channels(
-            tuple(range(ranks)),
             {channel.destination: wire for channel, wire in wires.items() if channel.source == rank},  # type: ignore
             {channel.source: wire for channel, wire in wires.items() if channel.destination == rank},  # type: ignore
             torch.device("cpu"),

@@ -197,12 +197,19 @@ class FakeWork:
         self.waits += 1
 
 
-def test_completed_sends_are_let_go_of_in_order_while_running(monkeypatch: pytest.MonkeyPatch):
+class FakeEnd:
+    """An end whose sends are ``works``, one after another."""
+
+    def __init__(self, works: list[FakeWork]) -> None:
+        self._works = iter(works)
+
+    def send(self, tensor: Tensor) -> FakeWork:
+        return next(self._works)
+
+
+def test_completed_sends_are_let_go_of_in_order_while_running():
     works = [FakeWork() for _ in range(4)]
-    posted = iter(works)
-    monkeypatch.setattr(dist, "isend", lambda tensor, dst, group: next(posted))
-    channels = Channels((0, 1), {1: None}, {}, CPU)
-    transport = GroupTransport(channels, ONE)
+    transport = GroupTransport(Channels({1: FakeEnd(works)}, {}, CPU), ONE)
     storages = []
     held = []
     for _ in works:

@@ -147,12 +147,12 @@ class MarkedStages:
         assert message is not None and torch.equal(message, self._mark(stage, number))
 
 
-def ends(programs: Sequence[Program], patch: pytest.MonkeyPatch, *, queue: bool, patience: float) -> bool:
+def ends(programs: Sequence[Program], *, queue: bool, patience: float) -> bool:
     """Whether ``programs``, a thread each, come to their end over wires that buffer nothing."""
     placement = programs[0].placement
     wires = [channels_of(placement), len(programs)]
-    tensors = strict_channels(patch, *wires, queue=queue, patience=patience)
-    shapes = strict_channels(patch, *wires, queue=False, patience=patience)
+    tensors = strict_channels(*wires, queue=queue, patience=patience)
+    shapes = strict_channels(*wires, queue=False, patience=patience)
 
     def one(program: Program) -> None:
         transport = VariableTransport(tensors[program.rank], shapes[program.rank], SPEC)
@@ -173,26 +173,26 @@ def _passes(programs: Sequence[Program], **model: bool) -> bool:
     return True
 
 
-def test_nothing_hangs_where_nothing_is_buffered(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_hangs_where_nothing_is_buffered():
     for seed in range(80):
         programs = lower(random_schedule(seed))
-        assert ends(programs, monkeypatch, queue=False, patience=20), programs
+        assert ends(programs, queue=False, patience=20), programs
         programs = lower(forwards_of(random_schedule(seed)))
-        assert ends(programs, monkeypatch, queue=False, patience=20), programs
+        assert ends(programs, queue=False, patience=20), programs
 
 
-def test_on_a_single_queue_what_hangs_is_what_the_checker_refuses(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_single_queue_what_hangs_is_what_the_checker_refuses():
     sound = stuck = 0
     for seed in range(100):
         programs = lower(random_schedule(seed, microbatches=4))
         if _passes(programs, single_queue=True):
-            assert ends(programs, monkeypatch, queue=True, patience=20), programs
+            assert ends(programs, queue=True, patience=20), programs
             sound += 1
         elif stuck < 5:
-            assert not ends(programs, monkeypatch, queue=True, patience=0.3), programs
+            assert not ends(programs, queue=True, patience=0.3), programs
             stuck += 1
     assert sound > 20 and stuck == 5
     programs = lower(plan(Request("interleaved-1f1b", 2, 4)))
     check(programs, single_queue=True)  # sound where shapes are known
     assert not _passes(programs, single_queue=True)
-    assert not ends(programs, monkeypatch, queue=True, patience=0.3)
+    assert not ends(programs, queue=True, patience=0.3)

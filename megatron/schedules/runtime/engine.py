@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -13,13 +13,12 @@ from megatron.schedules.runtime.program import (
     Program,
     ProgramError,
     Slot,
-    slot_filled,
-    slot_needed,
+    Step,
 )
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
 
-Handler = Callable[[Action], None]
+Handler = Callable[[Step], None]
 
 
 class Observer(Protocol):
@@ -43,62 +42,66 @@ def run(program: Program, stages: Stages, transport: Transport, observer: Observ
         Exception: whatever a stage or the transport raises, at once, with a note naming the rank and the
             action.
     """
-    mailbox = _Mailbox(program.placement.last_stage)
+    mailbox = _Mailbox()
     handle = _handlers(program, stages, transport, mailbox)
-    step = _plain(handle) if observer is None else _observed(handle, observer)
-    action: Action | None = None
+    if observer is not None:
+        handle = _observed(handle, observer)
+    step: Step | None = None
     try:
-        for action in program.actions:
-            step(action)
-        action = None
+        for step in program.steps:
+            handle[step.action.op](step)
+        step = None
         transport.finish()
         mailbox.check_empty()
     except Exception as error:
-        at = "at the end of the program" if action is None else f"at {action}"
+        at = "at the end of the program" if step is None else f"at {step.action}"
         error.add_note(f"on pipeline rank {program.rank} of {program.placement.ranks}, {at}")
         raise
 
 
-def _plain(handle: dict[Op, Handler]) -> Handler:
-    def step(action: Action) -> None:
-        handle[action.op](action)
+def _observed(handle: Mapping[Op, Handler], observer: Observer) -> dict[Op, Handler]:
+    """``handle`` with ``observer`` told before and after."""
 
-    return step
+    def told(handler: Handler) -> Handler:
+        def observed(step: Step) -> None:
+            observer.began(step.action)
+            handler(step)
+            observer.ended(step.action)
 
+        return observed
 
-def _observed(handle: dict[Op, Handler], observer: Observer) -> Handler:
-    def step(action: Action) -> None:
-        observer.began(action)
-        handle[action.op](action)
-        observer.ended(action)
-
-    return step
+    return {op: told(handler) for op, handler in handle.items()}
 
 
 def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> dict[Op, Handler]:
     """One handler for each kind of action."""
 
-    def forward(action: Action) -> None:
-        split = program.splits(action.stage, action.microbatch)
-        mailbox.put(action, stages.forward(action.stage, action.microbatch, mailbox.take(action), split=split))
+    def forward(step: Step) -> None:
+        _, stage, microbatch, _ = step.action
+        split = program.splits(stage, microbatch)
+        mailbox.put(step, stages.forward(stage, microbatch, mailbox.take(step), split=split))
 
-    def whole_backward(action: Action) -> None:
-        mailbox.put(action, stages.backward(action.stage, action.microbatch, mailbox.take(action)))
+    def whole_backward(step: Step) -> None:
+        _, stage, microbatch, _ = step.action
+        mailbox.put(step, stages.backward(stage, microbatch, mailbox.take(step)))
 
-    def input_backward(action: Action) -> None:
-        mailbox.put(action, stages.backward_input(action.stage, action.microbatch, mailbox.take(action)))
+    def input_backward(step: Step) -> None:
+        _, stage, microbatch, _ = step.action
+        mailbox.put(step, stages.backward_input(stage, microbatch, mailbox.take(step)))
 
-    def weight_backward(action: Action) -> None:
-        stages.backward_weight(action.stage, action.microbatch)
+    def weight_backward(step: Step) -> None:
+        _, stage, microbatch, _ = step.action
+        stages.backward_weight(stage, microbatch)
 
-    def send(action: Action) -> None:
-        message = mailbox.take(action)
-        assert action.peer is not None and message is not None
-        transport.send(action.peer, message)
+    def send(step: Step) -> None:
+        message, peer = mailbox.take(step), step.action.peer
+        assert peer is not None and message is not None
+        transport.send(peer, message)
 
-    def receive(action: Action) -> None:
-        assert action.peer is not None
-        mailbox.expect(action, transport.receive(action.peer))
+    def receive(step: Step) -> None:
+        peer = step.action.peer
+        assert peer is not None
+        mailbox.expect(step, transport.receive(peer))
 
     return {
         Op.F: forward,
@@ -115,34 +118,29 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 class _Mailbox:
     """The tensors between this rank's passes and messages, each put once and taken once."""
 
-    def __init__(self, last_stage: int) -> None:
-        self._last_stage = last_stage
+    def __init__(self) -> None:
         self._held: dict[Slot, Tensor | Pending] = {}
 
-    def put(self, action: Action, result: Tensor | None) -> None:
+    def put(self, step: Step, result: Tensor | None) -> None:
         """Keep the result of a pass for whoever needs it; a result that nobody needs is dropped."""
-        slot = slot_filled(action, self._last_stage)
-        if slot is None:
+        if step.filled is None:
             return
         if result is None:
-            raise ProgramError(f"{action} gave no result, and it is {slot}")
-        self._held[slot] = result.detach()
+            raise ProgramError(f"{step.action} gave no result, and it is {step.filled}")
+        self._held[step.filled] = result.detach()
 
-    def expect(self, action: Action, pending: Pending) -> None:
+    def expect(self, step: Step, pending: Pending) -> None:
         """Keep what a posted receive will bring."""
-        slot = slot_filled(action, self._last_stage)
-        assert slot is not None
-        self._held[slot] = pending
+        assert step.filled is not None
+        self._held[step.filled] = pending
 
-    def take(self, action: Action) -> Tensor | None:
-        """What ``action`` needs, waited for where it comes from another rank; None where it needs nothing."""
-        slot = slot_needed(action, self._last_stage)
-        if slot is None:
+    def take(self, step: Step) -> Tensor | None:
+        """What ``step`` needs, waited for where it comes from another rank; None where it needs nothing."""
+        if step.needed is None:
             return None
-        try:
-            held = self._held.pop(slot)
-        except KeyError:
-            raise ProgramError(f"{action} needs {slot}, which is not there") from None
+        held = self._held.pop(step.needed, None)
+        if held is None:
+            raise ProgramError(f"{step.action} needs {step.needed}, which is not there")
         return held if isinstance(held, Tensor) else held.wait()
 
     def check_empty(self) -> None:

@@ -94,6 +94,14 @@ def slot_filled(action: Action, last_stage: int) -> Slot | None:
     return None
 
 
+class Step(NamedTuple):
+    """An action with the slots that it takes from and puts into."""
+
+    action: Action
+    needed: Slot | None
+    filled: Slot | None
+
+
 class Channel(NamedTuple):
     """The one-way connection from one pipeline rank to another; each has its own process group."""
 
@@ -129,6 +137,12 @@ class Program:
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
         return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Op.I)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The actions with their slots: a program is made once and run in every iteration."""
+        last = self.placement.last_stage
+        return tuple(Step(action, slot_needed(action, last), slot_filled(action, last)) for action in self.actions)
 
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
