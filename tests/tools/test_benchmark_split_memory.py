@@ -16,7 +16,8 @@ def layer(ratio: float, hidden: int = 512) -> dict:
 
 def engine(microseconds: float) -> dict:
     row = {"what": "engine", "schedule": "v-half", "pipeline_size": 4, "message_bytes": 4, "passes": 90}
-    return row | {"engine_microseconds": microseconds, "process_microseconds": 2 * microseconds}
+    times = {"engine_microseconds": microseconds, "engine_quartiles": [0.9 * microseconds, 1.1 * microseconds]}
+    return row | times | {"process_microseconds": 2 * microseconds}
 
 
 def test_a_ratio_is_the_median_of_pairs_and_not_of_parts():

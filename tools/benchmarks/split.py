@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from tools.benchmarks.apart import rows_apart, tell_megatron
@@ -22,6 +23,7 @@ _RANKS = 4
 # Numbers in each message: next to nothing, and 128 KiB.
 _MESSAGES = (1, 1 << 15)
 _WARM_UP = 5
+_ROUNDS, _QUICK_ROUNDS = 500, 50
 
 
 class Pair(NamedTuple):
@@ -50,12 +52,10 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
     from tools.benchmarks.emulated_ranks import run_ranks
 
     # First, for what comes next puts the stand-in for CUDA under every call of torch.
-    for schedule in _SCHEDULES[1:2] if quick else _SCHEDULES:
-        for numbers in _MESSAGES:
-            say(f"split: the engine under {schedule}, messages of {numbers * 4} bytes")
-            found = run_ranks(_RANKS, partial(_time_engine, schedule, numbers, 20 if quick else 60), 120)
-            what = {"what": "engine", "schedule": schedule, "pipeline_size": _RANKS, "message_bytes": numbers * 4}
-            yield what | {key: max(rank[key] for rank in found) for key in found[0]}
+    say(f"split: the engine under {', '.join(_SCHEDULES)}")
+    found = run_ranks(_RANKS, partial(_time_engine, _QUICK_ROUNDS if quick else _ROUNDS), 300)
+    for ranks in zip(*found, strict=True):
+        yield max(ranks, key=lambda row: float(row["engine_microseconds"]))
 
     from tools import _pass_times  # here once, for all ranks
 
@@ -101,36 +101,61 @@ def _time_layer(hidden: int, sequence: int, seconds: float) -> list[Pair]:
     return pairs[_WARM_UP:]
 
 
-def _time_engine(schedule: str, numbers: int, repetitions: int) -> dict[str, float]:
-    """Microseconds a pass that one rank's engine takes to run a program whose passes do nothing."""
+def _time_engine(rounds: int) -> list[Row]:
+    """Microseconds a pass that one rank's engine takes to run programs whose passes do nothing.
+
+    All schedules and messages by turns, so that a minute in which the host is slow is no schedule's own.
+    """
     import torch
     import torch.distributed as dist
 
     from megatron.schedules.planning.registry import Request, plan
     from megatron.schedules.runtime.engine import run
     from megatron.schedules.runtime.lowering import lower
-    from megatron.schedules.runtime.program import Op, channels_of
+    from megatron.schedules.runtime.program import channels_of
     from megatron.schedules.runtime.transport import GroupTransport, MessageSpec, make_channels
 
-    made = plan(Request(schedule, _RANKS, 4 * _RANKS))
-    program = lower(made)[dist.get_rank()]
-    passes = sum(action.op in (Op.F, Op.B, Op.I, Op.W) for action in program.actions)
-    channels = make_channels([range(_RANKS)], channels_of(made.placement))
-    message = torch.zeros(numbers)
-    spec = MessageSpec(tuple(message.shape), message.dtype, message.device)
-    loop, process = [], []
-    for _ in range(_WARM_UP + repetitions):
-        dist.barrier()
-        # The clock of this thread stands still while it waits for a message, and while other ranks have the core.
-        begun = time.thread_time(), time.process_time()
-        run(program, _Idle(message), GroupTransport(channels, spec))
-        loop.append((time.thread_time() - begun[0]) / passes * 1e6)
-        process.append((time.process_time() - begun[1]) / passes * 1e6)
-    return {
-        "passes": passes,
-        "engine_microseconds": statistics.median(loop[_WARM_UP:]),
-        "process_microseconds": statistics.median(process[_WARM_UP:]),
-    }
+    plans = [plan(Request(schedule, _RANKS, 4 * _RANKS)) for schedule in _SCHEDULES]
+    channels = make_channels([range(_RANKS)], {channel for made in plans for channel in channels_of(made.placement)})
+    settings = [
+        _EngineTimes(made.name, lower(made)[dist.get_rank()], torch.zeros(numbers), [], [])
+        for made, numbers in product(plans, _MESSAGES)
+    ]
+    for _ in range(_WARM_UP + rounds):
+        for _, program, message, engine, process in settings:
+            transport = GroupTransport(channels, MessageSpec(tuple(message.shape), message.dtype, message.device))
+            dist.barrier()
+            # The clock of this thread stands still while it waits for a message, and while other ranks have the core.
+            begun = time.thread_time(), time.process_time()
+            run(program, _Idle(message), transport)
+            engine.append(time.thread_time() - begun[0])
+            process.append(time.process_time() - begun[1])
+    return [setting.row() for setting in settings]
+
+
+class _EngineTimes(NamedTuple):
+    """One setting on one rank, and the seconds that its runs took of the engine's thread and of the process."""
+
+    schedule: str
+    program: Any
+    message: Any
+    engine: list[float]
+    process: list[float]
+
+    def row(self) -> Row:
+        passes = sum(action.peer is None for action in self.program.actions)
+        engine, process = ([1e6 * run / passes for run in runs[_WARM_UP:]] for runs in (self.engine, self.process))
+        low, middle, high = statistics.quantiles(engine, n=4)
+        return {
+            "what": "engine",
+            "schedule": self.schedule,
+            "pipeline_size": _RANKS,
+            "message_bytes": self.message.nbytes,
+            "passes": passes,
+            "engine_microseconds": middle,
+            "engine_quartiles": [low, high],
+            "process_microseconds": statistics.median(process),
+        }
 
 
 class _Idle:
@@ -173,11 +198,12 @@ def section(rows: Sequence[Row]) -> str:
         text.append(
             f"The engine takes at most {MOST_MICROSECONDS:.0f} microseconds a pass at four ranks: {most:.0f}, "
             f"{_verdict(most <= MOST_MICROSECONDS)}\n\n"
-            "Four processes over gloo carry out the schedule with passes that do nothing. Counted is the processor "
-            "time of the thread that runs the engine, messages included and waiting left out, on the worst rank; "
-            "beside it that of the whole process, with gloo's own thread.\n"
+            "Four processes over gloo carry out the schedules, by turns, with passes that do nothing. Counted is the "
+            "processor time of the thread that runs the engine, messages included and waiting left out, on the worst "
+            "rank: the median of its runs, with quartiles; beside it that of the whole process, with gloo's own "
+            "thread.\n"
         )
-        engine_heads = ("schedule", "message, bytes", "passes", "engine, us a pass", "process, us a pass")
+        engine_heads = ("schedule", "message, bytes", "passes", "engine, us a pass", "quartiles", "process, us a pass")
         text.append(markdown_table(engine_heads, [_engine_cells(row) for row in engines]))
     return "\n".join(text)
 
@@ -194,8 +220,9 @@ def _layer_cells(row: Row) -> list[str]:
 
 
 def _engine_cells(row: Row) -> list[str]:
-    figures = [f"{row[name]:.0f}" for name in ("engine_microseconds", "process_microseconds")]
-    return [row["schedule"], str(row["message_bytes"]), str(row["passes"]), *figures]
+    engine, process = (f"{row[name]:.0f}" for name in ("engine_microseconds", "process_microseconds"))
+    low, high = row["engine_quartiles"]
+    return [row["schedule"], str(row["message_bytes"]), str(row["passes"]), engine, f"{low:.0f} to {high:.0f}", process]
 
 
 PART = Part("split", "What the split costs", measure, section)
