@@ -31,7 +31,7 @@ def test_a_ratio_is_the_median_of_pairs_and_not_of_parts():
     ("ratios", "said"),
     [
         ((1.01, 1.03), "1.010 to 1.030, 2 of 2 layers within, **held**"),
-        ((1.01, 1.031), "1.010 to 1.031, 1 of 2 layers within, **not held**"),
+        ((1.01, 1.031), "1.010 to 1.031, 1 of 2 layers within, **not held** by hidden 512, sequence 256 (1.031)"),
     ],
 )
 def test_the_worst_layer_decides(ratios, said):

@@ -183,10 +183,11 @@ def section(rows: Sequence[Row]) -> str:
     text = []
     if layers:
         worst, best = (pick(row["ratio"] for row in layers) for pick in (max, min))
-        within = sum(row["ratio"] <= MOST_RATIO for row in layers)
+        beyond = [f"{_layer_name(row)} ({row['ratio']:.3f})" for row in layers if row["ratio"] > MOST_RATIO]
+        where = f" by {', '.join(beyond)}" if beyond else ""
         text.append(
             f"I + W take at most {MOST_RATIO} of the whole backward of a decoder layer: {best:.3f} to {worst:.3f}, "
-            f"{within} of {len(layers)} layers within, {_verdict(worst <= MOST_RATIO)}\n\n"
+            f"{len(layers) - len(beyond)} of {len(layers)} layers within, {_verdict(not beyond)}{where}\n\n"
             "Whole and split by turns in one process; the ratio is the median of the pairs' ratios, with quartiles. "
             "What is added hardly grows with the layer (a second start of autograd, four closures, activations that "
             "have left the caches), so the smaller the layer, the more it shows.\n"
@@ -212,11 +213,20 @@ def _verdict(held: bool) -> str:
     return "**held**" if held else "**not held**"
 
 
+def _layer_name(row: Row) -> str:
+    return f"hidden {row['hidden_size']}, sequence {row['sequence_length']}"
+
+
 def _layer_cells(row: Row) -> list[str]:
     times = [f"{1e3 * row[part]['median']:.2f}" for part in ("whole_seconds", "input_seconds", "weight_seconds")]
     low, high = row["ratio_quartiles"]
-    name = f"hidden {row['hidden_size']}, sequence {row['sequence_length']}, {row['device']}"
-    return [name, *times, f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}", str(row["repetitions"])]
+    return [
+        f"{_layer_name(row)}, {row['device']}",
+        *times,
+        f"{row['ratio']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        str(row["repetitions"]),
+    ]
 
 
 def _engine_cells(row: Row) -> list[str]:
