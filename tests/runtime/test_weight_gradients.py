@@ -6,13 +6,14 @@ import gc
 import resource
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.weight_gradients import _DELIVERY_BYTES, WeightGradients, deliver
+from megatron.schedules.runtime.weight_gradients import _GRAPHS, Closure, WeightGradients
 
 
 def _count_hooks(parameter: Tensor, seen: list[Tensor]) -> object:
@@ -26,6 +27,13 @@ def _count_hooks(parameter: Tensor, seen: list[Tensor]) -> object:
 
     accumulator.register_hook(hook)
     return accumulator
+
+
+def _w_of(store: WeightGradients, closure: Closure, microbatch: int = 0, **rest: Any) -> None:
+    """A W of one closure."""
+    with store.split(0, microbatch):
+        store.defer((0, microbatch), closure, **rest)
+    store.run(0, microbatch)
 
 
 def test_current_is_set_inside_split_and_restored():
@@ -62,10 +70,7 @@ def test_closures_run_without_grad_mode_and_give_gradients_without_history():
     store = WeightGradients()
     weight = torch.nn.Parameter(torch.ones(3))
     source = torch.ones(3, requires_grad=True)
-    with store.split(0, 0):
-        pass
-    store.defer((0, 0), lambda: [source * 2], parameters=[weight])
-    store.run(0, 0)
+    _w_of(store, lambda: [source * 2], parameters=[weight])
     assert weight.grad is not None and weight.grad.grad_fn is None
     assert not weight.grad.requires_grad
 
@@ -85,16 +90,24 @@ def test_a_parameter_used_twice_is_delivered_once():
     del keep
 
 
-def test_none_delivers_nothing():
-    store, seen = WeightGradients(), []
+def test_hooks_of_a_parameter_without_a_gradient_run_as_in_a_whole_backward():
+    seen: list[Tensor | None] = []
     weight = torch.nn.Parameter(torch.zeros(2))
-    keep = _count_hooks(weight, seen)
-    with store.split(0, 0):
-        pass
-    store.defer((0, 0), lambda: [None], parameters=[weight])
-    store.run(0, 0)
-    assert not seen and weight.grad is None
-    del keep
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: seen.append(weight.grad))
+
+    class GivesNone(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, parameter: Tensor) -> Tensor:
+            return parameter.sum()
+
+        @staticmethod
+        def backward(ctx, _: Tensor) -> None:
+            return None
+
+    GivesNone.apply(weight).backward()
+    _w_of(WeightGradients(), lambda: [None], parameters=[weight])
+    assert seen == [None, None] and weight.grad is None
 
 
 def test_prefetch_runs_once_and_ahead_of_the_closure_before_it():
@@ -180,10 +193,11 @@ def test_each_closure_is_freed_before_the_next_runs():
         gc.enable()
 
 
-def test_small_gradients_are_delivered_together_and_large_ones_at_once():
+def test_each_gradient_is_accumulated_before_the_next_is_computed():
+    """A shared parameter's once its last use has been computed."""
     store, seen = WeightGradients(), []
-    small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (2, _DELIVERY_BYTES // 4))
-    keep = _count_hooks(small, seen), _count_hooks(large, seen)
+    shared, own = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    keep = _count_hooks(shared, seen), _count_hooks(own, seen)
     with store.split(0, 0):
         pass
     fired: list[int] = []
@@ -192,38 +206,74 @@ def test_small_gradients_are_delivered_together_and_large_ones_at_once():
         fired.append(len(seen))
         return [torch.ones_like(parameter)]
 
-    for parameter in (small, large, small):
+    for parameter in (shared, own, shared):
         store.defer((0, 0), lambda parameter=parameter: gradient(parameter), parameters=[parameter])
     store.defer((0, 0), lambda: fired.append(len(seen)))
     store.run(0, 0)
-    assert fired == [0, 0, 1, 1] and len(seen) == 2
+    assert fired == [0, 0, 1, 2] and [gradient.tolist() for gradient in seen] == [[1, 1], [2, 2]]
     del keep
 
 
-def test_delivered_gradients_are_not_copied():
+def test_a_gradient_is_not_copied():
     weight = torch.nn.Parameter(torch.zeros(4, 4))
-    gradient = torch.ones(4, 4)
-    deliver([weight], [gradient])
-    assert weight.grad is not None and weight.grad.data_ptr() == gradient.data_ptr()
+    pointers: list[int] = []
+
+    def gradient() -> list[Tensor]:
+        made = torch.ones(4, 4)
+        pointers.append(made.data_ptr())
+        return [made]
+
+    _w_of(WeightGradients(), gradient, parameters=[weight])
+    assert weight.grad is not None and [weight.grad.data_ptr()] == pointers
 
 
-def test_delivery_accumulates_and_casts():
+def test_gradients_of_microbatches_add_up_in_the_dtype_of_the_parameter():
+    store = WeightGradients()
     weight = torch.nn.Parameter(torch.zeros(2))
-    deliver([weight], [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)])
-    deliver([weight], [torch.tensor([3.0, 4.0])])
+    _w_of(store, lambda: [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], parameters=[weight])
+    _w_of(store, lambda: [torch.tensor([3.0, 4.0])], parameters=[weight])
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     assert weight.grad.tolist() == [4.0, 6.0]
 
 
 @pytest.mark.parametrize("grad_mode", [True, False])
-def test_delivery_fires_hooks_in_either_grad_mode(grad_mode: bool):
+def test_hooks_fire_in_either_grad_mode(grad_mode: bool):
     seen: list[Tensor] = []
     weight = torch.nn.Parameter(torch.zeros(2))
     keep = _count_hooks(weight, seen)
     with nullcontext() if grad_mode else torch.no_grad():
-        deliver([weight], [torch.ones(2)])
+        _w_of(WeightGradients(), lambda: [torch.ones(2)], parameters=[weight])
     assert len(seen) == 1 and seen[0].grad_fn is None
     del keep
+
+
+def test_which_closures_there_are_may_change_with_every_microbatch():
+    store = WeightGradients()
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(8)]
+    expected = [0.0] * len(weights)
+    for microbatch in range(3 * _GRAPHS):
+        with store.split(0, microbatch):
+            pass
+        for index, weight in enumerate(weights):
+            if microbatch >> index & 1:
+                expected[index] += microbatch
+                gradient = torch.full((1,), float(microbatch))
+                store.defer((0, microbatch), lambda gradient=gradient: [gradient], parameters=[weight])
+        store.run(0, microbatch)
+    assert [0.0 if weight.grad is None else weight.grad.item() for weight in weights] == expected
+
+
+def test_after_a_closure_that_fails_the_next_w_is_right():
+    store = WeightGradients()
+    weight = torch.nn.Parameter(torch.zeros(2))
+
+    def fails() -> list[Tensor]:
+        raise LookupError("of the closure")
+
+    with pytest.raises(LookupError, match="of the closure"):
+        _w_of(store, fails, parameters=[weight])
+    _w_of(store, lambda: [torch.ones(2)], microbatch=1, parameters=[weight])
+    assert weight.grad is not None and weight.grad.tolist() == [1.0, 1.0]
 
 
 class _Toy(torch.autograd.Function):

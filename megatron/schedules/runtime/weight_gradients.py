@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ Key = tuple[int, int]
 Closure = Callable[[], Sequence[Tensor | None] | None]
 """Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
 
-# A backward costs some 30 microseconds to start, more than a small gradient takes to compute; so gradients
-# are handed over together until there are this many bytes, which is nothing to the memory of a model.
-_DELIVERY_BYTES = 1 << 24
+# How many graphs are kept. A stage queues the same closures for each microbatch, but for experts that get no token.
+_GRAPHS = 64
 
 
 class WeightGradients:
@@ -38,6 +38,7 @@ class WeightGradients:
     def __init__(self, meter: ActivationMeter | None = None) -> None:
         self._meter = meter
         self._waiting: dict[Key, deque[_Deferred]] = {}
+        self._graph = lru_cache(_GRAPHS)(_Graph)
         # An attribute, not thread-local or context-local: on a GPU autograd recomputes forwards in a thread
         # of its own, and they must see the key too. Passes of one rank never run at the same time.
         self._current: Key | None = None
@@ -71,15 +72,15 @@ class WeightGradients:
 
         Args:
             key: what :attr:`current` was in the forward.
-            closure: runs under ``no_grad``. With ``parameters`` it returns a gradient for each, in order,
-                which it must not keep; None delivers nothing. Without, it does everything itself and returns
-                None.
+            closure: runs without grad mode, in a backward. With ``parameters`` it returns a gradient for each,
+                in order, which it must not keep, or None for no gradient. Without, it does everything itself and
+                returns None.
             held_tensors: the activations and gradients it reads: counted by the meter and, in W, checked not
                 to have been modified in place since now.
             parameters: the leaf tensors that get the gradients. One that several closures of a key share gets
                 their sum in one piece, so that its hooks fire once a microbatch, as in a whole backward.
-            prefetch: starts whatever communication ``closure`` waits for. Called once, under ``no_grad``,
-                before ``closure``; in :meth:`run` while the closure ahead of it computes.
+            prefetch: starts whatever communication ``closure`` waits for. Called once, without grad mode,
+                before ``closure``; in :meth:`run` before the closure ahead of it computes.
 
         Raises:
             RuntimeError: ``key`` is not open: its W has already run, or its forward was not under
@@ -101,29 +102,16 @@ class WeightGradients:
                 queue[0].prefetch()
 
     def run(self, stage: int, microbatch: int) -> None:
-        """W: compute and deliver all gradients queued for (stage, microbatch), in queued order, and close it.
+        """W: compute and accumulate all gradients queued for (stage, microbatch), in queued order, and close it.
 
         Raises:
             RuntimeError: the key is not open, or a held tensor was modified in place between I and W.
+            Exception: whatever a closure raises.
         """
         key = (stage, microbatch)
         queue = self._queue(key)
-        delivery = _Delivery(queue)
-        # Under grad mode each .grad would get a grad_fn that keeps the inputs alive, a leak of a forward's
-        # worth of memory each microbatch.
-        with torch.no_grad():
-            while queue:
-                item = queue.popleft()
-                item.prefetch()
-                if queue:
-                    queue[0].prefetch()
-                item.check_versions(key)
-                delivery.take(item.parameters, item.closure() or ())
-                if item.hold is not None:
-                    item.hold.release()
-                # Before the next gradient is computed, this one's inputs and outputs must be free.
-                del item
-            delivery.send()
+        if queue:
+            self._graph(tuple(item.parameters for item in queue)).backward(partial(_take_first, key, queue))
         del self._waiting[key]
 
     def waiting(self, stage: int, microbatch: int) -> int:
@@ -144,6 +132,19 @@ class WeightGradients:
                 f"no split backward is open for stage {key[0]}, microbatch {key[1]}: "
                 "its forward was not under split(), or its W has already run"
             ) from None
+
+
+def _take_first(key: Key, queue: deque[_Deferred]) -> Sequence[Tensor | None] | None:
+    """The gradients of the first closure of ``queue``, which is then gone with all it held."""
+    item = queue.popleft()
+    item.prefetch()
+    if queue:
+        queue[0].prefetch()
+    item.check_versions(key)
+    gradients = item.closure()
+    if item.hold is not None:
+        item.hold.release()
+    return gradients
 
 
 class _Once:
@@ -179,68 +180,48 @@ class _Deferred(NamedTuple):
                 )
 
 
-class _Delivery:
-    """Gradients of one W on the way to their parameters; they wait for company only while they are small."""
+class _Graph:
+    """A backward that computes the gradients of a queue's closures, one closure after another.
 
-    def __init__(self, queue: Iterable[_Deferred]) -> None:
-        self._uses = Counter(id(parameter) for item in queue for parameter in item.parameters)
-        self._sums: dict[int, Tensor] = {}
-        self._ready: list[tuple[Tensor, Tensor]] = []
-        self._bytes = 0
+    A node for each closure leads to its parameters and to the next node, and autograd goes to parameters first. So a
+    gradient is accumulated, with the hooks of its parameter, before the next one is computed: while it is still in
+    the caches, and never two of them in memory. Where closures share a parameter autograd adds up theirs, and its
+    hooks fire once. Gradients are cast to the parameter's dtype.
 
-    def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add one closure's gradients; a parameter's is ready to send once no later closure uses it."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            name = id(parameter)
-            self._uses[name] -= 1
-            earlier = self._sums.pop(name, None)
-            if earlier is not None:
-                gradient = earlier if gradient is None else earlier.add_(gradient)
-            if gradient is None:
-                continue
-            if self._uses[name]:
-                self._sums[name] = gradient
-            else:
-                self._ready.append((parameter, gradient))
-                self._bytes += gradient.nbytes
-        if self._bytes >= _DELIVERY_BYTES:
-            self.send()
-
-    def send(self) -> None:
-        """Deliver what is ready."""
-        ready, self._ready, self._bytes = self._ready, [], 0
-        if ready:
-            deliver([parameter for parameter, _ in ready], [gradient for _, gradient in ready])
-
-
-def deliver(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Hand finished gradients to leaf parameters as a backward does: accumulated in ``.grad``, hooks fired.
-
-    Hooks on the parameter's gradient accumulator run too, which is where Megatron's data parallelism adds to
-    ``main_grad`` and starts its reductions. Gradients are cast to the parameter's dtype as autograd does.
+    Building it takes some hundred microseconds, so it is used again for every microbatch. On a GPU it runs in
+    autograd's own thread, as whole backwards do, and on the stream that was current when it was built.
 
     Args:
-        parameters: leaves that require grad.
-        gradients: of the same shapes; given away, ``.grad`` may become one of them.
-    """
-    with torch.enable_grad():
-        root = _Handover.apply(gradients, *parameters)
-    torch.autograd.backward(root, root.detach())
-
-
-class _Handover(torch.autograd.Function):
-    """Nothing as a function of parameters, whose backward brings gradients that are there already.
-
-    One root for all of them: a backward checks each root, which takes longer than a small gradient's product. What
-    comes out are new tensors on the gradients' memory, so that ``.grad`` becomes one without a copy, which is not done
-    to tensors that others may see.
+        uses: the parameters of each closure, in order.
     """
 
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_empty(0)
+    def __init__(self, uses: tuple[tuple[Tensor, ...], ...]) -> None:
+        self._compute: list[Closure] = []
+        device = next((parameter.device for parameters in uses for parameter in parameters), None)
+        following = torch.empty(0, device=device, requires_grad=True)
+        with torch.enable_grad():
+            for parameters in reversed(uses):
+                following = _Node.apply(self._compute, following, *parameters)
+        self._root, self._nothing = following, following.detach()
+
+    def backward(self, compute: Closure) -> None:
+        """Run it; ``compute`` gives the gradients of one closure after another."""
+        self._compute.append(compute)
+        try:
+            torch.autograd.backward(self._root, self._nothing, retain_graph=True)
+        finally:
+            self._compute.pop()
+
+
+class _Node(torch.autograd.Function):
+    """Nothing as a function of a closure's parameters and of the node that follows, which gets no gradient."""
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient.detach() for gradient in ctx.gradients)
+    def forward(ctx: Any, compute: list[Closure], following: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.set_materialize_grads(False)
+        return following.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *(ctx.compute[-1]() or ())
