@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains every feature of Megatron's under every schedule beside stock's own 1F1B, and writes docs/compatibility.md.
-# On 2 cores without a GPU it takes about 40 minutes; arguments go to pytest.
+# On 2 cores without a GPU it takes about half an hour; arguments go to pytest.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
