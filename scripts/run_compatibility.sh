@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains every feature of Megatron's under every schedule beside stock's own 1F1B, and writes docs/compatibility.md.
+# Then runs examples/slurm, under a real SLURM where it is installed (apt-get install slurm-wlm munge).
 # On 2 cores without a GPU it takes about half an hour; arguments go to pytest.
 set -uo pipefail
 
@@ -10,7 +11,8 @@ export PATH=$root/.venv/bin:$PATH
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
-python -m pytest tests/integration --full-matrix -m "feature or full_matrix" --features-to docs/compatibility.json "$@"
+python -m pytest tests/integration tests/examples --full-matrix -m "feature or full_matrix" \
+  --features-to docs/compatibility.json "$@"
 status=$?
 python tools/compatibility_table.py || exit 1
 exit "$status"

@@ -17,23 +17,22 @@ from pathlib import Path
 import pytest
 
 from tests.examples import standin_slurm
+from tests.examples.tiny_job import (
+    CPU,
+    ROOT,
+    SLURM,
+    candidates,
+    iterations,
+    make_text,
+    prepare,
+    prepare_sweep,
+    run,
+    set_all,
+)
 from tools import collect_sweep
 
-ROOT = Path(__file__).resolve().parents[2]
-SLURM = ROOT / "examples" / "slurm"
 SCRIPTS = sorted(path for path in SLURM.rglob("*") if path.suffix in (".sh", ".sbatch"))
 MODELS = sorted((SLURM / "models").glob("*.sh"))
-
-TINY = """
-GPUS=2
-MODEL_FLAGS=(--num-layers 2 --hidden-size 32 --num-attention-heads 4)
-PARALLEL_FLAGS=(
-  --pipeline-model-parallel-size 2
-  --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-)
-GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-4}
-"""
-CPU = "--distributed-backend gloo --no-bias-dropout-fusion --make-vocab-size-divisible-by 1 --lr-warmup-fraction 0.5"
 
 Submit = Callable[..., str]
 
@@ -41,11 +40,7 @@ Submit = Callable[..., str]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The prefix of a small byte-level data set."""
-    folder = tmp_path_factory.mktemp("text")
-    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
-    sources = sorted(map(str, (ROOT / "megatron" / "schedules" / "planning").glob("*.py")))
-    subprocess.run([*tool, "--output-prefix", str(folder / "code"), "--input", *sources], check=True, timeout=120)
-    return folder / "code_text_document"
+    return make_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
@@ -53,37 +48,13 @@ def cluster(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """SLURM's commands on the PATH, and a model for this machine in the environment; the folder of all of it."""
     standin_slurm.install(tmp_path / "bin")
     (tmp_path / "state").mkdir()
-    (tmp_path / "tiny.sh").write_text(TINY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    for name, value in {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "STANDIN_STATE": tmp_path / "state",
-        "PYTHON": sys.executable,
-        "RUN": tmp_path / "run",
-        "MASTER_PORT": port,
-        "SEQ_LENGTH": 16,
-        "EVAL_ITERS": 0,
-        "DATA_PATH": text,
-        "SPLIT": "8,1,1",
-        "TOKENIZER_FLAGS": "--tokenizer-type NullTokenizer --vocab-size 257",
-        "EXTRA_FLAGS": f"{CPU} --num-workers 0",
-        "OMP_NUM_THREADS": 1,
-        "TORCHDYNAMO_DISABLE": 1,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    prepare(tmp_path, text, monkeypatch)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    set_all(monkeypatch, PATH=path, STANDIN_STATE=tmp_path / "state", MASTER_PORT=port)
     return tmp_path
-
-
-def run(*command: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-    )
 
 
 @pytest.fixture
@@ -96,10 +67,6 @@ def submit(cluster: Path) -> Submit:
         return (cluster / "job.out").read_text()
 
     return sbatch
-
-
-def iterations(output: str) -> list[int]:
-    return [int(found) for found in re.findall(r"\] iteration +(\d+)/", output)]
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
@@ -237,40 +204,9 @@ def test_every_model_passes_every_check_under_stocks_schedule_and_ours() -> None
     assert re.findall(r"^LAYERS .*", checked.stdout, re.MULTILINE) == expected, checked.stderr[-2000:]
 
 
-def candidates(folder: Path, *flags: str) -> None:
-    folder.mkdir(exist_ok=True)
-    with (folder / "candidates.csv").open("w", newline="") as lines:
-        rows = csv.writer(lines)
-        rows.writerow("method,data,tensor,pipeline,micro_batch_size,mfu,memory_gib,iteration_seconds,flags".split(","))
-        for each in flags:
-            method = each.split()[1] if each.startswith("--pipeline-schedule") else "1f1b"
-            rows.writerow([method, 1, 1, 2, 1, 0.5, 30.5, 2.0, each])
-
-
-GRID_SEARCH = """
-import shutil, sys
-expected = "--model tiny --gpus 2 --sequence-length 16 --batch-size 4 --top 2 --format csv".split()
-sys.exit(f"called with {sys.argv[1:]}") if sys.argv[1:] != expected else print(open(%r).read(), end="")
-"""
-PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4"
-ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-
-
 @pytest.mark.full_matrix  # its parts are tested below; the whole takes long
 def test_a_sweep_runs_its_candidates_and_collects_the_table(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = f"--pipeline-schedule v-half --pipeline-schedule-costs 1,1,1,0 {PIPELINE} {ENDS}"
-    candidates(cluster / "made", f"--pipeline-schedule v-min {PIPELINE}", good)  # two layers do not make four stages
-    (cluster / "grid_search.py").write_text(GRID_SEARCH % str(cluster / "made" / "candidates.csv"))
-    sweep = cluster / "sweep"
-    for name, value in {
-        "MODEL_FILE": cluster / "tiny.sh",
-        "GRID_SEARCH": cluster / "grid_search.py",
-        "SWEEP": sweep,
-        "GPUS_PER_NODE": 2,
-        "ITERATIONS": 4,
-        "TRANSFORMER_IMPL": "local",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    sweep = prepare_sweep(cluster, monkeypatch)
     done = run("bash", SLURM / "sweep.sh", "tiny", "--partition=big")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"sweep.sh: 2 candidates in job 100; job 101 writes {sweep}/table.md\n"
