@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import sys
 
-from megatron.schedules.integration import cpu_standin
+from megatron.schedules.integration.early import refuse_early
+from megatron.schedules.integration.gpt_flags import refuse_other_data
 
-if cpu_standin.needed():
-    cpu_standin.enable()
+if __name__ == "__main__":  # before the imports that take seconds
+    refuse_early(sys.argv[1:])
+    refuse_other_data(sys.argv[1:])
+
+from megatron.schedules import install, without_gpu
+
+without_gpu()
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron.schedules import install
 from megatron.schedules.integration import gpt
 
 
 def main() -> None:
     """Parse, build, train."""
-    gpt.refuse_other_data(sys.argv[1:])
+    refuse_other_data(sys.argv[1:])
     install()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planning.store import FOLDER_VARIABLE
+from megatron.schedules.planning.keeping import FOLDER_VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

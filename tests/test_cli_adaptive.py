@@ -36,6 +36,16 @@ def test_adaptive_keeps_to_the_memory_and_says_how_near_the_best_it_is(capsys):
     assert last.endswith(f"is at most {longer:.2f} % longer than the best there is.")
 
 
+def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
+    arguments = ["plan", "--schedule", "adaptive", *SIZE, "--memory-limit", "0.5", "--search-seconds", "0.001"]
+    assert main([*arguments, "--chunks", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("The shortest found within this memory is V-Min. No schedule within this memory ends before")
+    assert main([*arguments, "--chunks", "2", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["name"], data["asked"]) == ("v-min", {"schedule": "adaptive", "memory_limit": 0.5})
+
+
 def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
     assert main(PLAN) == 0
     assert "No schedule" not in capsys.readouterr().out
@@ -55,7 +65,9 @@ def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
 )
 def test_adaptive_is_asked_for_what_the_flags_say(flags, choices, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(ask, "kept_plan", lambda request, tick: asked.append(request) or kept_plan(request, tick))
+    monkeypatch.setattr(
+        ask, "kept_plan", lambda request, progress: asked.append(request) or kept_plan(request, progress)
+    )
     by_stage = ["--stage-weights", "1.5,1,1,1.2" + ",1" * 28, "--stage-activations", "2,1,1,1" + ",1" * 28]
     if "3" in flags:
         by_stage = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.schedules.integration import cpu_standin
 
 if cpu_standin.needed():
-    import pretrain_gpt  # noqa: F401 - puts the stand-in for CUDA in place, which is done once
+    cpu_standin.enable()
 
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,8 +34,9 @@ from megatron.training.models.dist_utils import unimodal_build_distributed_model
 
 from megatron.schedules.integration import gpt
 from megatron.schedules.integration.split_linear import split_linears
-from megatron.schedules.integration.split_te import split_te_linears, te_fault
+from megatron.schedules.integration.split_te import split_te_linears
 from megatron.schedules.integration.stages import MegatronStages, Step
+from megatron.schedules.integration.te_found import te_fault
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron.schedules.ending import run
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, Estimate
 from megatron.schedules.estimate.roofline import ONES, corrections
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
-from tools._one_line import run
 from tools._run_settings import gpus_here, run_setting
 
 _METHODS = (*METHODS, ADAPTIVE)
@@ -242,4 +242,4 @@ def _validate(settings: Sequence[Estimate]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "grid_search"))
+    sys.exit(run(main, "grid_search", flags={"costs_file": "--costs-file"}))

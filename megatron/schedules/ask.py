@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Request, Tick, plan
+from megatron.schedules.planning.given import integer, number, numbers, positive, read_text
+from megatron.schedules.planning.registry import Request, check_parts, with_parts
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import from_csv
+from megatron.schedules.report.progress import shown
 
-# Ranks x microbatches x chunks. More is a slip of the finger, and would take hours and all the memory there is.
-_LARGEST = 1_000_000
+# More is a slip of the finger, and would take hours and all the memory there is.
+_MOST_RANKS = 1024
+_LARGEST = 1_000_000  # ranks x microbatches x chunks
 
 Command = Callable[..., None]
+
+# The flag of each part of a request, and of what else a plan depends on.
+FLAGS = {
+    "schedule": "--schedule",
+    "ranks": "--pipeline-size",
+    "microbatches": "--microbatches",
+    "chunks": "--chunks",
+    "csv": "--schedule-file",
+    "costs": "--costs",
+    "costs_file": "--costs-file",
+    "memory_limit": "--memory-limit",
+    "search_seconds": "--search-seconds",
+    "stage_weights": "--stage-weights",
+    "stage_activations": "--stage-activations",
+    "weight_share": "--weight-share",
+    "recompute": "--recompute",
+    "kept": "--kept",
+}
 
 
 def size_flags(command: Command) -> Command:
@@ -44,8 +64,8 @@ def size_flags(command: Command) -> Command:
                 "--costs",
                 metavar="F,B,W[,COMM]",
                 help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop "
-                "between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones: order and bubble depend on "
-                "them.",
+                "between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag. Give measured "
+                "ones: order and bubble depend on them.",
             ),
             click.option(
                 "--costs-file",
@@ -122,7 +142,13 @@ def size_flags(command: Command) -> Command:
 
 
 class Ask:
-    """What the flags ask for, checked: a size, costs, a memory limit, and perhaps a CSV.
+    """What the flags ask for, checked: schedules, a size, costs, a memory limit, and perhaps a CSV.
+
+    Args:
+        schedules: those asked for by name.
+        usual: those shown where none is named, as far as what they need is given.
+
+    The others are the flags as they were given; see :func:`size_flags`.
 
     Raises:
         PlanError: naming the flag that is wrong.
@@ -130,6 +156,9 @@ class Ask:
 
     def __init__(
         self,
+        schedules: Sequence[str],
+        usual: Sequence[str],
+        *,
         pipeline_size: str | None,
         microbatches: str | None,
         costs: str | None,
@@ -147,48 +176,47 @@ class Ask:
         d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
         n = integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
         self.chunks = integer("--chunks", chunks, 1, "a rank holds 1 chunk or more")
-        self.memory_limit = _positive("--memory-limit", memory_limit, "a fraction of 1F1B's activation memory")
-        self.search_seconds = _positive("--search-seconds", search_seconds, "a number of seconds")
-        self.csv = csv = None if schedule_file is None else _read(schedule_file)
+        self.memory_limit = positive("--memory-limit", memory_limit, "a fraction of 1F1B's activation memory")
+        self.search_seconds = positive("--search-seconds", search_seconds, "a number of seconds")
+        self.csv = csv = None if schedule_file is None else read_text(schedule_file, "csv")
+        heeded = {
+            "chunks": chunks,
+            "memory_limit": memory_limit,
+            "search_seconds": search_seconds,
+            "csv": schedule_file,
+        }
+        given = [part for part, value in heeded.items() if value is not None]
+        self.names = tuple(schedules) or tuple(name for name in usual if name in with_parts(given))
+        check_parts(given, self.names, FLAGS)
         if csv is not None and (d is None or n is None):
-            own = named("--schedule-file", lambda: from_csv(csv))
+            own = from_csv(csv)
             d, n = d or own.ranks, n or own.microbatches
+            if d < 2:
+                raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
         if d is None:
             raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
         if n is None:
             raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-        self.costs = replace(
-            _times(costs, costs_file, d),
-            stage_weights=_by_stage("--stage-weights", stage_weights),
-            stage_activations=_by_stage("--stage-activations", stage_activations),
-        )
-        self._share("--weight-share", weight_share)
-        self._share("--recompute", recompute)
-        self._share("--kept", kept)
-        if d * n * (self.chunks or 1) > _LARGEST:
+        if d > _MOST_RANKS or d * n * (self.chunks or 1) > _LARGEST:
+            chunks_too = "" if self.chunks is None else f" and --chunks {self.chunks}"
             raise PlanError(
-                f"--pipeline-size {d} with --microbatches {n} is too large to plan: "
-                f"ranks x microbatches x chunks may be {_LARGEST} at most"
+                f"--pipeline-size {d} with --microbatches {n}{chunks_too} is too large to plan: there may be "
+                f"{_MOST_RANKS} ranks, and ranks x microbatches x chunks may be {_LARGEST}, at most"
             )
         self.ranks, self.microbatches = d, n
-
-    def _share(self, flag: str, text: str | None) -> None:
-        if text is not None:
-            share: dict[str, Any] = {flag[2:].replace("-", "_"): _number(flag, text, "a share from 0 to 1")}
-            self.costs = named(flag, lambda: replace(self.costs, **share))
-
-    def known(self, name: str) -> None:
-        """Raise for a name that no schedule has, or that lacks its CSV or its memory limit."""
-        if name not in NAMES or (name == "file" and self.csv is None):
-            named("--schedule", lambda: plan(Request(name, self.ranks, self.microbatches)))
-        if name == "adaptive" and self.memory_limit is None:
-            raise PlanError(
-                "--memory-limit is missing: adaptive needs a fraction of 1F1B's activation memory, such as 0.5"
-            )
+        texts = {"weight_share": weight_share, "recompute": recompute, "kept": kept}
+        shares = {
+            part: number(FLAGS[part], text, "a share from 0 to 1") for part, text in texts.items() if text is not None
+        }
+        self.costs = replace(
+            _times(costs, costs_file, d),
+            stage_weights=numbers("--stage-weights", stage_weights),
+            stage_activations=numbers("--stage-activations", stage_activations),
+            **shares,
+        )
 
     def request(self, name: str) -> Request:
         """Schedule ``name`` at this size, under these costs and this limit."""
-        self.known(name)
         asked = Request(name, self.ranks, self.microbatches, self.costs, csv=self.csv)
         if name == "adaptive":
             most = self.chunks or max(asked.chunk_choices)
@@ -197,73 +225,19 @@ class Ask:
             return replace(asked, chunk_choices=tuple(sorted(choices)), memory_limit=limit, search_seconds=seconds)
         return asked if self.chunks is None else replace(asked, chunks=self.chunks)
 
-    def timeline(self, name: str, tick: Tick = lambda share: None) -> Timeline:
-        """Schedule ``name``, timed; ``tick`` hears of a search's progress."""
-        schedule = kept_plan(self.request(name), tick)
+    def timeline(self, name: str) -> Timeline:
+        """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
+        with shown(f"planning {name}", sys.stderr) as progress:
+            schedule = kept_plan(self.request(name), progress)
         return simulate(schedule, self.costs.on(schedule.placement))
-
-
-def named[T](flag: str, compute: Callable[[], T]) -> T:
-    """``compute()``, its error preceded by the flag it is about."""
-    try:
-        return compute()
-    except PlanError as error:
-        raise PlanError(f"{flag}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--schedule-file: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"--schedule-file: {path} is not a text file; a CSV in UTF-8 is needed") from None
 
 
 def _times(costs: str | None, file: Path | None, ranks: int) -> Costs:
     if file is None:
-        return named("--costs", lambda: Costs.parse("1,1,1,0" if costs is None else costs))
+        return Costs.parse("1,1,1,0" if costs is None else costs)
     if costs is not None:
         raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
-    return named("--costs-file", lambda: read_profile(file).costs(ranks))
-
-
-def integer(flag: str, text: str | None, least: int, why: str) -> int | None:
-    """The number given for ``flag``, None where there is none."""
-    if text is None:
-        return None
     try:
-        value = int(text)
-    except ValueError:
-        raise PlanError(f"{flag} {text!r} is not a whole number: {why}") from None
-    if value < least:
-        raise PlanError(f"{flag} {value} is too small: {why}")
-    return value
-
-
-def _number(flag: str, text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise PlanError(f"{flag} {text!r} is not a number: {what} is needed")
-    return value
-
-
-def _positive(flag: str, text: str | None, what: str) -> float | None:
-    if text is None:
-        return None
-    value = _number(flag, text, what)
-    if value <= 0:
-        raise PlanError(f"{flag} {text} is not above zero: {what} is needed")
-    return value
-
-
-def _by_stage(flag: str, text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    found = tuple(_number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
-    if min(found) < 0:
-        raise PlanError(f"{flag} {min(found):g} is below zero: a list such as 1.5,1,1,1.2 is needed")
-    return found
+        return read_profile(file).costs(ranks)
+    except PlanError as error:
+        raise PlanError(str(error), "costs_file") from None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -14,18 +11,22 @@ from typing import Any
 import click
 
 import megatron.schedules
-from megatron.schedules.ask import Ask, integer, size_flags
+from megatron.schedules.ask import FLAGS, Ask, size_flags
+from megatron.schedules.ending import emit, run
 from megatron.schedules.planning.adaptive.plan import bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Tick, describe
+from megatron.schedules.planning.given import integer
+from megatron.schedules.planning.registry import NAMES, describe
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.textforms import to_csv, to_json
 from megatron.schedules.report import table
-from megatron.schedules.report.figures import Figures, counted, figures, number, percent
+from megatron.schedules.report.figures import Figures, counted, figures, number, percent, title
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
+_WIDEST = 100_000  # columns that a pager still shows
+_MOST_DRAWN = 200_000  # passes of an SVG that a browser still opens
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
@@ -62,7 +63,7 @@ _width = click.option(
 def _program(context: click.Context, version: bool) -> None:
     """Pipeline schedules whose activation memory is a choice: see bubble and memory before you train."""
     if version:
-        _emit(f"{PROGRAM} {megatron.schedules.__version__}\n", None)
+        emit(f"{PROGRAM} {megatron.schedules.__version__}\n", None)
         context.exit()
     if context.invoked_subcommand is None:
         raise PlanError("no command given: use plan, compare or draw; --help explains them")
@@ -84,32 +85,24 @@ def _plan(
     schedule: str | None, form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
 ) -> None:
     """Plan one schedule: its order, when it runs, what idles and what is held."""
-    file = size["schedule_file"]
-    if schedule is None and file is None:
+    if schedule is None and size["schedule_file"] is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
-    if schedule not in (None, "file") and file is not None:
-        raise PlanError(f"--schedule-file goes with --schedule file, not {schedule}: leave one of them out")
-    for flag in ("memory_limit", "search_seconds"):
-        if size[flag] is not None and schedule != "adaptive":
-            spelt = f"--{flag.replace('_', '-')}"
-            raise PlanError(f"{spelt} goes with --schedule adaptive, not {schedule or 'file'}: leave one of them out")
     form = _form(form, output, ("text", "csv", "json", "svg"))
-    ask = Ask(**size)
-    with _progress_bar(shown=schedule == "adaptive") as tick:
-        timeline = ask.timeline(schedule or "file", tick)
-    chunks = timeline.schedule.placement.chunks
-    if ask.chunks not in (None, chunks) and schedule != "adaptive":
-        raise PlanError(f"--chunks {ask.chunks}: {schedule or 'file'} has {chunks} a rank; leave the flag out")
+    columns = _drawn_as(form, width, gradients)
+    ask = Ask([] if schedule is None else [schedule], ["file"], **size)
+    (name,) = ask.names
+    timeline = ask.timeline(name)
     if form == "csv":
-        _emit(to_csv(timeline.schedule), output)
+        emit(to_csv(timeline.schedule), output)
     elif form == "json":
         extra = _extra(ask.costs, figures(timeline))
-        if schedule == "adaptive":
-            extra["figures"]["lower_bound"] = bound(ask.request(schedule))
-        _emit(to_json(timeline.schedule, extra) + "\n", output)
+        if name == "adaptive":
+            extra["asked"] = {"schedule": name, "memory_limit": ask.memory_limit}
+            extra["figures"]["lower_bound"] = bound(ask.request(name))
+        emit(to_json(timeline.schedule, extra) + "\n", output)
     else:
-        footer = _how_good(timeline, ask) if schedule == "adaptive" else ""
-        _emit_drawing(form, [timeline], ask, output, width, gradients, footer)
+        footer = _how_good(timeline, ask) if name == "adaptive" else ""
+        _emit_drawing(form, [timeline], ask, output, columns, gradients, footer)
 
 
 @_program.command("compare", epilog=_SCHEDULES)
@@ -124,25 +117,18 @@ def _plan(
 def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, ("text", "markdown", "csv", "json"))
-    ask = Ask(**size)
-    given = {"file": ask.csv, "adaptive": ask.memory_limit}
-    names = schedules or [name for name in NAMES if given.get(name, name)]
-    for name in names:
-        ask.known(name)
+    ask = Ask(schedules, NAMES, **size)
     baseline = ask.timeline("1f1b").makespan
     rows = []
-    for index, name in enumerate(names):
-        _progress(f"planning {name} ({index + 1} of {len(names)})")
+    for name in ask.names:
         try:
-            with _progress_bar(shown=name == "adaptive") as tick:
-                found = figures(ask.timeline(name, tick))
+            found = figures(ask.timeline(name))
         except PlanError as error:
             rows.append(table.Row(name, str(error)))
         else:
             rows.append(table.Row(name, found, baseline / found.makespan))
-    _progress("")
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
-    _emit(write[form](rows), output)
+    emit(write[form](rows), output)
 
 
 @_program.command("draw", epilog=_SCHEDULES)
@@ -161,9 +147,9 @@ def _draw(
 ) -> None:
     """Draw schedules below one another on one time scale. Without --schedule: 1F1B and V-Half."""
     form = _form(form, output, ("svg", "text"))
-    ask = Ask(**size)
-    names = schedules or (["file"] if ask.csv else ["1f1b", "v-half"])
-    _emit_drawing(form, [ask.timeline(name) for name in names], ask, output, width, gradients)
+    columns = _drawn_as(form, width, gradients)
+    ask = Ask(schedules, ["1f1b", "v-half"] if size["schedule_file"] is None else ["file"], **size)
+    _emit_drawing(form, [ask.timeline(name) for name in ask.names], ask, output, columns, gradients)
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
@@ -199,25 +185,24 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
 def _how_good(timeline: Timeline, ask: Ask) -> str:
     """How far from the best possible an adaptive plan is at most."""
     least = bound(ask.request("adaptive"))
+    by_name = timeline.schedule.name
+    chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
     return (
+        f"{chosen}"
         f"No schedule within this memory ends before {number(least)}, a bubble of "
         f"{percent(1 - timeline.ideal / least)}: this one, which ends at {number(timeline.makespan)}, is at most "
         f"{percent(timeline.makespan / least - 1)} longer than the best there is.\n"
     )
 
 
-@contextmanager
-def _progress_bar(*, shown: bool) -> Iterator[Tick]:
-    """How far a search is, on standard error if anybody is looking; takes the shares of the work done."""
-    if not (shown and sys.stderr.isatty()):
-        yield lambda share: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("searching", total=1.0)
-        yield lambda share: progress.advance(task, share)
+def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
+    """The columns asked for of a drawing in text; refuses what the form would ignore."""
+    columns = integer("--width", width, 1, "60 columns or more read well", _WIDEST)
+    if columns is not None and form != "text":
+        raise PlanError("--width is of the text form: give --format text, or leave the flag out")
+    if gradients and form != "svg":
+        raise PlanError("--gradients marks an SVG: give --format svg, or leave the flag out")
+    return columns
 
 
 def _emit_drawing(
@@ -225,18 +210,20 @@ def _emit_drawing(
     timelines: Sequence[Timeline],
     ask: Ask,
     output: Path | None,
-    width: str | None,
+    columns: int | None,
     gradients: bool,
     footer: str = "",
 ) -> None:
     """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
-    columns = integer("--width", width, 1, "60 columns or more read well")
-    if gradients and form != "svg":
-        raise PlanError("--gradients marks an SVG: give --format svg, or leave the flag out")
     if form == "svg":
+        passes = sum(map(len, (row for timeline in timelines for row in timeline.schedule.order)))
+        if passes > _MOST_DRAWN:
+            raise PlanError(
+                f"an SVG of {passes} passes would be too large to look at: {_MOST_DRAWN} at most; use --format text"
+            )
         from megatron.schedules.report.svg import draw_svg
 
-        _emit(draw_svg(timelines, _caption(ask), gradients=gradients), output)
+        emit(draw_svg(timelines, _caption(ask), gradients=gradients), output)
         return
 
     from rich.console import Console
@@ -250,11 +237,11 @@ def _emit_drawing(
     drawing = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour)
     drawing.append(footer)
     if not terminal:
-        _emit(drawing.plain, output)
+        emit(drawing.plain, output)
         return
     with console.capture() as captured:
         console.print(drawing, soft_wrap=True, end="")
-    _emit(captured.get(), None)
+    emit(captured.get(), None)
 
 
 def _caption(ask: Ask) -> str:
@@ -265,50 +252,10 @@ def _caption(ask: Ask) -> str:
     )
 
 
-def _progress(message: str) -> None:
-    """Show ``message`` on one line of the terminal in place of the last one, if anybody is looking."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{message}")
-        sys.stderr.flush()
-
-
-def _emit(text: str, output: Path | None) -> None:
-    """Write ``text`` to ``output``, or to standard output."""
-    if output is None:
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # What is still in the buffer goes nowhere, lest Python complains about it at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
-        except OSError as error:
-            raise PlanError(f"cannot write to standard output: {error.strerror}") from None
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; whatever is wrong with ``arguments`` ends in one line on standard error.
-
-    Returns:
-        The exit status: 0, 2 for a wrong flag or a request that cannot be planned, 130 when interrupted, 141 when the
-        reader of the output went away.
-    """
+    """Run the command with ``arguments``, or the process's own; the exit status, see :func:`.ending.run`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars and shades where the terminal knows ASCII only
-    program = " ".join([PROGRAM, *[name for name in arguments if name in _program.commands][:1]])
-    try:
-        return _program.main(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
-    except click.Abort:
-        return 128 + signal.SIGINT
-    except PlanError as error:
-        message = str(error)
-    except click.ClickException as error:
-        message = f"{error.format_message().rstrip('.')}; --help lists the flags"
-    sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
-    return 2
+    spoken = " ".join([PROGRAM, *[name for name in arguments if name in _program.commands][:1]])
+    return run(_program, PROGRAM, arguments, flags=FLAGS, spoken=spoken)

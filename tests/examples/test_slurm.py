@@ -163,9 +163,8 @@ def test_bad_settings_end_in_one_line(
 
 CHECK = """
 import json, os, sys
-from megatron.schedules.integration import cpu_standin
-cpu_standin.enable()
 import megatron.schedules
+megatron.schedules.without_gpu()
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import unset_global_variables
 megatron.schedules.install()

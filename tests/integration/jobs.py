@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import count, pairwise
@@ -24,6 +25,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
+from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
 from megatron.schedules.integration import gpt
@@ -32,7 +34,7 @@ from megatron.schedules.integration.stages import MegatronStages
 from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
-from tests.integration.results import Result
+from tests.integration.results import Result, flags_of
 from tools._quick_start import quick_start
 
 quick_start()
@@ -89,6 +91,11 @@ def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
     """Bytes of all tensors alive on each rank after every tenth iteration."""
     return run_ranks(world, _live_bytes, list(flags))
+
+
+def stock_flags() -> dict[str, tuple[object, ...]]:
+    """How Megatron's own parser reads each of its flags."""
+    return flags_of(add_megatron_arguments(ArgumentParser(add_help=False)))
 
 
 def hooks() -> list[tuple[str, str, bool, bool]]:

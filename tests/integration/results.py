@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,15 @@ MODEL = """
     --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 1000 --log-interval 1
 """.split()
 UNTIED = ["--untie-embeddings-and-output-weights"]
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, tuple[object, ...]]:
+    """How ``parser`` reads each flag: name, values, their type, and what it is without the flag."""
+    found: dict[str, tuple[object, ...]] = {}
+    for action in parser._actions:
+        kind = getattr(action.type, "__name__", None) if action.nargs != 0 else None
+        found |= dict.fromkeys(action.option_strings, (action.dest, action.nargs, kind or "str", action.default))
+    return found
 
 
 class Result(NamedTuple):

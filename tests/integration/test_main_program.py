@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -67,15 +68,15 @@ SCRIPT = '''
 """A training script as somebody else would have it: a model provider, stock helpers, and our one call."""
 import os
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-from megatron.schedules.integration import cpu_standin, gpt  # no GPU in tests
-cpu_standin.enable()
+import megatron.schedules
+megatron.schedules.without_gpu()
+from megatron.schedules.integration import gpt
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
-import megatron.schedules
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
@@ -106,6 +107,25 @@ def test_another_script_needs_one_import_and_one_call(tmp_path: Path) -> None:
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output[-4000:]
     assert len(losses(output)) == 2
+
+
+def test_where_there_is_no_gpu_a_script_is_told_what_to_call(tmp_path: Path) -> None:
+    script = tmp_path / "their_script.py"
+    script.write_text(
+        SCRIPT.replace("megatron.schedules.without_gpu()", "").replace("from megatron.schedules.integra", "#")
+    )
+    asked = [*MODEL, *V_HALF, "1", "--pipeline-model-parallel-size", "2", "--a-flag-of-mine"]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *asked],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 2, run.stderr[-4000:]
+    said = run.stderr.strip().splitlines()[-1]
+    assert said.startswith("their_script.py: error: no CUDA device here, and Megatron requires one")
+    assert "call megatron.schedules.without_gpu() before Megatron is imported (README" in said
 
 
 def test_a_rank_killed_in_an_iteration_ends_the_job_with_a_message() -> None:

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
 
+from megatron.schedules.integration.flags import STOCK, add_stock_arguments
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
-from tests.integration.results import MODEL
+from tests.integration.results import MODEL, flags_of
 
+ROOT = Path(__file__).resolve().parents[2]
 JOB = [*MODEL, "--train-iters", "1"]
 PP4 = "--global-batch-size 4 --pipeline-model-parallel-size 4".split()
 
 REFUSED = {
     "an unknown schedule, with what was meant": ("--pipeline-schedule v-haff", "did you mean v-half?"),
+    "a schedule without a name": ("--pipeline-schedule=", "--pipeline-schedule: unknown schedule '': use one of 1f1b"),
+    "costs without a schedule": (
+        "--pipeline-schedule-costs 1,2,3",
+        "--pipeline-schedule-costs goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "stage weights without a schedule": (
+        "--pipeline-schedule-stage-weights 1,1,1,1",
+        "--pipeline-schedule-stage-weights goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a limit without a schedule": (
+        "--pipeline-memory-limit 0.8 --pipeline-schedule-costs 1,2,3 --pipeline-search-seconds 5",
+        "--pipeline-memory-limit goes with --pipeline-schedule adaptive, which is missing",
+    ),
+    "a report without a schedule": (
+        "--pipeline-schedule-report-memory",
+        "--pipeline-schedule-report-memory goes with --pipeline-schedule: name one of 1f1b",
+    ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
+    "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),
     "no microbatch": ("--pipeline-schedule v-half --global-batch-size 0", "gives 0 microbatches"),
     "part of a microbatch": ("--pipeline-schedule v-half --micro-batch-size 3", "--global-batch-size 4 gives 1.3"),
     "steps of batch size that are none": (
@@ -60,11 +86,30 @@ REFUSED = {
         "--transformer-impl",
     ),
     "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
-    "costs that are no numbers": ("--pipeline-schedule v-half --pipeline-schedule-costs 1,2", "F,B,W"),
+    "costs that are no numbers": (
+        "--pipeline-schedule v-half --pipeline-schedule-costs 1,2",
+        "--pipeline-schedule-costs: costs are F,B,W",
+    ),
+    "costs beyond all bounds": (
+        "--pipeline-schedule v-half --pipeline-schedule-costs 1e308,1,1",
+        "--pipeline-schedule-costs: costs F,B,W must be from 1e-100 to 1e+100",
+    ),
     "a file without a name": ("--pipeline-schedule file", "--pipeline-schedule-file"),
     "a file that is not there": ("--pipeline-schedule file --pipeline-schedule-file none.csv", "No such file"),
+    "a file without end": (
+        "--pipeline-schedule file --pipeline-schedule-file /dev/zero",
+        "--pipeline-schedule-file: cannot read /dev/zero: it is no regular file",
+    ),
+    "a file that is no schedule": (
+        "--pipeline-schedule file --pipeline-schedule-file LICENSE",
+        "--pipeline-schedule-file: CSV row 2, cell 1",
+    ),
     "a file for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-file x.csv", "goes with"),
     "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
+    "a word for chunks": (
+        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks two",
+        "--pipeline-schedule-chunks 'two' is not a whole number",
+    ),
     "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
     "data of another make": ("--pipeline-schedule v-half --fim-data", "--fim-data is not supported here"),
     "conversations made up": ("--pipeline-schedule 1f1b --sft", "give --data-path"),
@@ -87,6 +132,10 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 0",
         "a positive number of seconds",
     ),
+    "too much time to search": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 1e308",
+        "--pipeline-search-seconds: a search may take 1,000,000 seconds",
+    ),
     "a limit for another schedule": ("--pipeline-schedule v-half --pipeline-memory-limit 0.5", "goes with"),
     "linears it cannot split, before it searches": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --transformer-impl transformer_engine",
@@ -95,6 +144,10 @@ REFUSED = {
     "stage weights that are no numbers": (
         "--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,b",
         "--pipeline-schedule-stage-weights",
+    ),
+    "stage weights of nothing": (
+        "--pipeline-schedule v-half --pipeline-schedule-stage-weights 0,0,0,0,0,0,0,0",
+        "--pipeline-schedule-stage-weights: at least one stage must take time",
     ),
     "too few stage weights": ("--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,2", "which has 8 stages"),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
@@ -133,11 +186,74 @@ def noted(what: str) -> ParameterSet:
 
 
 @pytest.mark.parametrize("what", list(map(noted, REFUSED)))
-def test_refused(megatron, record_property, what):
+def test_refused(megatron, record_property, told_early, what):
     flags, part = REFUSED[what]
     outputs = megatron("outputs", 4, [*JOB, *PP4, *flags.split()])
     assert_refused(outputs, part)
     record_property("refusal", outputs[0][1].strip().removeprefix("pretrain_gpt.py: error: "))
+    assert told_early[what] == ("" if what in NEED_MEGATRON else outputs[0][1])
+
+
+# --- before anything heavy is imported ----------------------------------------------------------------------------
+
+# What these ask for Megatron's own code reads.
+NEED_MEGATRON = {
+    "a layout of other stages",
+    "a layout of other layers",
+    "a layout that is none",
+    "steps of batch size that are none",
+    "steps of batch size that do not divide",
+    "too few GiB",
+}
+EARLY = """
+import contextlib, io, json, os, sys
+sys.path.insert(0, os.getcwd())
+from megatron.schedules.integration.early import refuse_early
+from megatron.schedules.integration.gpt_flags import refuse_other_data
+os.environ |= {"RANK": "0", "WORLD_SIZE": "4"}
+said = {}
+for what, flags in json.load(sys.stdin).items():
+    sys.argv = ["pretrain_gpt.py", *flags]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        refuse_early(flags)
+        refuse_other_data(flags)
+    said[what] = errors.getvalue()
+assert not {"torch", "numpy", "megatron.core"} & set(sys.modules)
+json.dump(said, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def told_early() -> dict[str, str]:
+    """What is said of every request where nothing but Python's own library, and ours, is imported."""
+    asked = {what: [*JOB, *PP4, *flags.split()] for what, (flags, _) in REFUSED.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY], cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_wrong_flag_is_refused_in_a_moment():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "pretrain_gpt.py", *JOB, "--pipeline-schedule", "v-haff"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    assert (
+        done.stderr == "pretrain_gpt.py: error: --pipeline-schedule: unknown schedule 'v-haff': did you mean v-half?\n"
+    )
+    # Processor time: a busy machine makes the wall clock say anything.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):
+    parser = argparse.ArgumentParser(add_help=False)
+    add_stock_arguments(parser)
+    assert {flag: how for flag, how in megatron("stock_flags").items() if flag in STOCK} == flags_of(parser)
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled"])

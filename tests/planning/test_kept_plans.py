@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.planning import store
+from megatron.schedules.planning import keeping, store
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import Request, Tick, plan
+from megatron.schedules.planning.keeping import FOLDER_VARIABLE, folder
+from megatron.schedules.planning.progress import Progress
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.store import FOLDER_VARIABLE, folder, kept_plan
+from megatron.schedules.planning.store import kept_plan
+from megatron.schedules.planning.textforms import to_json
 
 ROOT = Path(__file__).parents[2]
 REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
@@ -32,9 +36,9 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What has been planned rather than read."""
     requests = []
 
-    def counting(request: Request, tick: Tick) -> Schedule:
+    def counting(request: Request, progress: Progress) -> Schedule:
         requests.append(request)
-        return plan(request, tick)
+        return plan(request, progress)
 
     monkeypatch.setattr(store, "plan", counting)
     return requests
@@ -45,7 +49,7 @@ def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
     again = kept_plan(replace(REQUEST))
     assert searched == [REQUEST]
     assert first == again == plan(REQUEST)
-    assert [path.suffix for path in sorted(kept.iterdir())] == [".json", ".lock"], "and nothing half-written"
+    assert [path.suffix for path in sorted(kept.glob("*.*"))] == [".json", ".lock"], "and nothing half-written"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_another_version_of_the_planner_searches_anew(
     code = tmp_path / "planner"
     (code / "adaptive").mkdir(parents=True)
     (code / "adaptive" / "search.py").write_text("one")
-    monkeypatch.setattr(store, "__file__", str(code / "store.py"))
+    monkeypatch.setattr(keeping, "__file__", str(code / "keeping.py"))
     kept_plan(REQUEST)
     kept_plan(REQUEST)
     assert len(searched) == 1
@@ -110,9 +114,9 @@ def test_on_a_full_disk_it_plans_all_the_same(kept: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "replace", full)
+    monkeypatch.setattr(keeping.os, "replace", full)
     assert kept_plan(REQUEST) == plan(REQUEST)
-    assert [path.suffix for path in kept.iterdir()] == [".lock"]
+    assert [path.suffix for path in kept.glob("*.*")] == [".lock"]
 
 
 def test_what_cannot_be_planned_is_not_kept(kept: Path):
@@ -122,7 +126,46 @@ def test_what_cannot_be_planned_is_not_kept(kept: Path):
     assert not list(kept.glob("*.json"))
 
 
-def test_named_schedules_are_not_kept(kept: Path, searched: list[Request]):
+@pytest.mark.parametrize(
+    "other",
+    [replace(REQUEST, microbatches=5), replace(REQUEST, memory_limit=0.8), replace(REQUEST, ranks=4)],
+    ids=["microbatches", "limit", "ranks"],
+)
+def test_a_plan_in_the_place_of_anothers_is_not_believed_and_the_log_says_so_once(
+    kept: Path, searched: list[Request], other: Request, caplog: pytest.LogCaptureFixture
+):
+    kept_plan(other)
+    (path,) = kept.glob("*.json")
+    foreign = path.read_bytes()
+    path.unlink()
+    kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    path.write_bytes(foreign)
+    for _ in range(2):
+        assert kept_plan(REQUEST) == plan(REQUEST)
+    assert searched == [other, REQUEST, REQUEST]
+    (said,) = caplog.messages
+    assert said == f"{path} does not hold the plan it was made for, or not all of it: planned anew"
+
+
+def test_a_plan_in_which_something_was_changed_is_not_believed(kept: Path, searched: list[Request]):
+    schedule = kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    record = json.loads(path.read_text())
+    record["order"] = json.loads(to_json(plan(replace(REQUEST, memory_limit=1.5, search_seconds=0.02))))["order"]
+    path.write_text(json.dumps(record))
+    assert kept_plan(REQUEST) == schedule
+    assert len(searched) == 2
+
+
+def test_a_large_plan_by_name_is_kept_too(kept: Path, searched: list[Request]):
+    request = Request("1f1b", 8, 512)
+    assert kept_plan(request) == kept_plan(request) == plan(request)
+    assert searched == [request]
+    assert len(list(kept.glob("*.json"))) == 1
+
+
+def test_small_plans_by_name_are_not_kept(kept: Path, searched: list[Request]):
     for _ in range(2):
         kept_plan(replace(REQUEST, schedule="v-half"))
     assert len(searched) == 2
@@ -132,15 +175,15 @@ def test_named_schedules_are_not_kept(kept: Path, searched: list[Request]):
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from megatron.schedules.planning import store
+from megatron.schedules.planning import keeping, store
 from megatron.schedules.planning.textforms import to_csv
 from tests.planning.test_kept_plans import REQUEST
 
-def slowly(request, tick):
+def slowly(request, progress):
     with Path(sys.argv[1]).open("a") as log:
         log.write("searched\\n")
     time.sleep(0.5)
-    return plan(request, tick)
+    return plan(request, progress)
 
 plan, store.plan = store.plan, slowly
 print("ready", flush=True)
@@ -166,6 +209,40 @@ def test_of_many_processes_one_searches_and_the_others_wait(kept: Path, tmp_path
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert len(set(found)) == 1
     assert log.read_text() == "searched\n"
+
+
+WORKING = """
+import sys, time
+from megatron.schedules.planning import store
+
+def slowly(request, progress):
+    for _ in range(4):
+        progress(0.25)
+        print("worked", flush=True)
+        sys.stdin.readline()
+    return plan(request)
+
+plan, store.plan = store.plan, slowly
+from tests.planning.test_kept_plans import REQUEST
+store.kept_plan(REQUEST)
+"""
+
+
+def test_who_waits_for_anothers_plan_hears_how_far_it_is(kept: Path):
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdin and other.stdout
+        assert other.stdout.readline() == "worked\n"
+        heard: list[float] = []
+
+        def progress(share: float) -> None:
+            heard.append(share)
+            assert other.stdin
+            other.stdin.write("on\n")
+            other.stdin.flush()
+
+        assert kept_plan(REQUEST, progress) == plan(REQUEST)
+    assert heard == [0.25] * 4
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.schedules.ending import run
 from megatron.schedules.estimate.hardware import DEVICES, Model
 from megatron.schedules.estimate.iteration import METHODS, Setting
 from tools import _run_settings, grid_search
-from tools._one_line import run
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
 

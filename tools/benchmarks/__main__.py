@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tools._one_line import run
+from megatron.schedules.ending import run
 from tools.benchmarks import emulated, memory, split, tables
 from tools.benchmarks.parts import Kept, Part, Row, Say
 
@@ -93,4 +93,4 @@ def _tables(quick: bool, as_json: bool, costs_file: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "benchmark.sh"))
+    sys.exit(run(main, "benchmark.sh", flags={"costs_file": "--costs-file"}))

@@ -24,6 +24,11 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
+def enabled() -> bool:
+    """Whether this process has the stand-in."""
+    return torch.cuda.current_device is _TORCH_CUDA["current_device"]
+
+
 def enable() -> None:
     """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process; once.
 
@@ -32,10 +37,12 @@ def enable() -> None:
     """
     if not needed():
         raise RuntimeError("the CPU stand-in is for machines without CUDA; this one has it")
-    if torch.cuda.current_device is _TORCH_CUDA["current_device"]:
+    if enabled():
         return
     if "megatron.core" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
-        raise RuntimeError("enable the CPU stand-in before importing Megatron, or set TORCHDYNAMO_DISABLE=1")
+        raise RuntimeError(
+            "call megatron.schedules.without_gpu() before Megatron is imported, or set TORCHDYNAMO_DISABLE=1"
+        )
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
     # Before anything is replaced: at import torch's compiler takes stock of torch's own functions.

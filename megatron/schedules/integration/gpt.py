@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.arguments import refuse
+from megatron.schedules.integration.gpt_flags import packs
 
 # Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
 _FLAG_OF = {
@@ -40,33 +39,7 @@ _FLAG_OF = {
     "fast_cache_load": "dataloader_fast_cache_load",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
-# Flags that ask for samples of another make.
-_OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
 _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens", "max_seqlen")
-
-
-def refuse_other_data(argv: Sequence[str]) -> None:
-    """End with status 2 and one line where a flag asks for data that :func:`forward_step` cannot feed."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in (*_OTHER_DATA, "--sft", "--dataloader-inter-document-masking", "--mock-data"):
-        parser.add_argument(flag, action="store_true")
-    for flag in ("--micro-batch-size", "--context-parallel-size"):
-        parser.add_argument(flag, type=int, default=1)
-    given, _ = parser.parse_known_args(argv)
-    for flag in _OTHER_DATA:
-        if flag in argv:
-            refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
-    if given.sft and given.mock_data:
-        refuse("--sft needs conversations: give --data-path rather than --mock-data")
-    if _packs(given) and given.micro_batch_size > 1:
-        refuse("packed sequences go one sample at a time: give --micro-batch-size 1 and a longer --seq-length")
-    if _packs(given) and given.context_parallel_size > 1:
-        refuse("packed sequences do not work with --context-parallel-size above 1 here; leave the flag out")
-
-
-def _packs(args: Any) -> bool:
-    """Whether a sample is several sequences end to end, each of which attends to itself only."""
-    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -165,11 +138,11 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 def _masks(args: Any) -> bool:
     """Whether samples come with a mask; packed ones have their bounds instead."""
-    return args.create_attention_mask_in_dataloader and not _packs(args)
+    return args.create_attention_mask_in_dataloader and not packs(args)
 
 
 def _reads(args: Any, vp_stage: int | None) -> bool:
-    return _packs(args) or is_first_or_last_pipeline_stage(vp_stage)
+    return packs(args) or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
@@ -185,7 +158,7 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=_packs(args),
+        has_cu_seqlens=packs(args),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=_masks(args),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),

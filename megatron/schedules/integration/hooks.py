@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,8 +20,10 @@ from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 
-from megatron.schedules.integration import tied
-from megatron.schedules.integration.arguments import add_arguments, check, mend_help, refuse
+from megatron.schedules.integration import cpu_standin, tied
+from megatron.schedules.integration.arguments import check, refuse
+from megatron.schedules.integration.early import refuse_early
+from megatron.schedules.integration.flags import add_arguments, mend_help
 from megatron.schedules.integration.layers import layers_by_stage
 from megatron.schedules.integration.layout import PlacedLayout
 from megatron.schedules.integration.planner import Planner
@@ -88,9 +91,7 @@ def _parse_args(stock: Replacement, session: Session) -> Replacement:
             parser = add_arguments(parser)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
             mend_help(parser)
-            given, _ = parser.parse_known_args()
-            if given.pipeline_schedule is not None and getattr(given, "yaml_cfg", None) is not None:
-                refuse("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
+            refuse_early(sys.argv[1:])  # with --yaml-cfg nothing of ours comes out of the parsing
             return parser
 
         return stock(both, *args, **kwargs)
@@ -100,9 +101,14 @@ def _parse_args(stock: Replacement, session: Session) -> Replacement:
 
 def _validate_args(stock: Replacement, session: Session) -> Replacement:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "pipeline_schedule", None) is None:
+        asked = check(args) if hasattr(args, "pipeline_schedule") else None
+        if asked is None:
             return stock(args, *rest, **kwargs)
-        asked = check(args)
+        if cpu_standin.needed() and not cpu_standin.enabled():
+            refuse(
+                "no CUDA device here, and Megatron requires one: to try it on the CPU call "
+                'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
+            )
         placement = asked.schedule.placement
         layers = layers_by_stage(args, placement.stages) if placement.chunks > 1 else ()
         result = stock(args, *rest, **kwargs)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
+from megatron.schedules.integration.later import after_megatron
 from megatron.schedules.integration.layer_arithmetic import layer, output_layer
 from megatron.schedules.planning.errors import PlanError
 
@@ -66,7 +64,8 @@ def _alike(args: Any, stages: int) -> tuple[int, ...]:
     each, rest = divmod(counted, stages)
     if rest or not each:
         also = " and ".join(["the embedding"] * first + ["the output layer"] * last)
-        instead = f"{stages * max(1, each) - first - last} or {stages * (each + 1) - first - last}"
+        fitting = sorted({stages * max(1, each), stages * (each + 1)})
+        instead = " or ".join(str(count - first - last) for count in fitting)
         raise PlanError(
             f"has {stages} stages: --num-layers{f' with {also}' if also else ''} must be a multiple of {stages}; "
             f"use {instead}, not {args.num_layers}"
@@ -80,30 +79,32 @@ def _alike(args: Any, stages: int) -> tuple[int, ...]:
 def _as_written(args: Any, stages: int) -> tuple[int, ...]:
     text = args.pipeline_model_parallel_layout
     try:
-        written = PipelineParallelLayerLayout.parse_str_to_list(text)
+        layouts = after_megatron("megatron.core.transformer.pipeline_parallel_layer_layout")
+        parsed = layouts.PipelineParallelLayerLayout.parse_str_to_list(text)
     except AssertionError:
         raise PlanError(
             f"cannot read --pipeline-model-parallel-layout {text!r}: it is made of E (embedding), t (layer), L (output "
             "layer) and | between stages, such as 'Et|tt|tt|tL'"
         ) from None
+    written = [[layer.name for layer in stage] for stage in parsed]
     if len(written) != stages:
         raise PlanError(
             f"has {stages} stages and --pipeline-model-parallel-layout {text!r} has {len(written)}: write {stages}, "
             "in model order, with | between them"
         )
-    plain = [layer for stage in written for layer in stage if layer is not LayerType.mtp]
-    decoders = plain.count(LayerType.decoder)
-    if plain != [LayerType.embedding, *[LayerType.decoder] * decoders, LayerType.loss]:
+    plain = [name for stage in written for name in stage if name != "mtp"]
+    decoders = plain.count("decoder")
+    if plain != ["embedding", *["decoder"] * decoders, "loss"]:
         raise PlanError(f"--pipeline-model-parallel-layout {text!r} must begin with E, end with L, and hold t between")
     if decoders != args.num_layers:
         raise PlanError(
             f"--pipeline-model-parallel-layout {text!r} holds {decoders} layers and --num-layers is {args.num_layers}"
         )
-    if any(LayerType.mtp in stage for stage in written[:-1]):
+    if any("mtp" in stage for stage in written[:-1]):
         raise PlanError(
             "holds multi-token prediction layers in its last stage: write every m before the L of the layout"
         )
-    return tuple(stage.count(LayerType.decoder) for stage in written)
+    return tuple(stage.count("decoder") for stage in written)
 
 
 class StageLoads(NamedTuple):

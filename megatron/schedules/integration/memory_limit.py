@@ -6,8 +6,7 @@ import copy
 import math
 from typing import Any
 
-from megatron.training import theoretical_memory_usage as estimate
-
+from megatron.schedules.integration.later import after_megatron
 from megatron.schedules.planning.errors import PlanError
 
 _GIB = 2**30
@@ -20,11 +19,9 @@ def memory_limit(args: Any) -> float:
     knows neither fused attention nor every kind of layer.
 
     Raises:
-        PlanError: where there is no limit or it is neither.
+        PlanError: where it is neither.
     """
     text = args.pipeline_memory_limit
-    if text is None:
-        raise PlanError("needs --pipeline-memory-limit: a fraction of 1F1B's activation memory such as 0.5, or 20GiB")
     number, unit = (text[:-3], _GIB) if text.lower().endswith("gib") else (text, 1)
     try:
         value = float(number)
@@ -37,7 +34,7 @@ def memory_limit(args: Any) -> float:
 
 def bytes_of_1f1b(args: Any) -> float:
     """Stock's estimate of the activations that the first rank holds under 1F1B, from flags not yet validated."""
-    known = copy.copy(args)
+    estimate, known = after_megatron("megatron.training.theoretical_memory_usage"), copy.copy(args)
     known.virtual_pipeline_model_parallel_size = None
     known.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     known.padded_vocab_size = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0

@@ -7,12 +7,11 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.schedules.integration.arguments import Asked
+from megatron.schedules.integration.arguments import Asked, planned
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
@@ -83,15 +82,18 @@ class Planner:
         if evaluating:
             return forward_only(self.placement, num_microbatches, request.costs)
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = kept_plan(request)
+            self._schedules[num_microbatches] = planned(request)
         return self._schedules[num_microbatches]
 
     def summary(self) -> str:
         """One line on the plan: what idles and what is held."""
         timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
         share = timeline.peak / min(n, d)
+        name, asked = self.first.name, self._request
+        if asked.schedule == "adaptive":
+            name = f"adaptive: {name}, within {asked.memory_limit:.3g} of 1F1B's memory"
         return (
-            f"pipeline schedule {self.first.name}: {d} ranks, {n} microbatches, "
+            f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
             f"planned peak activation memory {100 * share:.1f} % of 1F1B"
         )

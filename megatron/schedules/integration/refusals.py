@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.schedules.integration.layers import placed_by_hand, wrong_layers
-from megatron.schedules.integration.split_te import te_fault
+from megatron.schedules.integration.te_found import te_fault
 from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.schedule import Schedule
 
@@ -68,8 +68,9 @@ def unsplittable(args: Any) -> str:
     """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
     if not _is_set(args, "transformer_impl"):
         return ""
-    fault = te_fault()
-    if args.transformer_impl != "transformer_engine":
+    if args.transformer_impl == "transformer_engine":
+        fault = te_fault()
+    else:
         fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
     if fault is None:
         return ""

@@ -25,8 +25,6 @@ Read in the sources of Transformer Engine 2.3.0, 2.8.0, 2.12.0 and 2.20.2, ``pyt
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,30 +36,14 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.split_linear import fused_gradient
+from megatron.schedules.integration.te_found import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
-_ENGINE = "transformer_engine.pytorch"
-_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 # What is read or replaced on an instance, beside its parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
 # Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
 _QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-
-
-def te_fault() -> str | None:
-    """Why Transformer Engine's linears cannot be split here, a clause without a full stop; None where they can."""
-    try:
-        engine = importlib.import_module(_ENGINE)
-    except ModuleNotFoundError:
-        return "Transformer Engine is not installed"
-    except Exception as error:  # it loads shared libraries and asks for devices, which fail in many ways
-        return f"Transformer Engine cannot be imported here, which ends in {type(error).__name__}"
-    for name in _LINEARS:
-        linear = getattr(engine, name, None)
-        if linear is None or "delay_wgrad_compute" not in inspect.signature(linear.__init__).parameters:
-            return f"Transformer Engine {_version()} has no {name} that can delay weight gradients, as 2.3 and later do"
-    return None
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -81,10 +63,10 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
         RuntimeError: the linears lack an attribute relied upon here: another Transformer Engine than this was
             written for.
     """
-    engine = sys.modules.get(_ENGINE)
+    engine = sys.modules.get(ENGINE)
     if engine is None:
         return 0
-    linears = tuple(getattr(engine, name) for name in _LINEARS)
+    linears = tuple(getattr(engine, name) for name in LINEARS)
     bound = 0
     for module in model_chunk.modules():
         if not isinstance(module, linears):
@@ -96,8 +78,8 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
         lacking = [name for name in _ATTRIBUTES if not hasattr(module, name)]
         if lacking:
             raise RuntimeError(
-                f"Transformer Engine {_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a split "
-                "of its backward needs; use --transformer-impl local, or a schedule that does not split the backward"
+                f"Transformer Engine {te_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a "
+                "split of its backward needs; use --transformer-impl local, or a schedule that does not split it"
             )
         config = getattr(module, "config", None)
         if hasattr(module, "is_first_microbatch") and not any(getattr(config, name, None) for name in _QUANTISED):
@@ -110,10 +92,6 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
 def is_split(linear: torch.nn.Module) -> bool:
     """Whether :func:`split_te_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("forward"), _Forward)
-
-
-def _version() -> str:
-    return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))
 
 
 class _Forward:
@@ -206,7 +184,7 @@ class _Call:
         leaf.grad = None
         if not self._deferred:
             raise RuntimeError(
-                f"Transformer Engine {_version()} did not delay the weight gradient of a {self._name}: it works "
+                f"Transformer Engine {te_version()} did not delay the weight gradient of a {self._name}: it works "
                 "otherwise than the versions that splitting its backward was written for"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import read_text
 
+# Far more than any model has; so many that a float no longer counts them would be a slip.
+_MOST_LAYERS = 1_000_000
 _PASSES = ("forward", "input_grad", "weight_grad")
 
 
@@ -60,17 +64,18 @@ def read_profile(path: Path) -> CostProfile:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
+    text, writer = read_text(path, "costs_file"), "tools/profile_passes.py writes such files"
     try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise PlanError(f"{path} is no JSON; tools/profile_passes.py writes such files") from None
+        data = json.loads(text)
+    except (ValueError, RecursionError):  # numbers may be too long for Python, and lists too deep
+        raise PlanError(f"{path} is no JSON; {writer}", "costs_file") from None
     try:
-        return _profile(data)
-    except (KeyError, TypeError, ValueError) as error:
+        found = _profile(data)
+        found.costs(1)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
-        raise PlanError(f"{path} is no cost profile: it {what}; tools/profile_passes.py writes such files") from None
+        raise PlanError(f"{path} is no cost profile: it {what}; {writer}", "costs_file") from None
+    return found
 
 
 def _profile(data: Mapping[str, Any]) -> CostProfile:
@@ -91,6 +96,8 @@ def _profile(data: Mapping[str, Any]) -> CostProfile:
         activation_bytes=float(chunk["activation_bytes"]),
         weight_bytes=float(chunk["weight_bytes"]),
     )
-    if min(found.seconds) <= 0 or min(found.layers, found.model_layers) < 1:
-        raise ValueError("times and layers must be positive")
+    if min(found.seconds) <= 0 or not 1 <= found.layers <= found.model_layers <= _MOST_LAYERS:
+        raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
+    if not all(0 <= held < math.inf for held in (found.activation_bytes, found.weight_bytes)):
+        raise ValueError("bytes must be zero or positive")
     return found

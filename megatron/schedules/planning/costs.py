@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.placement import Placement
+
+# Times and weights that are planned for: sums of their products stay far from what a float can hold.
+_LEAST, _MOST = 1e-100, 1e100
+# Times further apart than this are lost in each other's rounding.
+_APART = 1e15
+
+
+def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
+    """What ``values`` must be (``what``, or within bounds) where one of them is not planned for; else empty."""
+    wrong = [value for value in values if not (_LEAST <= value <= _MOST or (zero and value == 0))]
+    if any(0 < value < math.inf for value in wrong):
+        return f"from {_LEAST:g} to {_MOST:g}"
+    return what if wrong else ""
 
 
 @dataclass(frozen=True)
@@ -92,19 +105,27 @@ class Costs:
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
-        if not all(math.isfinite(t) and t > 0 for t in times):
-            raise PlanError(f"costs F,B,W must be positive numbers, not {','.join(f'{t:g}' for t in times)}")
-        if not (math.isfinite(self.comm) and self.comm >= 0):
-            raise PlanError(f"the cost of a hop must be zero or a positive number, not {self.comm:g}")
-        for scale in (self.stage_weights, self.stage_activations):
-            if scale is not None and not all(math.isfinite(x) and x >= 0 for x in scale):
-                raise PlanError("per-stage weights must be zero or positive numbers")
+        if fault := _fault(times, "positive numbers", zero=False):
+            raise PlanError(f"costs F,B,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
+        if fault := _fault([self.comm], "zero or a positive number", zero=True):
+            raise PlanError(f"the cost of a hop must be {fault}, not {self.comm:g}", "costs")
+        if max(*times, self.comm) > _APART * min(times):
+            raise PlanError(f"costs of passes and hops may differ {_APART:g} times at most", "costs")
+        for part, scale in (("stage_weights", self.stage_weights), ("stage_activations", self.stage_activations)):
+            if fault := _fault(scale or (), "zero or positive numbers", zero=True):
+                raise PlanError(f"per-stage weights must be {fault}", part)
+        if self.stage_weights is not None and not any(self.stage_weights):
+            raise PlanError("at least one stage must take time", "stage_weights")
         if not 0 <= self.weight_share <= 1:
-            raise PlanError(f"the share of memory held until W must be from 0 to 1, not {self.weight_share:g}")
+            raise PlanError(
+                f"the share of memory held until W must be from 0 to 1, not {self.weight_share:g}", "weight_share"
+            )
         if not 0 <= self.recompute <= 1:
-            raise PlanError(f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}")
+            raise PlanError(
+                f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}", "recompute"
+            )
         if not 0 <= self.kept <= 1:
-            raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}")
+            raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}", "kept")
 
     @staticmethod
     def parse(text: str) -> Costs:
@@ -115,7 +136,7 @@ class Costs:
             numbers = []
         if len(numbers) not in (3, 4):
             raise PlanError(
-                f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}"
+                f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}", "costs"
             )
         forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
         return Costs(forward, input_grad, weight_grad, comm)
@@ -132,8 +153,8 @@ class Costs:
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
         share = 2 / placement.chunks
-        weights = _per_stage(self.stage_weights, placement, "weights")
-        held = _per_stage(self.stage_activations, placement, "activations")
+        weights = _per_stage(self.stage_weights, placement, "stage_weights")
+        held = _per_stage(self.stage_activations, placement, "stage_activations")
         return StageCosts(
             forward=tuple(self.forward * share * w for w in weights),
             input_grad=tuple((self.input_grad + self.recompute * self.forward) * share * w for w in weights),
@@ -151,6 +172,7 @@ def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) 
     if values is None:
         return (1.0,) * stages
     if not values or len(values) % stages:
-        raise PlanError(f"{len(values)} stage {what} given for {placement}, which has {stages} stages")
+        given = f"{len(values)} {what.replace('_', ' ')}"
+        raise PlanError(f"{given} given for {placement}, which has {stages} stages", what)
     each = len(values) // stages
     return tuple(sum(values[s * each : (s + 1) * each]) / each for s in range(stages))

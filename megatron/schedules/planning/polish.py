@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs, StageCosts
 from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.reorder import Policy, improve
 from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
@@ -20,7 +21,7 @@ _PASSES_PLAYED = 250_000
 _FEWEST_PLAYS, _MOST_PLAYS = 5, 60
 
 
-def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
+def polish(base: Schedule, costs: Costs, limit: float, progress: Progress = unheard) -> Schedule:
     """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and join what need not be split."""
     on_stages = costs.around_one()[0].on(base.placement)
     # A window of two microbatches a rank reaches everything a rank could sensibly start ahead of its turn.
@@ -33,7 +34,7 @@ def polish(base: Schedule, costs: Costs, limit: float) -> Schedule:
         policies.insert(0, ends)
     size = sum(map(len, base.order))
     plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
-    best = improve(base, on_stages, [limit] * base.ranks, policies, plays)
+    best = improve(base, on_stages, [limit] * base.ranks, policies, plays, progress)
     return finished(best, on_stages)
 
 

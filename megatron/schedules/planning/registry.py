@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import plan_adaptive
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.named import from_file, interleaved, one_chunk, v_shaped
 from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule, in_turn
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
-__all__ = ["NAMES", "Request", "Tick", "describe", "every_named", "plan"]
-
-Tick = Callable[[float], None]
+__all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "plan", "stages", "with_parts"]
 
 
 class _Entry(NamedTuple):
-    build: Callable[[Request, Tick], Schedule]
+    """One schedule by name.
+
+    Args:
+        build: makes it; hears of progress.
+        summary: one line that says when to use it.
+        chunks: stages a rank holds; None where the request says it.
+        heeds: the parts of a request that not every schedule heeds, and this one does.
+        needs: those of them that it cannot do without, and what they are.
+    """
+
+    build: Callable[[Request, Progress], Schedule]
     summary: str
+    chunks: int | None = None
+    heeds: tuple[str, ...] = ()
+    needs: Mapping[str, str] = MappingProxyType({})
 
 
-def _quickly(build: Callable[[Request], Schedule]) -> Callable[[Request, Tick], Schedule]:
-    """The builder of a schedule that is planned in a moment, with no progress to tell of."""
-    return lambda request, tick: build(request)
+def _at_once(build: Callable[[Request], Schedule]) -> Callable[[Request, Progress], Schedule]:
+    """The builder of a schedule that is stated rather than searched for, with no progress to tell of."""
+    return lambda request, progress: build(request)
 
 
-def _adaptive(request: Request, tick: Tick) -> Schedule:
-    return plan_adaptive(request, lambda asked: every_named(asked, asked.chunk_choices), tick)
+def _adaptive(request: Request, progress: Progress) -> Schedule:
+    return plan_adaptive(request, lambda asked: every_named(asked, asked.chunk_choices), progress)
 
 
 def every_named(request: Request, chunk_choices: Collection[int] | None = None) -> list[Timeline]:
@@ -40,36 +53,50 @@ def every_named(request: Request, chunk_choices: Collection[int] | None = None) 
     Of those with so many chunks a rank only, where ``chunk_choices`` says so.
     """
     found = []
-    for name in NAMES:
-        if name not in ("adaptive", "file"):
-            asked = replace(request, schedule=name)
-            try:
-                chunks = plan(replace(asked, microbatches=1)).placement.chunks
-                if chunk_choices is not None and chunks not in chunk_choices:
-                    continue
-                schedule = plan(asked)
-            except PlanError:  # its number of chunks does not go with the costs given for each stage
-                continue
-            found.append(simulate(schedule, request.costs.on(schedule.placement)))
+    for name, entry in _ENTRIES.items():
+        chunks = entry.chunks or request.chunks
+        if name in ("adaptive", "file") or (chunk_choices is not None and chunks not in chunk_choices):
+            continue
+        try:
+            schedule = plan(replace(request, schedule=name))
+        except PlanError:  # its number of chunks does not go with the costs given for each stage
+            continue
+        found.append(simulate(schedule, request.costs.on(schedule.placement)))
     return found
 
 
 _ENTRIES = {
     "1f1b": _Entry(
-        _quickly(one_chunk.one_f_one_b), "the usual schedule: memory of d microbatches, the baseline to compare with"
+        _at_once(one_chunk.one_f_one_b),
+        "the usual schedule: memory of d microbatches, the baseline to compare with",
+        chunks=1,
     ),
-    "eager-1f1b": _Entry(_quickly(one_chunk.eager_1f1b), "1F1B that hides slow hops, at nearly twice its memory"),
+    "eager-1f1b": _Entry(
+        _at_once(one_chunk.eager_1f1b), "1F1B that hides slow hops, at nearly twice its memory", chunks=1
+    ),
     "interleaved-1f1b": _Entry(
-        _quickly(interleaved.interleaved_1f1b), "smaller bubble than 1F1B, for more memory and more messages"
+        _at_once(interleaved.interleaved_1f1b),
+        "smaller bubble than 1F1B, for more memory and more messages",
+        heeds=("chunks",),
     ),
-    "zb-1p": _Entry(_quickly(one_chunk.zb_1p), "less bubble than 1F1B at its memory, one chunk a rank"),
-    "zb-2p": _Entry(_quickly(one_chunk.zb_2p), "almost no bubble, one chunk a rank, at twice 1F1B's memory"),
-    "1f1b-v": _Entry(_quickly(v_shaped.one_f_one_b_v), "two thirds of 1F1B's memory without splitting the backward"),
-    "v-min": _Entry(_quickly(v_shaped.v_min), "the least memory, about a third of 1F1B's"),
-    "v-half": _Entry(_quickly(v_shaped.v_half), "half of 1F1B's memory and less bubble than 1F1B"),
-    "v-zb": _Entry(_quickly(v_shaped.v_zb), "almost no bubble at 1F1B's memory: the fastest where memory allows"),
-    "adaptive": _Entry(_adaptive, "the best there is for your costs within the memory you name"),
-    "file": _Entry(_quickly(from_file.from_file), "a schedule of your own, from a compute-only CSV"),
+    "zb-1p": _Entry(one_chunk.zb_1p, "less bubble than 1F1B at its memory, one chunk a rank", chunks=1),
+    "zb-2p": _Entry(one_chunk.zb_2p, "almost no bubble, one chunk a rank, at twice 1F1B's memory", chunks=1),
+    "1f1b-v": _Entry(v_shaped.one_f_one_b_v, "two thirds of 1F1B's memory without splitting the backward", chunks=2),
+    "v-min": _Entry(v_shaped.v_min, "the least memory, about a third of 1F1B's", chunks=2),
+    "v-half": _Entry(v_shaped.v_half, "half of 1F1B's memory and less bubble than 1F1B", chunks=2),
+    "v-zb": _Entry(v_shaped.v_zb, "almost no bubble at 1F1B's memory: the fastest where memory allows", chunks=2),
+    "adaptive": _Entry(
+        _adaptive,
+        "the best there is for your costs within the memory you name",
+        heeds=("memory_limit", "search_seconds", "chunks"),
+        needs={"memory_limit": "a fraction of 1F1B's activation memory, such as 0.5"},
+    ),
+    "file": _Entry(
+        _at_once(from_file.from_file),
+        "a schedule of your own, from a compute-only CSV",
+        heeds=("csv",),
+        needs={"csv": "a compute-only CSV, one row a rank"},
+    ),
 }
 
 NAMES = tuple(_ENTRIES)
@@ -80,25 +107,72 @@ def describe(name: str) -> str:
     return _ENTRIES[name].summary
 
 
-def plan(request: Request, tick: Tick = lambda share: None) -> Schedule:
+def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str, str]) -> None:
+    """Refuse a name that no schedule has, a part of a request that is missing, and one that would be ignored.
+
+    Args:
+        given: the parts that are given.
+        names: the schedules asked for; none where none is.
+        flags: how whoever asked writes each part, and ``schedule``.
+
+    Raises:
+        PlanError: naming the flag that is wrong or missing.
+    """
+    for name in names:
+        for part, what in _entry(name).needs.items():
+            if part not in given:
+                raise PlanError(f"{flags[part]} is missing: {flags['schedule']} {name} needs {what}")
+    not_always = {part for entry in _ENTRIES.values() for part in entry.heeds}
+    for part in sorted(not_always & set(given)):
+        heeding = [name for name, entry in _ENTRIES.items() if part in entry.heeds]
+        if set(heeding) & set(names):
+            continue
+        instead = f", not {', '.join(names)}: leave one of them out" if names else ", which is missing"
+        if len(names) > 2:
+            instead = ", which is not among those asked for: leave the flag out"
+        if part == "chunks" and len(names) == 1 and _ENTRIES[names[0]].chunks:
+            instead = f"; {names[0]} has {_ENTRIES[names[0]].chunks} a rank: leave the flag out"
+        raise PlanError(f"{flags[part]} goes with {flags['schedule']} {' or '.join(heeding)}{instead}")
+
+
+def with_parts(given: Collection[str]) -> tuple[str, ...]:
+    """The schedules that have all they need where ``given`` is given."""
+    return tuple(name for name, entry in _ENTRIES.items() if set(entry.needs) <= set(given))
+
+
+def stages(request: Request) -> int:
+    """How many stages the plan has, or, where that is searched for, may have at most."""
+    entry = _entry(request.schedule)
+    if request.schedule == "file":
+        return from_file.from_file(request).placement.stages
+    most = max(request.chunk_choices, default=1) if request.schedule == "adaptive" else request.chunks
+    return request.ranks * (entry.chunks or most)
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _ENTRIES:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(NAMES)}"
+        raise PlanError(f"unknown schedule {name!r}: {hint}", "schedule")
+    return _ENTRIES[name]
+
+
+def plan(request: Request, progress: Progress = unheard) -> Schedule:
     """The schedule asked for, validated.
 
     Args:
         request: what is asked for.
-        tick: called, where planning takes a while, with the share of the work done since the last call.
+        progress: hears how far the planning is, where that takes a while.
 
     Raises:
         PlanError: in one line, what is wrong with the request or why there is no such schedule.
     """
-    if request.schedule not in _ENTRIES:
-        close = difflib.get_close_matches(request.schedule, NAMES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(NAMES)}"
-        raise PlanError(f"unknown schedule {request.schedule!r}: {hint}")
+    entry = _entry(request.schedule)
     if request.ranks < 2:
-        raise PlanError(f"{request.schedule} needs at least 2 pipeline ranks, not {request.ranks}")
+        raise PlanError(f"{request.schedule} needs at least 2 pipeline ranks, not {request.ranks}", "ranks")
     if request.microbatches < 1:
-        raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}")
-    schedule = _ENTRIES[request.schedule].build(request, tick)
+        raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}", "microbatches")
+    schedule = entry.build(request, progress)
     validate(schedule)
     schedule = in_turn(schedule)
     request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none

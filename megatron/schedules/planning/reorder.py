@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.play import EPSILON, play
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, simulate
 from megatron.schedules.planning.tasks import Tasks, tasks_of
@@ -46,6 +47,7 @@ def improve(
     limits: Sequence[float],
     policies: Sequence[Policy],
     plays: int,
+    progress: Progress = unheard,
 ) -> Schedule:
     """The best order found by playing ``schedule`` forward and backward in turn under each of ``policies``.
 
@@ -54,6 +56,7 @@ def improve(
         limits: the most each rank may hold, in microbatches; the base order's own peak, where that is larger.
         policies: tried one after the other, the likeliest first.
         plays: how many plays to spend. A policy that gains nothing more makes room for the next.
+        progress: hears of every play.
 
     Never longer than the base order. Time is linear in the passes.
     """
@@ -62,18 +65,22 @@ def improve(
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     backwards = tasks.reversed()
     best_order, best = base, simulate(schedule, costs).makespan
+    share = 1 / max(1, plays)
     for policy in policies:
         if plays < 1:
             break
         order, reached = play_under(tasks, base, limits, policy)
         plays -= 1
+        progress(share)
         while True:
             if reached < best - EPSILON:
                 best_order, best = order, reached
             if plays < 2:
                 break
             backward, _ = play_under(backwards, tasks.turned(order), limits, policy)
+            progress(share)
             again, length = play_under(tasks, tasks.turned(backward), limits, policy)
+            progress(share)
             plays -= 2
             if length > reached - EPSILON:
                 break

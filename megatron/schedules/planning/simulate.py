@@ -130,8 +130,8 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     while ready:
         rank = ready.popleft()
         row, now = schedule.order[rank], clock[rank]
-        for work in row[len(ends[rank]) :]:
-            stage, kind, m = work
+        for index in range(len(ends[rank]), len(row)):
+            stage, kind, m = row[index]
             if kind is Kind.F:
                 source = stage - 1 if stage else None
                 is_forward = True

@@ -2,87 +2,75 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import Request, Tick, plan
+from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
+from megatron.schedules.planning.progress import Progress, unheard
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.textforms import from_json, to_json
+from megatron.schedules.planning.textforms import from_record, to_record
 
-FOLDER_VARIABLE = "MEGATRON_SCHEDULES_CACHE"
-
-
-def folder() -> Path:
-    """Where plans are kept: $MEGATRON_SCHEDULES_CACHE, else the user's cache folder."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-schedules"
+# Ranks x microbatches from which on even a schedule by name takes a second or more.
+_LARGE = 4096
+_log = logging.getLogger(__name__)
 
 
-def kept_plan(request: Request, tick: Tick = lambda share: None) -> Schedule:
-    """:func:`plan`, which searches an equal request once only, even where many processes ask at the same time.
+def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
+    """:func:`plan`, which plans an equal request once only, even where many processes ask at the same time.
 
-    Where nothing can be written each plans for itself; the outcome is the same. Raises :class:`PlanError` as plan does.
+    What takes no time is planned each time. Where nothing can be written each process plans for itself; the outcome is
+    the same. A file that holds anything but the plan asked for is written anew, and the log says so.
+
+    Args:
+        request: what is asked for.
+        progress: hears how far the planning is, also where another process does it.
+
+    Raises:
+        PlanError: as :func:`plan` does.
     """
-    if request.schedule != "adaptive":
-        return plan(request, tick)
-    path = folder() / f"{_key(request)}.json"
-    with _alone(path) as writable:
-        if writable:
-            try:
-                return from_json(path.read_text())
-            except (OSError, UnicodeDecodeError, PlanError):  # not there, or not whole
-                pass
-        schedule = plan(request, tick)
-        if writable:
-            _write(path, to_json(schedule))
-        return schedule
+    if not takes_long(request):
+        return plan(request, progress)
+    key = _key(request)
+    path = folder() / f"{key}.json"
+    with locked(path, progress) as lock:
+        if lock is None:
+            return plan(request, progress)
+        found = _read(path, key)
+        if found is None:
+            found = plan(request, lock.telling(progress))
+            record = to_record(found)
+            write_whole(path, json.dumps(record | {"kept": _mark(key, record)}))
+        return found
+
+
+def takes_long(request: Request) -> bool:
+    """Whether its plan is kept: one that is searched for, or a large one."""
+    return request.schedule == "adaptive" or request.ranks * request.microbatches >= _LARGE
+
+
+def _read(path: Path, key: str) -> Schedule | None:
+    """The plan for ``key`` in ``path``; None where there is none."""
+    try:
+        record = json.loads(path.read_text())
+        if record.pop("kept") == _mark(key, record):
+            return from_record(record)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    _log.warning("%s does not hold the plan it was made for, or not all of it: planned anew", path)
+    return None
+
+
+def _mark(key: str, record: dict[str, Any]) -> dict[str, str]:
+    """What a kept plan says of itself: the request it answers, and what a change to any of it would change."""
+    return {"request": key, "digest": hashlib.sha256(json.dumps(record).encode()).hexdigest()}
 
 
 def _key(request: Request) -> str:
     """A name for what ``request`` asks and for the code that answers: another version may find another plan."""
     return hashlib.sha256(f"{request!r} {code_version()}".encode()).hexdigest()[:32]
-
-
-def code_version() -> str:
-    """A name for the planner's code as it is: changed by any change to it."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Hold the lock of ``path`` where there can be one, waiting for whoever has it; whether there can."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError:
-        yield False
-        return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            yield False
-            return
-        yield True
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, whenever the machine stops. A full disk costs the next one its time, no more."""
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            Path(file.name).unlink(missing_ok=True)

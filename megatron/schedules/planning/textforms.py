@@ -33,6 +33,13 @@ def from_csv(text: str, name: str = "file") -> Schedule:
     Raises:
         PlanError: naming the row and the cell that cannot be read, or what makes the order no schedule.
     """
+    try:
+        return _read_rows(text, name)
+    except PlanError as error:
+        raise PlanError(str(error), "csv") from None
+
+
+def _read_rows(text: str, name: str) -> Schedule:
     reader = csv.reader(text.splitlines())
     try:
         rows = [(reader.line_num, row) for row in reader if row]
@@ -86,26 +93,37 @@ def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
 
 def to_json(schedule: Schedule, extra: dict[str, Any] | None = None) -> str:
     """The schedule as one JSON object; ``extra`` (costs, results) is added under its own keys."""
-    return json.dumps(
-        {
-            "name": schedule.name,
-            "placement": {"name": schedule.placement.name, "rank_of": list(schedule.placement.rank_of)},
-            "microbatches": schedule.microbatches,
-            **(extra or {}),
-            "order": [[str(work) for work in row] for row in schedule.order],
-        },
-        indent=None,
-    )
+    record = to_record(schedule)
+    order = record.pop("order")
+    return json.dumps(record | (extra or {}) | {"order": order})
+
+
+def to_record(schedule: Schedule) -> dict[str, Any]:
+    """The schedule as what JSON is made of."""
+    return {
+        "name": schedule.name,
+        "placement": {"name": schedule.placement.name, "rank_of": list(schedule.placement.rank_of)},
+        "microbatches": schedule.microbatches,
+        "order": [[str(work) for work in row] for row in schedule.order],
+    }
 
 
 def from_json(text: str) -> Schedule:
     """Read what :func:`to_json` wrote; raises :class:`PlanError` for anything else."""
     try:
         data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"this JSON is not a schedule: {error}") from None
+    return from_record(data)
+
+
+def from_record(data: Any) -> Schedule:
+    """Read what :func:`to_record` made; raises :class:`PlanError` for anything else."""
+    try:
         placement = Placement(data["placement"]["name"], tuple(data["placement"]["rank_of"]))
         order: Order = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
         schedule = Schedule(str(data["name"]), placement, operator.index(data["microbatches"]), order)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"this JSON is not a schedule: {error}") from None
     validate(schedule)
     return schedule

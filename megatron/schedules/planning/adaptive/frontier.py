@@ -7,7 +7,7 @@ larger limit never gives a longer makespan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from megatron.schedules.planning.adaptive.problem import Order, Problem
 from megatron.schedules.planning.adaptive.search import race
 from megatron.schedules.planning.play import EPSILON
 from megatron.schedules.planning.polish import finished
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 
@@ -83,7 +84,7 @@ def frontier(
     named: Sequence[Timeline],
     up_to: float,
     budget: float,
-    tick: Callable[[float], None] = lambda share: None,
+    progress: Progress = unheard,
 ) -> list[Rung]:
     """The rungs from the least limit to the largest that is not above ``up_to``.
 
@@ -92,7 +93,7 @@ def frontier(
         named: schedules by name under the same costs, which the result must not lose to.
         up_to: microbatches a rank may hold.
         budget: tasks to play for the whole ladder to 1F1B's memory.
-        tick: called with the share of all work done since the last call.
+        progress: hears how far the search is.
     """
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
@@ -114,7 +115,7 @@ def frontier(
         size = sum(problem.effort for _, problem in fits)
         for index, problem in fits:
             spend = full * share[limit] * problem.effort / size
-            tick(spend / work)
+            progress(spend / work)
             if best is not None and best.makespan <= bound + EPSILON:  # nothing is left to find
                 continue
             fresh, spent = race(problem, [problem.order()], limit, spend / 2)

@@ -11,12 +11,14 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.play import EPSILON
+from megatron.schedules.planning.progress import Progress
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline
 
 # Passes that a second's play is reckoned to take through with one rank; the more ranks, the further each looks. Real
 # machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
 _PASSES_A_SECOND = 16e6
+_MOST_SECONDS = 1_000_000  # more than eleven days
 
 
 def placements(request: Request) -> list[Placement]:
@@ -27,17 +29,18 @@ def placements(request: Request) -> list[Placement]:
     """
     if request.placement is not None:
         return [request.placement]
-    ranks, found, why = request.ranks, [], "adaptive needs a number of chunks a rank to choose from, 1 or more"
+    ranks, found = request.ranks, []
+    why = PlanError("adaptive needs a number of chunks a rank to choose from, 1 or more", "chunks")
     for chunks in sorted({chunks for chunks in request.chunk_choices if chunks > 0}, reverse=True):
         placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
         try:
             request.costs.on(placement)
         except PlanError as error:  # fewer slices than stages
-            why = str(error)
+            why = error
         else:
             found.append(placement)
     if not found:
-        raise PlanError(why)
+        raise why
     return found
 
 
@@ -65,14 +68,12 @@ def bound(request: Request) -> float:
     return min(lower_bound(placement, request.microbatches, request.costs.on(placement), limit) for placement in placed)
 
 
-def plan_adaptive(
-    request: Request, named: Callable[[Request], Sequence[Timeline]], tick: Callable[[float], None]
-) -> Schedule:
+def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline]], progress: Progress) -> Schedule:
     """The shortest schedule found within ``request.memory_limit``.
 
     Args:
         named: plans every schedule by name for a request, with times; the result never loses to one that fits.
-        tick: called with the share of the work done since the last call.
+        progress: hears how far the search is.
 
     Raises:
         PlanError: where nothing fits under the limit; it says the smallest that works.
@@ -90,7 +91,7 @@ def plan_adaptive(
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
-    return frontier(problems, known, limit, effort(request.ranks, seconds), tick)[-1].best.schedule
+    return frontier(problems, known, limit, effort(request.ranks, seconds), progress)[-1].best.schedule
 
 
 def limit_in_microbatches(request: Request) -> float:
@@ -101,13 +102,19 @@ def limit_in_microbatches(request: Request) -> float:
     """
     asked, least = request.memory_limit, least_limit(request)
     if asked is None:
-        raise PlanError("adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5")
+        raise PlanError(
+            "adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5", "memory_limit"
+        )
     if not asked >= least - EPSILON:
         # Rounded up, so that what is named works.
         raise PlanError(
             f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "
-            f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works"
+            f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works",
+            "memory_limit",
         )
-    if request.search_seconds is not None and not 0 < request.search_seconds < math.inf:
-        raise PlanError(f"the search needs a positive number of seconds, not {request.search_seconds:g}")
+    seconds = request.search_seconds
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise PlanError(f"the search needs a positive number of seconds, not {seconds:g}", "search_seconds")
+    if seconds is not None and seconds > _MOST_SECONDS:
+        raise PlanError(f"a search may take {_MOST_SECONDS:,} seconds, not {seconds:g}", "search_seconds")
     return max(asked, least) * request.ranks

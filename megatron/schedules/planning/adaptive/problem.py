@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.schedules.planning.adaptive.compiled import compiled_play
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.play import play
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.tasks import Links, Tasks, tasks_of
 
@@ -99,7 +97,7 @@ class Problem:
 
     def _play(self, arrays: _Arrays, order: Order, limit: float, choices: Choices) -> tuple[Order, float]:
         played = np.empty_like(order)
-        makespan = _compiled()(
+        makespan = compiled_play()(
             order,
             *arrays.of_tasks,
             arrays.missing.copy(),
@@ -144,26 +142,6 @@ def _arrays(tasks: Tasks) -> _Arrays:
 def _flat(links: Links) -> tuple[NDArray[Any], ...]:
     start = np.array(links.start, dtype=np.int64)
     return start, np.array(links.task, dtype=np.int64), np.array(links.delay, dtype=np.float64)
-
-
-@cache
-def _compiled() -> Callable[..., float]:
-    """The inner loop as machine code, kept on disk between runs where its folder can be written to.
-
-    For one signature only: several would share an index on disk, in which ranks that compile at the same time
-    may each write their own code under the other's signature.
-    """
-    import numba
-
-    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags)
-    choices = (numba.int64, numba.boolean, numba.float64, numba.float64, numba.int64)
-    signature = numba.float64(ints, *of_tasks, ints, floats, ints, ints, floats, floats, *choices, ints)
-    try:
-        compiled: Callable[..., float] = numba.njit(signature, cache=True)(play)
-    except RuntimeError:  # there is no such folder
-        compiled = numba.njit(signature)(play)
-    return compiled
 
 
 def one_by_one(placement: Placement, microbatches: int) -> Schedule:

@@ -12,7 +12,7 @@ def from_file(request: Request) -> Schedule:
     """Read the request's CSV; it must be for just as many ranks and microbatches as asked."""
     if request.csv is None:
         raise PlanError(
-            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)"
+            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)", "csv"
         )
     schedule = from_csv(request.csv, name=request.schedule)
     for what, own, asked in (
@@ -20,5 +20,5 @@ def from_file(request: Request) -> Schedule:
         ("microbatches", schedule.microbatches, request.microbatches),
     ):
         if own != asked:
-            raise PlanError(f"the schedule's CSV is for {own} {what}, but {asked} were asked for")
+            raise PlanError(f"the schedule's CSV is for {own} {what}, but {asked} were asked for", "csv")
     return schedule

@@ -16,7 +16,9 @@ def interleaved_1f1b(request: Request) -> Schedule:
     """
     d, n, v = request.ranks, request.microbatches, request.chunks
     if v < 2:
-        raise PlanError(f"interleaved-1f1b needs at least 2 chunks a rank, not {v}; with 1 chunk ask for 1f1b")
+        raise PlanError(
+            f"interleaved-1f1b needs at least 2 chunks a rank, not {v}; with 1 chunk ask for 1f1b", "chunks"
+        )
     # For n that d does not divide: the order of the next multiple without its first few microbatches. Leaving passes
     # out of an order that can finish leaves one that can, no longer and with no more memory.
     short = -n % d

@@ -12,6 +12,7 @@ from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.passes import Kind, Pass
 from megatron.schedules.planning.placement import sequential
 from megatron.schedules.planning.polish import polish
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -25,14 +26,14 @@ def eager_1f1b(request: Request) -> Schedule:
     return _one_f_one_b(request, ahead=lambda rank: 2 * (request.ranks - 1 - rank))
 
 
-def zb_1p(request: Request) -> Schedule:
+def zb_1p(request: Request, progress: Progress = unheard) -> Schedule:
     """1F1B with W as filler, every rank within 1F1B's worst memory, d microbatches."""
-    return _zero_bubble(request, limit=request.ranks)
+    return _zero_bubble(request, request.ranks, progress)
 
 
-def zb_2p(request: Request) -> Schedule:
+def zb_2p(request: Request, progress: Progress = unheard) -> Schedule:
     """W as filler within 2d microbatches: no idle time but the first forward's way in, at any usual costs."""
-    return _zero_bubble(request, limit=2 * request.ranks)
+    return _zero_bubble(request, 2 * request.ranks, progress)
 
 
 def _one_f_one_b(request: Request, ahead: Callable[[int], int], split: bool = False) -> Schedule:
@@ -48,6 +49,6 @@ def _one_f_one_b(request: Request, ahead: Callable[[int], int], split: bool = Fa
     return Schedule(request.schedule, sequential(request.ranks), n, tuple(rows))
 
 
-def _zero_bubble(request: Request, limit: int) -> Schedule:
+def _zero_bubble(request: Request, limit: int, progress: Progress) -> Schedule:
     base = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank, split=True)
-    return polish(base, request.costs, limit)
+    return polish(base, request.costs, limit, progress)

@@ -15,6 +15,7 @@ from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.placement import v_shape
 from megatron.schedules.planning.polish import polish
+from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.warm_up import pulled_together
 
@@ -22,31 +23,31 @@ INTERVAL = 6
 Offsets = Callable[[int], tuple[int, int, int, int]]
 
 
-def v_min(request: Request) -> Schedule:
+def v_min(request: Request, progress: Progress = unheard) -> Schedule:
     """Steps of 1, 1, 1, 1: the least memory, ceil((d + 2) / 3) microbatches."""
-    return _polished(request, v_min_block(request.ranks), limit=(request.ranks + 4) // 3)
+    return _polished(request, v_min_block(request.ranks), (request.ranks + 4) // 3, progress)
 
 
-def v_half(request: Request) -> Schedule:
+def v_half(request: Request, progress: Progress = unheard) -> Schedule:
     """Steps of 2, 1, 2, 1: half of 1F1B's memory, floor(d / 2) + 1 microbatches."""
-    return _polished(request, v_half_block(request.ranks), limit=request.ranks // 2 + 1)
+    return _polished(request, v_half_block(request.ranks), request.ranks // 2 + 1, progress)
 
 
-def v_zb(request: Request) -> Schedule:
+def v_zb(request: Request, progress: Progress = unheard) -> Schedule:
     """Steps of 4, 2, 4, 2: 1F1B's memory, d microbatches, and no idle time in the steady state or after it."""
-    return _polished(request, v_zb_block(request.ranks), limit=request.ranks)
+    return _polished(request, v_zb_block(request.ranks), request.ranks, progress)
 
 
-def one_f_one_b_v(request: Request) -> Schedule:
+def one_f_one_b_v(request: Request, progress: Progress = unheard) -> Schedule:
     """The V with whole backwards: two thirds of 1F1B's memory without a split, floor(2 d / 3) + 1 microbatches."""
     block = one_f_one_b_v_block(request.ranks)
     limit = max(block.peak_bound(rank) for rank in range(request.ranks))
     base = pulled_together(block, request.microbatches, int(limit), request.schedule)
-    return polish(base, request.costs, limit)
+    return polish(base, request.costs, limit, progress)
 
 
-def _polished(request: Request, block: Block, limit: float) -> Schedule:
-    return polish(block.repeat(request.microbatches, request.schedule), request.costs, limit)
+def _polished(request: Request, block: Block, limit: float, progress: Progress) -> Schedule:
+    return polish(block.repeat(request.microbatches, request.schedule), request.costs, limit, progress)
 
 
 def v_min_block(d: int) -> Block:

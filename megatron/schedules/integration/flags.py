@@ -1,0 +1,168 @@
+"""Our flags, as Megatron's parser gets them, and which of Megatron's the checks of ours read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.schedules.planning.registry import NAMES, describe
+
+# The flag of each part of a request, and of what else is asked about it.
+FLAGS = {
+    "schedule": "--pipeline-schedule",
+    "ranks": "--pipeline-model-parallel-size",
+    "chunks": "--pipeline-schedule-chunks",
+    "csv": "--pipeline-schedule-file",
+    "costs": "--pipeline-schedule-costs",
+    "memory_limit": "--pipeline-memory-limit",
+    "search_seconds": "--pipeline-search-seconds",
+    "stage_weights": "--pipeline-schedule-stage-weights",
+    "report_memory": "--pipeline-schedule-report-memory",
+}
+
+
+def given(args: Any) -> list[str]:
+    """The parts of a request for which ``args`` have a flag of ours, beside ``--pipeline-schedule`` itself."""
+    ours = (part for part in FLAGS if part not in ("schedule", "ranks"))
+    return [part for part in ours if getattr(args, _name(FLAGS[part]), None) not in (None, False)]
+
+
+def _name(flag: str) -> str:
+    return flag[2:].replace("-", "_")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this package to stock Megatron's parser."""
+    group = parser.add_argument_group("pipeline schedule")
+    summaries = "; ".join(f"{name}: {describe(name)}" for name in NAMES)
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME",
+        help=f"Order of the pipeline's passes; Megatron's own without the flag. {summaries}.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-file",
+        metavar="CSV",
+        help="For --pipeline-schedule file: a compute-only CSV in torch.distributed.pipelining's form, one row a rank.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-chunks",
+        metavar="V",
+        help="Model chunks a rank, where the schedule leaves that open: for interleaved-1f1b exactly (2 without this "
+        "flag), for adaptive at most (4 without it). More of them make the bubble smaller and messages more.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-costs",
+        metavar="F,B,W[,COMM]",
+        help="Time of a forward, an input gradient, a weight gradient over half a rank's layers, and of a hop between "
+        "ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is ordered for them.",
+    )
+    group.add_argument(
+        "--pipeline-memory-limit",
+        metavar="X",
+        help="For --pipeline-schedule adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, "
+        "such as 0.5, or in GiB, such as 20GiB, by Megatron's own estimate of 1F1B's: give what your GPUs have left "
+        "beside weights and optimizer.",
+    )
+    group.add_argument(
+        "--pipeline-search-seconds",
+        metavar="S",
+        help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
+        "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-stage-weights",
+        metavar="X,X,...",
+        help="Where some layers take longer, as those beside the embedding and the output layer do: the model cut into "
+        "equal slices (as many as stages, or a multiple), how long each takes against the average, in model order.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-report-memory",
+        action="store_true",
+        help="Count the bytes of activations each rank really holds and print every rank's peak after the first "
+        "iteration: to check a plan on your model. Costs a little host time.",
+    )
+    return parser
+
+
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Make ``--help`` print: some stock flags have a percent sign in their help that argparse takes for a format."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
+# Those of Megatron's flags that our checks read: kind of value and what it is without the flag.
+STOCK: dict[str, tuple[type | None, Any]] = {
+    "--account-for-embedding-in-pipeline-split": (None, False),
+    "--account-for-loss-in-pipeline-split": (None, False),
+    "--bf16": (None, False),
+    "--ckpt-format": (str, "torch_dist"),
+    "--context-parallel-size": (int, 1),
+    "--cuda-graph-impl": (str, "none"),
+    "--decoder-first-pipeline-num-layers": (int, None),
+    "--decoder-last-pipeline-num-layers": (int, None),
+    "--defer-embedding-wgrad-compute": (None, False),
+    "--delay-wgrad-compute": (None, False),
+    "--enable-cuda-graph": (None, False),
+    "--external-cuda-graph": (None, False),
+    "--ffn-hidden-size": (int, None),
+    "--fine-grained-activation-offloading": (None, False),
+    "--fp16": (None, False),
+    "--fp4-format": (str, None),
+    "--fp8-format": (str, None),
+    "--global-batch-size": (int, None),
+    "--group-query-attention": (None, False),
+    "--hidden-size": (int, None),
+    "--hybrid-layer-pattern": (str, None),
+    "--kv-channels": (int, None),
+    "--micro-batch-size": (int, None),
+    "--moe-expert-rank-capacity-factor": (float, None),
+    "--moe-ffn-hidden-size": (int, None),
+    "--moe-paged-stash": (None, False),
+    "--moe-router-topk": (int, 2),
+    "--moe-shared-expert-intermediate-size": (int, None),
+    "--num-attention-heads": (int, None),
+    "--num-experts": (int, None),
+    "--num-layers": (int, None),
+    "--num-layers-per-virtual-pipeline-stage": (int, None),
+    "--num-query-groups": (int, 1),
+    "--num-virtual-stages-per-pipeline-rank": (int, None),
+    "--overlap-dispatch-backward-with-experts-wgrad": (None, False),
+    "--overlap-moe-expert-parallel-comm": (None, False),
+    "--pipeline-model-parallel-layout": (str, None),
+    "--pipeline-model-parallel-size": (int, 1),
+    "--recompute-granularity": (str, None),
+    "--recompute-method": (str, None),
+    "--recompute-modules": (list, None),
+    "--recompute-num-layers": (int, None),
+    "--seq-length": (int, None),
+    "--sequence-parallel": (None, False),
+    "--step-batch-size-schedule": (str, None),
+    "--swiglu": (None, False),
+    "--te-precision-config-file": (str, None),
+    "--tensor-model-parallel-size": (int, 1),
+    "--tp-comm-overlap": (None, False),
+    "--transformer-impl": (str, "transformer_engine"),
+    "--use-checkpoint-args": (None, False),
+    "--use-megatron-fsdp": (None, False),
+    "--use-torch-fsdp2": (None, False),
+    "--use-transformer-engine-op-fuser": (None, False),
+    "--vocab-size": (int, None),
+    "--yaml-cfg": (str, None),
+}
+_NAMED_OTHERWISE = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+
+
+def add_stock_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of :data:`STOCK`, for a parser that runs before Megatron's own can be made."""
+    for flag, (kind, default) in STOCK.items():
+        options: dict[str, Any] = {"dest": _NAMED_OTHERWISE.get(flag, _name(flag)), "default": default}
+        if kind is None:
+            parser.add_argument(flag, action="store_true", **options)
+        elif kind is list:
+            parser.add_argument(flag, nargs="+", **options)
+        else:
+            parser.add_argument(flag, type=kind, **options)

@@ -1,0 +1,36 @@
+"""Which of Megatron's flags about data :mod:`.gpt` cannot follow, told without importing Megatron."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.schedules.integration.arguments import refuse
+
+# Flags that ask for samples of another make.
+_OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
+
+
+def refuse_other_data(argv: Sequence[str]) -> None:
+    """End with status 2 and one line where a flag asks for data that :func:`.gpt.forward_step` cannot feed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in (*_OTHER_DATA, "--sft", "--dataloader-inter-document-masking", "--mock-data"):
+        parser.add_argument(flag, action="store_true")
+    for flag in ("--micro-batch-size", "--context-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    given, _ = parser.parse_known_args(argv)
+    for flag in _OTHER_DATA:
+        if flag in argv:
+            refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
+    if given.sft and given.mock_data:
+        refuse("--sft needs conversations: give --data-path rather than --mock-data")
+    if packs(given) and given.micro_batch_size > 1:
+        refuse("packed sequences go one sample at a time: give --micro-batch-size 1 and a longer --seq-length")
+    if packs(given) and given.context_parallel_size > 1:
+        refuse("packed sequences do not work with --context-parallel-size above 1 here; leave the flag out")
+
+
+def packs(args: Any) -> bool:
+    """Whether a sample is several sequences end to end, each of which attends to itself only."""
+    return bool(args.sft or args.dataloader_inter_document_masking)

@@ -1,0 +1,77 @@
+"""The inner loop as machine code, compiled once on a machine and kept where plans are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
+from megatron.schedules.planning.play import play
+
+_SUMS = "sums.json"
+_log = logging.getLogger(__name__)
+
+
+@cache
+def compiled_play() -> Callable[..., float]:
+    """:func:`.play.play`, compiled for arrays, for one signature only.
+
+    numba keeps its code in files that it trusts. So they are read and written by one process at a time, and only as
+    they were written: what has changed since is thrown away, compiled again, and the log says so.
+    """
+    import numba
+
+    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
+    of_tasks = (ints, ints, floats, floats, flags, flags)
+    choices = (numba.int64, numba.boolean, numba.float64, numba.float64, numba.int64)
+    signature = numba.float64(ints, *of_tasks, ints, floats, ints, ints, floats, floats, *choices, ints)
+    kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
+    with locked(kept) as lock:
+        if lock is None:
+            made: Callable[..., float] = numba.njit(signature)(play)
+            return made
+        if kept.exists() and _read_sums(kept) != _sums(kept):
+            _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
+            shutil.rmtree(kept, ignore_errors=True)
+        try:
+            with _kept_in(kept):
+                made = numba.njit(signature, cache=True)(play)
+        except OSError:  # a full disk
+            made = numba.njit(signature)(play)
+        else:
+            if _read_sums(kept) != _sums(kept):
+                write_whole(kept / _SUMS, json.dumps(_sums(kept)))
+        return made
+
+
+@contextmanager
+def _kept_in(path: Path) -> Iterator[None]:
+    """While a function is decorated, numba looks up here where its machine code is kept."""
+    import numba.core.config
+
+    config: Any = numba.core.config
+    usual, config.CACHE_DIR = config.CACHE_DIR, str(path)
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = usual
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """Of every file in ``path`` but the one that holds these."""
+    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != _SUMS)
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _read_sums(path: Path) -> object:
+    try:
+        return json.loads((path / _SUMS).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,69 @@
+"""How far a long piece of work is: a bar on a terminal, elsewhere a line every few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from megatron.schedules.planning.progress import Progress
+
+# Whoever reads a log sees that something goes on, and what is soon done writes nothing.
+_EVERY_S = 10.0
+
+
+@contextmanager
+def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> Iterator[Progress]:
+    """While the work of the ``with`` block goes on, show on ``stream`` how far it says it is.
+
+    Args:
+        what: what is being done, such as ``planning v-half``.
+        stream: a terminal gets a bar that goes when the work is done, any other file a line every so often; None where
+            nobody is told.
+        every: seconds from line to line.
+    """
+    if stream is None:
+        yield lambda share: None
+    elif stream.isatty():
+        with _bar(what, stream) as progress:
+            yield progress
+    else:
+        with _lines(what, stream, every) as progress:
+            yield progress
+
+
+@contextmanager
+def _bar(what: str, stream: TextIO) -> Iterator[Progress]:
+    from rich import progress
+    from rich.console import Console
+
+    words = progress.TextColumn("{task.description}"), progress.TextColumn("{task.percentage:>3.0f} %")
+    columns = words[0], progress.BarColumn(), words[1], progress.TimeElapsedColumn()
+    with progress.Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.advance(task, share)
+
+
+@contextmanager
+def _lines(what: str, stream: TextIO, every: float) -> Iterator[Progress]:
+    done, begun, ended = 0.0, time.monotonic(), threading.Event()
+
+    def advance(share: float) -> None:
+        nonlocal done
+        done += share
+
+    def tell() -> None:
+        while not ended.wait(every):
+            stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
+            stream.flush()
+
+    # A thread, for the work may say nothing for a long time. It ends with the process, however that ends.
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        teller.join()
