@@ -109,7 +109,7 @@ def test_costs_are_those_of_slots_however_many_stages_share_them():
         on_stages = costs(at).on(at.placement)
         times = slot_times(at.work, A100)
         total = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
-        stages = zip(on_stages.forward, on_stages.input_grad, on_stages.weight_grad, strict=True)
+        stages = zip(*(on_stages.durations[kind] for kind in "FIW"), strict=True)
         assert sum(map(sum, stages)) == pytest.approx(total)
         # Costs divide the passes of all slots alike: a stage has its time in full, if not each of its passes.
         assert sum(on_stages.activation) == pytest.approx(4)

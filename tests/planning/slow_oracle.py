@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 
 Spans = dict[Pass, tuple[float, float]]

@@ -1,4 +1,4 @@
-"""The parts of the adaptive search: its compiled plays, its lower bound, and how near to the best there is it comes."""
+"""The parts of the adaptive search: compiled list scheduling, the lower bound, how near the best there is it comes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.frontier import frontier, ladder
 from megatron.schedules.planning.adaptive.plan import bound
-from megatron.schedules.planning.adaptive.problem import Choices, Problem, one_by_one
+from megatron.schedules.planning.adaptive.problem import Problem, one_by_one
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.list_scheduling import Policy, list_schedule
 from megatron.schedules.planning.placement import Placement, sequential, v_shape, zigzag
-from megatron.schedules.planning.play import play
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import simulate
@@ -23,34 +23,30 @@ from megatron.schedules.planning.tasks import Tasks, tasks_of
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import REAL, costed_schedules, examples, planned, timed
 
-# --- plays --------------------------------------------------------------------------------------------------------
+# --- list scheduling ----------------------------------------------------------------------------------------------
 
-CHOICES = st.builds(
-    Choices,
-    window=st.integers(1, 40),
-    defer_weights=st.booleans(),
+POLICIES = st.builds(
+    Policy,
+    lookahead=st.integers(1, 40),
+    defer_fillers=st.booleans(),
     patience=st.sampled_from((0.0, 0.5, 0.6, 1.0)),
     noise=st.sampled_from((0.0, 0.02, 0.5)),
     seed=st.integers(0, 2**30),
 )
 
 
-def in_python(tasks: Tasks, order: list[int], limit: float, choices: Choices) -> tuple[list[int], float]:
-    """The same play on plain lists, interpreted."""
-    size = len(order)
-    played = list(order)
-    bound_by = (tasks.before.counts(), [0.0] * size, tasks.after.start, tasks.after.task, tasks.after.delay)
-    of_tasks = (tasks.first, tasks.rank, tasks.duration, tasks.change, tasks.weight, [False] * size)
-    limits = [limit] * (len(tasks.first) - 1)
-    how = (choices.window, choices.defer_weights, choices.patience, choices.noise, choices.seed)
-    makespan = play(order, *of_tasks, *bound_by, limits, *how, played)
-    return played, makespan
+def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
+    """The same round on plain lists, interpreted."""
+    found, limits = list(order), [limit] * (len(tasks.first) - 1)
+    instance = tasks.instance
+    makespan = list_schedule(instance, order, limits, policy, list(instance.waits), [0.0] * len(order), found)
+    return found, makespan
 
 
 @examples(150)
-@given(costed_schedules(), CHOICES, st.sampled_from((0.0, 0.5, 2.0)))
-def test_compiled_and_in_python_a_play_makes_the_same_choices(
-    made: tuple[Schedule, Costs], choices: Choices, spare: float
+@given(costed_schedules(), POLICIES, st.sampled_from((0.0, 0.5, 2.0)))
+def test_compiled_and_in_python_a_round_makes_the_same_choices(
+    made: tuple[Schedule, Costs], policy: Policy, spare: float
 ):
     schedule, costs = made
     on_stages = costs.on(schedule.placement)
@@ -61,14 +57,14 @@ def test_compiled_and_in_python_a_play_makes_the_same_choices(
     assert problem.peak(order) == pytest.approx(timed(split, costs).peak)
     limit = problem.peak(order) + spare
 
-    forward, makespan = problem.forward(order, limit, choices)
-    assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, choices)
-    turned, _ = in_python(tasks.reversed(), tasks.turned(order.tolist()), limit, choices)
-    backward = problem.backward(order, limit, choices)
-    assert backward.tolist() == tasks.turned(turned)
+    forward, makespan = problem.forward(order, limit, policy)
+    assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, policy)
+    reverse, _ = in_python(tasks.reversed(), tasks.reversed_order(order.tolist()), limit, policy)
+    backward = problem.backward(order, limit, policy)
+    assert backward.tolist() == tasks.reversed_order(reverse)
 
     for one in (forward, backward):
-        made_of_it = Schedule("played", schedule.placement, schedule.microbatches, problem.rows(one))
+        made_of_it = Schedule("made", schedule.placement, schedule.microbatches, problem.rows(one))
         validate(made_of_it)
         assert simulate(made_of_it, on_stages).peak <= limit + 1e-6
 
@@ -88,7 +84,7 @@ def test_noise_shows_other_orders_and_its_seed_says_which():
     on_stages = Costs.parse(REAL).on(v_shape(4))
     problem = Problem(v_shape(4), 8, on_stages)
     order = problem.order(planned("v-half", 4, 8, REAL).schedule)
-    noisy = [problem.forward(order, 3.0, Choices(16, noise=0.05, seed=seed))[0] for seed in (1, 2, 1)]
+    noisy = [problem.forward(order, 3.0, Policy(16, noise=0.05, seed=seed))[0] for seed in (1, 2, 1)]
     assert np.array_equal(noisy[0], noisy[2])
     assert not np.array_equal(noisy[0], noisy[1])
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import megatron.schedules
-from megatron.schedules.planning.adaptive.compiled import compiled_play
+from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.keeping import FOLDER_VARIABLE
+from megatron.schedules.planning.list_scheduling import Instance, Policy
 
-anew = compiled_play.__wrapped__
+anew = compiled.__wrapped__
 
 
 @pytest.fixture
@@ -26,23 +27,23 @@ def files(kept: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (kept / "compiled").rglob("*.nb?")}
 
 
-def plays(play: Callable[..., float]) -> bool:
+def works(function: Callable[..., float]) -> bool:
     """Whether it is the function it should be: two tasks of one rank, one after the other."""
-    ints, flags = np.array([0, 0]), np.zeros(2, dtype=np.bool_)
-    first, after = np.array([0, 2]), np.zeros(3, dtype=np.int64)
-    none, ones = np.array([], dtype=np.int64), np.ones(2)
-    order, played = np.array([1, 0]), np.zeros(2, dtype=np.int64)
-    rest = (ones, 0 * ones, flags, flags, ints.copy(), np.zeros(2), after, none, 0 * ones[:0], ones[:1])
-    return play(order, first, ints, *rest, 1, False, 1.0, 0.0, 0, played) == 2 and played.tolist() == [1, 0]
+    ints, flags, none = np.array([0, 0]), np.zeros(2, dtype=np.bool_), np.array([], dtype=np.int64)
+    tasks = Instance(
+        np.array([0, 2]), ints, np.ones(2), np.zeros(2), flags, flags, ints, np.zeros(3, int), none, 1.0 * none
+    )
+    order, found = np.array([1, 0]), np.zeros(2, dtype=np.int64)
+    return function(tasks, order, np.ones(1), Policy(1), ints.copy(), np.zeros(2), found) == 2 and list(found) == [1, 0]
 
 
 def test_it_is_compiled_once_and_nothing_is_left_in_the_package(kept: Path):
     package = Path(megatron.schedules.__file__).parent
     before = set(package.rglob("*.nb?"))
-    assert plays(anew())
+    assert works(anew())
     written = files(kept)
     assert {path.suffix for path in written} == {".nbi", ".nbc"}
-    assert plays(anew())
+    assert works(anew())
     assert files(kept) == written
     assert set(package.rglob("*.nb?")) == before
 
@@ -62,7 +63,7 @@ def test_what_is_damaged_is_compiled_again_and_the_log_says_so_once(
     else:
         path.write_bytes(left[damage])
     for _ in range(2):
-        assert plays(anew())
+        assert works(anew())
     (said,) = caplog.messages
     assert said.endswith("holds machine code other than was put there, or not all of it: compiled anew")
 
@@ -70,4 +71,4 @@ def test_what_is_damaged_is_compiled_again_and_the_log_says_so_once(
 def test_without_a_folder_to_write_to_it_is_compiled_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "kept"))
-    assert plays(anew())
+    assert works(anew())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import interleaved, sequential, v_shape, zigzag
 from tests.planning.made_schedules import examples
 
@@ -72,8 +72,8 @@ def test_every_placement_does_the_same_work(forward: float, backward: float, wei
         on_stages = costs.on(placement)
         for rank in range(ranks):
             stages = placement.stages_of(rank)
-            split = sum(on_stages.of(Pass(stage, kind, 0)) for stage in stages for kind in (Kind.F, Kind.I, Kind.W))
-            whole = sum(on_stages.of(Pass(stage, kind, 0)) for stage in stages for kind in (Kind.F, Kind.B))
+            split = sum(on_stages.durations[kind][stage] for stage in stages for kind in (Kind.F, Kind.I, Kind.W))
+            whole = sum(on_stages.durations[kind][stage] for stage in stages for kind in (Kind.F, Kind.B))
             assert split == pytest.approx(2 * (forward + backward + weight))
             assert whole == pytest.approx(split)
             assert sum(on_stages.activation[stage] for stage in stages) == pytest.approx(1)
@@ -82,10 +82,10 @@ def test_every_placement_does_the_same_work(forward: float, backward: float, wei
 
 def test_a_stage_costs_what_its_weight_says():
     costs = Costs(1, 2, 3, 0, stage_weights=(1, 1, 1, 2.5), stage_activations=(0.5, 1, 1, 4)).on(v_shape(2))
-    assert costs.forward == (1, 1, 1, 2.5)
-    assert costs.input_grad == (2, 2, 2, 5)
-    assert costs.weight_grad == (3, 3, 3, 7.5)
-    assert costs.of(Pass(3, Kind.B, 7)) == 12.5
+    assert costs.durations[Kind.F] == (1, 1, 1, 2.5)
+    assert costs.durations[Kind.I] == (2, 2, 2, 5)
+    assert costs.durations[Kind.W] == (3, 3, 3, 7.5)
+    assert costs.durations[Kind.B][3] == 12.5
     assert costs.activation == (0.25, 0.5, 0.5, 2)
 
 
@@ -93,9 +93,9 @@ def test_a_stage_of_several_slices_costs_their_mean():
     """One list, finer than any stage, serves every number of chunks."""
     slices = (1.0, 2.0, 3.0, 6.0, 1.0, 1.0, 0.0, 2.0)
     costs = Costs(1, 1, 1, 0, stage_weights=slices, stage_activations=slices)
-    assert costs.on(zigzag(2, 4)).forward == tuple(x / 2 for x in slices)
-    assert costs.on(v_shape(2)).forward == (1.5, 4.5, 1, 1)
-    assert costs.on(sequential(2)).forward == (6, 2)
+    assert costs.on(zigzag(2, 4)).durations[Kind.F] == tuple(x / 2 for x in slices)
+    assert costs.on(v_shape(2)).durations[Kind.F] == (1.5, 4.5, 1, 1)
+    assert costs.on(sequential(2)).durations[Kind.F] == (6, 2)
     assert costs.on(sequential(2)).activation == (3, 1)
 
 

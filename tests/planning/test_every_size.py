@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.schedule import Schedule
 from tests.planning.made_schedules import NAMED, REAL, UNIT, planned
 from tests.planning.promises import promised_memory

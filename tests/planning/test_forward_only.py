@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.forward_only import forward_only
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape, zigzag
 from megatron.schedules.planning.schedule import Order
 from tests.planning.made_schedules import examples, timed

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import sequential
 from megatron.schedules.planning.registry import NAMES, Request, plan
-from megatron.schedules.planning.schedule import Schedule, in_turn
+from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import REAL, costed_schedules, examples, timed, written
 
@@ -31,7 +31,7 @@ def sequences(schedule: Schedule, once: tuple[tuple[Kind, ...], ...] = ONCE) -> 
 @given(costed_schedules())
 def test_renumbering_changes_neither_times_nor_memory(made: tuple[Schedule, Costs]):
     schedule, costs = made
-    renumbered = in_turn(schedule)
+    renumbered = in_microbatch_order(schedule)
     validate(renumbered)
     assert all(found == sorted(found) for found in sequences(renumbered))
     before, after = timed(schedule, costs), timed(renumbered, costs)
@@ -46,7 +46,7 @@ def test_a_csv_that_takes_microbatches_out_of_turn_is_renumbered():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "file"])
-def test_every_plan_takes_microbatches_in_turn(name: str):
+def test_every_plan_takes_microbatches_in_microbatch_order(name: str):
     """Weight gradients too, whether added up by a W or by a whole backward."""
     for d, n in ((2, 5), (4, 9), (5, 12)):
         request = Request(name, d, n, Costs.parse(REAL), memory_limit=0.6, search_seconds=0.1)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape, zigzag
 from tests.planning.made_schedules import examples
 
@@ -81,7 +82,7 @@ def _check_stages(placement: Placement) -> None:
 
 @examples(100)
 @given(RANKS, CHUNKS)
-def test_interleaved_goes_round_and_zigzag_turns_on_the_spot(ranks: int, chunks: int):
+def test_interleaved_looped_and_zigzag_turns_on_the_spot(ranks: int, chunks: int):
     assert interleaved(ranks, chunks).rank_of == tuple(stage % ranks for stage in range(ranks * chunks))
     turning = zigzag(ranks, chunks).rank_of
     for stage, (here, there) in enumerate(pairwise(turning)):

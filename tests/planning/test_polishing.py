@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import sequential, v_shape
-from megatron.schedules.planning.polish import join, polish
+from megatron.schedules.planning.polish import merge_backward, polish
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, peaks
 from megatron.schedules.planning.validate import validate
@@ -42,7 +43,7 @@ def test_joining_moves_nothing_in_time(made: tuple[Schedule, Costs]):
     """Whole backwards, and split ones, side by side: a user's schedule may have both."""
     schedule, costs = made
     timeline = timed(schedule, costs)
-    joined = join(timeline)
+    joined = merge_backward(timeline)
     validate(joined)
     before, after = starts_of(timeline), starts_of(timed(joined, costs))
     for work, start in after.items():
@@ -56,7 +57,7 @@ def test_joining_moves_nothing_in_time(made: tuple[Schedule, Costs]):
 @given(costed_schedules())
 def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule, Costs]):
     schedule, costs = made
-    joined = join(timed(schedule, costs))
+    joined = merge_backward(timed(schedule, costs))
     timeline = timed(joined, costs)
     starts, rank_of = starts_of(timeline), schedule.placement.rank_of
     for row, ends in zip(joined.order, timeline.end, strict=True):
@@ -70,7 +71,7 @@ def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule
 
 
 def test_the_first_stage_is_joined_and_one_that_is_waited_for_is_not():
-    joined = join(timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")))
+    joined = merge_backward(timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")))
     assert [" ".join(map(str, row)) for row in joined.order] == ["0F0 0B0", "1F0 1I0 1W0"]
 
 
@@ -78,17 +79,17 @@ def test_a_stage_is_joined_where_the_rank_that_waits_is_late_itself():
     """Rank 0 is busy with a heavy forward until both halves of stage 1's backward are done."""
     split = written(sequential(2), 2, "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
     late = Costs(stage_weights=(9, 1))
-    assert str(join(timed(split, late)).order[1][1]) == "1B0"
-    assert str(join(timed(split)).order[1][1]) == "1I0"
+    assert str(merge_backward(timed(split, late)).order[1][1]) == "1B0"
+    assert str(merge_backward(timed(split)).order[1][1]) == "1I0"
 
 
 def test_what_does_not_stand_together_is_not_joined():
-    joined = join(timed(written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1")))
+    joined = merge_backward(timed(written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1")))
     assert joined.order == written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1").order
 
 
 def test_a_hop_counts_for_those_who_wait_across_it():
     """In a V stage 2 hands its gradient to stage 1 on the same rank, and stage 3 to stage 2 on another."""
     rows = "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0"
-    joined = join(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))
+    joined = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))
     assert [" ".join(map(str, row)) for row in joined.order] == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1I0 1W0"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import sequential, v_shape
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule

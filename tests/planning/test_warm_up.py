@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.named.v_shaped import one_f_one_b_v_block
-from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.validate import validate
 from megatron.schedules.planning.warm_up import pulled_together

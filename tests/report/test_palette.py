@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.report import palette
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.style import Style
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.report import palette
 from megatron.schedules.report.text import draw_text
 from tests.report.made import timeline
@@ -106,7 +106,7 @@ def test_a_narrow_terminal_still_gets_a_drawing(width):
 
 def test_the_legend_names_what_was_drawn_and_no_more():
     whole = draw_text([timeline("1f1b", 4, 8)], 100, colour=False).plain
-    assert palette.MEANINGS[Kind.B] in whole
-    assert palette.MEANINGS[Kind.W] not in whole
+    assert KINDS[Kind.B].meaning in whole
+    assert KINDS[Kind.W].meaning not in whole
     assert "capitals" not in whole
     assert "small letters: chunk 1" in draw_text([timeline("v-zb", 4, 8)], 100, colour=False).plain

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
@@ -100,6 +100,8 @@ class PlainStages:
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self.store.run(stage, microbatch)
+
+    def reduce_gradients(self, stage: int) -> None: ...
 
     def gradients(self) -> dict[int, list[Tensor | None]]:
         """By stage, the gradient of each of its parameters."""

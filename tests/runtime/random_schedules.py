@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.schedule import Schedule
 

@@ -7,14 +7,16 @@ from itertools import pairwise
 
 import pytest
 
+from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Op, Program, ProgramError
+from tests.runtime.messages import messages
 from tests.runtime.random_schedules import random_schedule
 
-_FORM = re.compile(r"(\d+)(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_FORM = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 
 
 def programs(placement: Placement, n: int, *rows: str) -> list[Program]:
@@ -25,7 +27,7 @@ def programs(placement: Placement, n: int, *rows: str) -> list[Program]:
         for text in row.split():
             match = _FORM.fullmatch(text)
             assert match is not None, text
-            op, stage = Op(match[2]), int(match[1])
+            op, stage = Kind(match[2]) if match[2] in KINDS else Op(match[2]), int(match[1])
             step = {Op.SEND_F: 1, Op.RECV_B: 1, Op.SEND_B: -1, Op.RECV_F: -1}.get(op)
             peer = None if step is None else placement.rank_of[stage + step]
             actions.append(Action(op, stage, int(match[3]), peer))
@@ -41,17 +43,15 @@ def refused(placement: Placement, n: int, *rows: str, **model: bool) -> str:
     return message
 
 
-def test_traffic_of_sound_programs():
-    traffic = check(
-        programs(
-            sequential(2),
-            2,
-            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
-            "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
-        )
+def test_sound_programs_pass():
+    sound = programs(
+        sequential(2),
+        2,
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1 0REDUCE1",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1REDUCE1 1SEND_B1",
     )
-    assert traffic.messages == {(0, 1): 2, (1, 0): 2}
-    assert traffic.receive_buffers == (2, 1)
+    check(sound)
+    assert messages(sound) == {(0, 1): 2, (1, 0): 2}
 
 
 def test_both_ends_must_mean_the_same_message():
@@ -107,24 +107,15 @@ def test_each_rank_must_have_what_it_uses_and_use_what_it_has(row: str, expected
 
 def test_a_peer_must_hold_the_stage_at_the_other_end():
     placement = sequential(3)
-    wrong = Program(0, (Action(Op.F, 0, 0), Action(Op.SEND_F, 0, 0, 2)), placement, 1)
+    wrong = Program(0, (Action(Kind.F, 0, 0), Action(Op.SEND_F, 0, 0, 2)), placement, 1)
     with pytest.raises(ProgramError, match="0SEND_F0 to or from rank 2, where stage 1 is not"):
         check([wrong, Program(1, (), placement, 1), Program(2, (), placement, 1)])
     with pytest.raises(ProgramError, match="the program of rank 0 stands in the place of rank 1"):
         check([Program(0, (), placement, 1), wrong])
 
 
-def test_blocking_sends_and_a_single_queue_ask_for_more():
-    """Two sends ahead of the receives: nothing for asynchronous posting, a deadlock for each stronger model."""
-    rows = (
-        "0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2RECV_F1 2F0 2SEND_F0 2F1 2SEND_F1",
-        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3RECV_F1 3F0 3F1",
-    )
+def test_a_single_queue_lets_through_what_runs_ahead_in_turn():
     placement = interleaved(2, 2)
-    check(programs(placement, 2, *rows))
-    message = refused(placement, 2, *rows, blocking_sends=True)
-    assert "rank 0 at 0SEND_F1 for message 1 of channel 0->1" in message
-    assert "rank 1 at 1SEND_F0 for message 0 of channel 1->0" in message
     both_ahead = (
         "0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_F1 0F1 0SEND_F1 2F1 2SEND_F1",
         "1RECV_F0 1F0 1SEND_F0 3RECV_F0 1RECV_F1 3F0 1F1 1SEND_F1 3RECV_F1 3F1",
@@ -135,6 +126,19 @@ def test_blocking_sends_and_a_single_queue_ask_for_more():
         "1RECV_F0 1F0 1RECV_F1 1SEND_F0 1F1 1SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1",
     )
     check(programs(placement, 2, *early), single_queue=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("0F0 0F1 0B0 0REDUCE0 0B1", "rank 0: 0B1 comes after 0REDUCE0, which has reduced its gradients"),
+        ("0F0 0F1 0B0 0I1 0REDUCE1 0W1", "rank 0: 0W1 comes after 0REDUCE1, which has reduced its gradients"),
+        ("0F0 0F1 0B0 0B1 0REDUCE1 0REDUCE1", "rank 0: 0REDUCE1 comes after 0REDUCE1, which has reduced its gradients"),
+    ],
+    ids=["whole", "split", "twice"],
+)
+def test_gradients_are_complete_when_their_reduction_starts(row: str, expected: str):
+    assert refused(sequential(1), 2, row) == expected
 
 
 def test_receives_at_use_ask_for_more_of_a_single_queue_only():

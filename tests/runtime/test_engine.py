@@ -97,6 +97,7 @@ class Recorder:
     def __init__(self, outputs: dict[int, Tensor | None] | None = None) -> None:
         self.outputs = outputs or {}
         self.calls: list[tuple[str, int, int]] = []
+        self.reduced: list[int] = []
         self.given: list[Tensor | None] = []
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
@@ -114,6 +115,9 @@ class Recorder:
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self.calls.append(("backward_weight", stage, microbatch))
+
+    def reduce_gradients(self, stage: int) -> None:
+        self.reduced.append(stage)
 
 
 def test_a_hop_on_the_same_rank_copies_nothing_and_hands_over_a_leaf():
@@ -133,13 +137,15 @@ def test_the_program_alone_decides_what_is_called():
     run(one_rank("0F0 0F1 0I0 0F2 0W0 0I1 0W1 0B2", n=3), stages, NoTransport())
     assert stages.calls == [
         ("split forward", 0, 0),
-        ("forward", 0, 1),
+        ("split forward", 0, 1),
         ("backward_input", 0, 0),
         ("forward", 0, 2),
         ("backward_weight", 0, 0),
-        ("backward", 0, 1),
+        ("backward_input", 0, 1),
+        ("backward_weight", 0, 1),
         ("backward", 0, 2),
     ]
+    assert stages.reduced == [0]
 
 
 def test_the_observer_sees_every_action_begin_and_end():
@@ -153,7 +159,7 @@ def test_the_observer_sees_every_action_begin_and_end():
             seen.append(f"-{action}")
 
     run(one_rank("0F0 0B0"), Recorder(), NoTransport(), Observer())
-    assert seen == ["+0F0", "-0F0", "+0B0", "-0B0"]
+    assert seen == ["+0F0", "-0F0", "+0B0", "-0B0", "+0REDUCE0", "-0REDUCE0"]
 
 
 def test_an_error_carries_rank_and_action_and_stops_the_rank_at_once():

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel, Op, Program, ProgramError, channels_of
+from tests.runtime.messages import messages
 from tests.runtime.random_schedules import forwards_of, random_schedule
 
-COMPUTING = (Op.F, Op.I, Op.W, Op.B)
 SENDS = (Op.SEND_F, Op.SEND_B)
 RECEIVES = (Op.RECV_F, Op.RECV_B)
 
@@ -36,17 +37,17 @@ def texts(programs: tuple[Program, ...]) -> list[str]:
 def test_sends_follow_their_pass_and_receives_stand_one_pass_ahead():
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     assert texts(lower(one_f_one_b)) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE1",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1",
     ]
 
 
 def test_the_turn_of_the_v_needs_no_message_and_both_directions_share_a_pair():
-    v = schedule(v_shape(2), 1, "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 1I0 2W0 1W0")
+    v = schedule(v_shape(2), 1, "0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2I0 1I0 2W0 1W0")
     programs = lower(v)
     assert texts(programs) == [
-        "3RECV_F0 0F0 0SEND_F0 3F0 3I0 3SEND_B0 0RECV_B0 3W0 0B0",
-        "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2I0 1I0 1SEND_B0 2W0 1W0",
+        "3RECV_F0 0F0 0SEND_F0 3F0 3I0 3SEND_B0 0RECV_B0 3W0 3REDUCE0 0B0 0REDUCE0",
+        "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2I0 1I0 1SEND_B0 2W0 2REDUCE0 1W0 1REDUCE0",
     ]
     assert programs[0].splits(3, 0) and not programs[0].splits(0, 0)
 
@@ -55,8 +56,8 @@ def test_wrap_around_between_two_ranks():
     """Both neighbours are the same rank, and every boundary between stages is crossed."""
     passes = schedule(interleaved(2, 2), 1, "0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")
     assert texts(lower(passes)) == [
-        "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 0B0",
-        "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 1B0 1SEND_B0",
+        "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2REDUCE0 0B0 0REDUCE0",
+        "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3REDUCE0 1B0 1SEND_B0 1REDUCE0",
     ]
 
 
@@ -66,19 +67,25 @@ def test_receives_stand_in_the_senders_order_where_they_are_used_in_another():
     assert str(receiver) == "rank 1: 1RECV_F0 1RECV_F1 1RECV_F2 1F2 1F0 1F1"
 
 
-def test_whole_backward_only_where_nobody_waits_for_the_first_half():
-    """Stage 0's input gradient goes nowhere and stage 2's stays on the rank; stage 1's is sent."""
+def test_passes_are_carried_out_as_they_were_drawn():
+    """An I and its W side by side are two passes, whether anybody waits between them or not."""
     placement = Placement("custom", (0, 1, 1, 0))
-    passes = schedule(placement, 1, "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0")
+    passes = schedule(placement, 1, "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2B0 1I0 1W0")
     programs = lower(passes)
-    assert [str(a) for a in programs[0].actions if a.op in COMPUTING] == ["0F0", "3F0", "3I0", "3W0", "0B0"]
-    assert [str(a) for a in programs[1].actions if a.op in COMPUTING] == ["1F0", "2F0", "2B0", "1I0", "1W0"]
+    assert _passes(programs[0]) == ["0F0", "3F0", "3I0", "3W0", "0I0", "0W0"]
+    assert _passes(programs[1]) == ["1F0", "2F0", "2B0", "1I0", "1W0"]
     assert programs[1].splits(1, 0) and not programs[1].splits(2, 0)
+
+
+def test_reductions_start_once_their_stage_has_all_its_gradients():
+    passes = schedule(sequential(1), 2, "0F0 0F1 0I0 0B1 0W0")
+    assert texts(lower(passes)) == ["0F0 0F1 0I0 0B1 0W0 0REDUCE0"]
+    assert texts(lower(forwards_of(passes))) == ["0F0 0F1"]
 
 
 def test_one_rank_sends_nothing():
     (program,) = lower(schedule(sequential(1), 2, "0F0 0F1 0I1 0I0 0W1 0W0"))
-    assert str(program) == "rank 0: 0F0 0F1 0I1 0I0 0W1 0W0"
+    assert str(program) == "rank 0: 0F0 0F1 0I1 0I0 0W1 0W0 0REDUCE0"
     assert channels_of(sequential(1)) == ()
 
 
@@ -100,29 +107,19 @@ def test_any_valid_schedule(seed: int, forward_only: bool):
     if forward_only:
         passes = forwards_of(passes)
     programs = lower(passes)
-    traffic = check(programs)
-    assert set(traffic.messages) <= set(channels_of(passes.placement))
+    check(programs)
+    sent = messages(programs)
+    assert set(sent) <= set(channels_of(passes.placement))
     for program in programs:
-        assert _passes(program) == _without_pairs(passes, program.rank)
+        assert _passes(program) == [str(work) for work in passes.order[program.rank]]
         _check_places(program)
     rank_of = passes.placement.rank_of
     hops = sum(a != b for a, b in pairwise(rank_of)) * passes.microbatches
-    assert sum(traffic.messages.values()) == hops * (1 if forward_only else 2)
+    assert sum(sent.values()) == hops * (1 if forward_only else 2)
 
 
 def _passes(program: Program) -> list[str]:
-    return [str(action) for action in program.actions if action.op in COMPUTING]
-
-
-def _without_pairs(passes: Schedule, rank: int) -> list[str]:
-    """The rank's passes with I W made B where the gradient stays on the rank."""
-    rank_of = passes.placement.rank_of
-    text = " " + " ".join(map(str, passes.order[rank])) + " "
-    for stage in passes.placement.stages_of(rank):
-        if stage == 0 or rank_of[stage - 1] == rank:
-            for m in range(passes.microbatches):
-                text = text.replace(f" {stage}I{m} {stage}W{m} ", f" {stage}B{m} ")
-    return text.split()
+    return [str(action) for action in program.actions if isinstance(action.op, Kind)]
 
 
 def _check_places(program: Program) -> None:
@@ -134,13 +131,13 @@ def _check_places(program: Program) -> None:
         if op in SENDS:
             maker = program.actions[index - 1]
             assert (maker.stage, maker.microbatch) == (stage, m)
-            assert maker.op in ((Op.F,) if op is Op.SEND_F else (Op.I, Op.B))
+            assert maker.op in ((Kind.F,) if op is Op.SEND_F else (Kind.I, Kind.B))
         elif op in RECEIVES:
             assert peer is not None
             posted.setdefault(Channel(peer, program.rank), []).append((passes_before, action[:3]))
-        else:
-            if op is not Op.W:
-                used_at[Op.RECV_F if op is Op.F else Op.RECV_B, stage, m] = passes_before
+        elif op is not Op.REDUCE:
+            if op is not Kind.W:
+                used_at[Op.RECV_F if op is Kind.F else Op.RECV_B, stage, m] = passes_before
             passes_before += 1
     for receives in posted.values():
         for k, (place, _) in enumerate(receives):
@@ -170,9 +167,9 @@ def test_time_is_linear():
     started = time.process_time()
     programs = lower(large)
     lowered = time.process_time()
-    traffic = check(programs)
+    check(programs)
     checked = time.process_time()
-    assert sum(traffic.messages.values()) == 2 * (2 * d - 2) * n
+    assert sum(messages(programs).values()) == 2 * (2 * d - 2) * n
     assert lowered - started < 8 and checked - lowered < 16
     small = replace(large, order=tuple(row[:0] for row in rows))
     assert all(not program.actions for program in lower(small))

@@ -16,7 +16,7 @@ from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Channel, Op, Program, ProgramError, channels_of, slot_needed
+from megatron.schedules.runtime.program import Channel, Op, Program, ProgramError, channels_of, slot_filled, slot_needed
 from megatron.schedules.runtime.transport import Channels, MessageSpec, make_channels
 from megatron.schedules.runtime.variable_transport import VariableTransport
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def waits_out_of_order(program: Program) -> bool:
     last, posted, used = program.placement.last_stage, {}, {}
     for action in program.actions:
         if action.op in (Op.RECV_F, Op.RECV_B):
-            posted[action.op is Op.RECV_F, action.stage, action.microbatch] = action.peer, len(posted)
+            posted[slot_filled(action, last)] = action.peer, len(posted)
         elif action.peer is None and slot_needed(action, last) in posted:
             peer, number = posted[slot_needed(action, last)]
             if number < used.get(peer, number):
@@ -136,8 +136,9 @@ class MarkedStages:
 
     backward_input = backward
 
-    def backward_weight(self, stage: int, microbatch: int) -> None:
-        pass
+    def backward_weight(self, stage: int, microbatch: int) -> None: ...
+
+    def reduce_gradients(self, stage: int) -> None: ...
 
     @staticmethod
     def _mark(stage: int, number: int) -> Tensor:

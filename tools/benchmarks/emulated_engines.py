@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check

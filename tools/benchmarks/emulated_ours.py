@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.program import Channel, Program, channels_of
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
@@ -77,6 +77,8 @@ class _Stages:
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._passes.run(Kind.W, stage)
+
+    def reduce_gradients(self, stage: int) -> None: ...
 
 
 class _Timed(_Stages):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 
 SHAPE = (16, 1, 64)
 """Of every message: sequence, batch, hidden."""

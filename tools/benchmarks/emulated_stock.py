@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import Placement
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 

@@ -18,7 +18,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, zigzag
 from megatron.schedules.planning.schedule import Schedule
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+from megatron.schedules.planning.kinds import Kind
 from tools.benchmarks.apart import rows_apart, tell_megatron
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
@@ -143,7 +144,7 @@ class _EngineTimes(NamedTuple):
     process: list[float]
 
     def row(self) -> Row:
-        passes = sum(action.peer is None for action in self.program.actions)
+        passes = sum(isinstance(action.op, Kind) for action in self.program.actions)
         engine, process = ([1e6 * run / passes for run in runs[_WARM_UP:]] for runs in (self.engine, self.process))
         low, middle, high = statistics.quantiles(engine, n=4)
         return {
@@ -172,8 +173,9 @@ class _Idle:
 
     backward_input = backward
 
-    def backward_weight(self, stage: int, microbatch: int) -> None:
-        pass
+    def backward_weight(self, stage: int, microbatch: int) -> None: ...
+
+    def reduce_gradients(self, stage: int) -> None: ...
 
 
 def section(rows: Sequence[Row]) -> str:

@@ -57,7 +57,7 @@ class Session:
     @property
     def rearranged(self) -> bool:
         """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
-        return self.planner is not None and not self.planner.placement.goes_round
+        return self.planner is not None and not self.planner.placement.looped
 
     def answers(self, ignore_virtual: bool) -> bool:
         """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""

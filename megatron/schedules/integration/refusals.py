@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.integration.layers import placed_by_hand, wrong_layers
 from megatron.schedules.integration.te_found import te_fault
-from megatron.schedules.planning.passes import Kind
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -32,7 +31,7 @@ class _Facts(NamedTuple):
 
     @property
     def splits(self) -> bool:
-        return any(work.kind is Kind.W for _, work in self.schedule.passes())
+        return self.schedule.splits
 
     @property
     def chunks(self) -> int:
@@ -143,7 +142,7 @@ _RULES = (
         lambda f: f.args.pipeline_schedule == "file",
     ),
     _Rule(
-        lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.goes_round,
+        lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.looped,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
     ),
     _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.program import Op, Program
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
@@ -80,7 +80,7 @@ class MegatronStages:
         self._forwarding = forwarding
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._reduction = _GradientReduction(program, model, config, step.forward_only)
+        self._reduction = _GradientReduction(config, step.forward_only)
 
     def close(self) -> None:
         """Let stock reduce gradients again; to be called however the program ended."""
@@ -121,9 +121,7 @@ class MegatronStages:
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        result = self._backward(stage, microbatch, gradient)
-        self._reduction.after(Op.B, stage, microbatch)
-        return result
+        return self._backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: see :class:`megatron.schedules.runtime.stages.Stages`."""
@@ -133,7 +131,10 @@ class MegatronStages:
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._store.run(stage, microbatch)
-        self._reduction.after(Op.W, stage, microbatch)
+
+    def reduce_gradients(self, stage: int) -> None:
+        """See :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._reduction.start(self._model[self._placement.chunk_of(stage)])
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers = self._config.timers
@@ -166,27 +167,23 @@ class MegatronStages:
 
 
 class _GradientReduction:
-    """Starts the data-parallel reduction of each chunk's gradients at its last weight gradient, not before.
+    """Leaves it to the program when the data-parallel reduction of each chunk's gradients starts.
 
     Stock leaves ``no_sync`` for the last microbatch's backward and lets every parameter's hook count itself ready. With
     a split backward the last microbatch's I comes before earlier ones' W, so hooks would count too early. Here the
     hooks never count; the chunk's reduction is started as a whole, and overlaps the rest of the schedule.
     """
 
-    def __init__(self, program: Program, model: Sequence[torch.nn.Module], config: Any, forward_only: bool) -> None:
+    def __init__(self, config: Any, forward_only: bool) -> None:
         no_sync = config.no_sync_func
         self._open = ExitStack()
-        self._last: dict[tuple[Op, int, int], Any] = {}
-        if no_sync is None or forward_only:
-            return
-        for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:
-            self._open.enter_context(enter())
-        ends = {a.stage: (a.op, a.stage, a.microbatch) for a in program.actions if a.op in (Op.W, Op.B)}
-        self._last = {end: model[program.placement.chunk_of(stage)] for stage, end in ends.items()}
+        self._held_back = no_sync is not None and not forward_only
+        if self._held_back:
+            for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:
+                self._open.enter_context(enter())
 
-    def after(self, op: Op, stage: int, microbatch: int) -> None:
-        chunk = self._last.pop((op, stage, microbatch), None)
-        if chunk is not None:
+    def start(self, chunk: Any) -> None:
+        if self._held_back:
             chunk.start_grad_sync()
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, Kind, Work, followers
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
 
@@ -30,24 +31,13 @@ class Block:
 
     placement: Placement
     interval: int
-    offset: Mapping[tuple[int, Kind], int]
+    offset: Mapping[Work, int]
     length: Mapping[Kind, int]
 
-    @property
-    def backward(self) -> Kind:
-        """The backward pass that the stage before waits for: I where the block splits it, else B."""
-        return Kind.I if Kind.I in self.kinds else Kind.B
-
-    def followers(self, stage: int, kind: Kind) -> list[tuple[int, Kind]]:
-        """What may start once pass ``kind`` of ``stage`` has ended: the next pass along the chain, and W after I."""
-        last, backward, found = self.placement.last_stage, self.backward, []
-        if kind is Kind.F:
-            found.append((stage + 1, Kind.F) if stage < last else (last, backward))
-        elif kind is backward and stage:
-            found.append((stage - 1, backward))
-        if kind is Kind.I:
-            found.append((stage, Kind.W))
-        return found
+    @cached_property
+    def followers(self) -> dict[Work, list[Work]]:
+        """For each pass of a microbatch those that may start once it has ended."""
+        return followers(self.placement, self.kinds)
 
     def lifespan(self, stage: int) -> int:
         """Slots from the start of a stage's F to the end of its last backward pass."""
@@ -59,39 +49,31 @@ class Block:
         chunks = self.placement.stages_of(rank)
         return sum(math.ceil(self.lifespan(stage) / self.interval) for stage in chunks) / len(chunks)
 
-    def collisions(self) -> list[str]:
-        """Pairs of passes of one rank that would run at once when the block repeats; empty for a sound block."""
-        found = []
-        for rank in range(self.placement.ranks):
-            taken: dict[int, tuple[int, Kind]] = {}
-            for stage in self.placement.stages_of(rank):
-                for kind in self.kinds:
-                    for slot in range(self.offset[stage, kind], self.offset[stage, kind] + self.length[kind]):
-                        other = taken.setdefault(slot % self.interval, (stage, kind))
-                        if other != (stage, kind):
-                            found.append(f"rank {rank}: {other[0]}{other[1]} and {stage}{kind}")
-        return found
+    def slot(self, work: Pass) -> int:
+        """When the block, repeated, starts ``work``. No two passes of a rank share one: they would collide."""
+        return self.offset[work.stage, work.kind] + self.interval * work.microbatch
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of pass this block has, F first."""
-        return tuple(sorted({kind for _, kind in self.offset}))
+        """The kinds of pass this block has."""
+        found = {kind for _, kind in self.offset}
+        return tuple(kind for kind in KINDS if kind in found)
 
     def repeat(self, microbatches: int, name: str) -> Schedule:
         """The schedule of ``microbatches`` copies of the block, each one interval after the last."""
         rows = []
         for rank in range(self.placement.ranks):
-            starts = [
-                (self.offset[stage, kind] + m * self.interval, Pass(stage, kind, m))
+            passes = [
+                Pass(stage, kind, m)
                 for stage in self.placement.stages_of(rank)
                 for kind in self.kinds
                 for m in range(microbatches)
             ]
-            rows.append(tuple(work for _, work in sorted(starts)))
+            rows.append(tuple(sorted(passes, key=self.slot)))
         return Schedule(name, self.placement, microbatches, tuple(rows))
 
 
-def with_weights(placement: Placement, interval: int, offset: Mapping[tuple[int, Kind], int]) -> Block:
+def with_weights(placement: Placement, interval: int, offset: Mapping[Work, int]) -> Block:
     """Complete a block of unit slots that has F and I: each W takes the first slot after its I that is still free.
 
     Raises:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, Kind, Share
 from megatron.schedules.planning.placement import Placement
 
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
@@ -29,54 +30,45 @@ class StageCosts:
     """What each stage of one placement costs.
 
     Args:
-        forward, input_grad, weight_grad: time of each stage's F, I and W (B takes I plus W), any unit.
+        times: by kind, for those that are not made of others, the time of each stage's pass, any unit.
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
             microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
         comm: time of one hop between two ranks; a hop within a rank takes none.
-        weight_share: the part of ``activation`` that W needs and I does not give back yet.
-        kept: the part of ``activation`` that is held between F and I; what is recomputed is not.
+        shares: the parts of ``activation``: what F keeps until I, less than all where I recomputes the rest, and what I
+            leaves to W.
     """
 
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
+    times: Mapping[Kind, tuple[float, ...]]
     activation: tuple[float, ...]
     comm: float
-    weight_share: float = 1.0
-    kept: float = 1.0
+    shares: Mapping[Share, float]
 
-    def of(self, work: Pass) -> float:
-        """The duration of ``work``."""
-        return self.durations[work.kind][work.stage]
+    @cached_property
+    def durations(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Kind -> duration by stage; a whole takes as long as its parts."""
+        parts = {kind: row.parts or (kind,) for kind, row in KINDS.items()}
+        times = {kind: zip(*(self.times[part] for part in found), strict=True) for kind, found in parts.items()}
+        return {kind: tuple(map(sum, found)) for kind, found in times.items()}
 
-    @property
-    def durations(self) -> dict[Kind, tuple[float, ...]]:
-        """Kind -> duration by stage."""
-        whole = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=True))
-        return {Kind.F: self.forward, Kind.I: self.input_grad, Kind.W: self.weight_grad, Kind.B: whole}
-
-    @property
-    def changes(self) -> dict[Kind, tuple[float, ...]]:
+    @cached_property
+    def changes(self) -> Mapping[Kind, tuple[float, ...]]:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
-        kept, share = self.kept, self.weight_share
-        of_a_pass = {Kind.F: kept, Kind.I: share - kept, Kind.W: -share, Kind.B: -kept}
-        return {kind: tuple(share * held for held in self.activation) for kind, share in of_a_pass.items()}
+        found = {}
+        for kind, row in KINDS.items():
+            share = sum(self.shares[taken] for taken in row.takes) - sum(self.shares[given] for given in row.gives)
+            found[kind] = tuple(share * held for held in self.activation)
+        return found
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        most = 0.0
+        kept, most = self.shares[Share.FORWARD], 0.0
         for rank in range(placement.ranks):
             held = 0.0
             for stage in placement.stages_of(rank):
                 # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-                most = max(most, held + max(self.kept, self.weight_share) * self.activation[stage])
-                held += self.kept * self.activation[stage]
+                most = max(most, held + max(kept, self.shares[Share.WEIGHTS]) * self.activation[stage])
+                held += kept * self.activation[stage]
         return most
-
-    def work(self, placement: Placement, rank: int) -> float:
-        """Time rank ``rank`` computes for one microbatch."""
-        held = placement.stages_of(rank)
-        return sum(self.forward[s] + self.input_grad[s] + self.weight_grad[s] for s in held)
 
 
 @dataclass(frozen=True)
@@ -155,14 +147,16 @@ class Costs:
         share = 2 / placement.chunks
         weights = _per_stage(self.stage_weights, placement, "stage_weights")
         held = _per_stage(self.stage_activations, placement, "stage_activations")
+        times = {
+            Kind.F: self.forward,
+            Kind.I: self.input_grad + self.recompute * self.forward,
+            Kind.W: self.weight_grad,
+        }
         return StageCosts(
-            forward=tuple(self.forward * share * w for w in weights),
-            input_grad=tuple((self.input_grad + self.recompute * self.forward) * share * w for w in weights),
-            weight_grad=tuple(self.weight_grad * share * w for w in weights),
+            times={kind: tuple(time * share * w for w in weights) for kind, time in times.items()},
             activation=tuple(h / placement.chunks for h in held),
             comm=self.comm,
-            weight_share=self.weight_share,
-            kept=self.kept,
+            shares={Share.FORWARD: self.kept, Share.WEIGHTS: self.weight_share},
         )
 
 

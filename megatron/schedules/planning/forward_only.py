@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.list_scheduling import Policy
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.reorder import Policy, play_under
+from megatron.schedules.planning.reorder import scheduled
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.tasks import tasks_of
 
@@ -18,6 +20,6 @@ def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Sched
     )
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement))
-    policy = Policy(window=2 * placement.stages, defer_weights=False)
-    played, _ = play_under(tasks, range(len(passes)), [float("inf")] * placement.ranks, policy)
-    return Schedule(base.name, placement, microbatches, tasks.rows(played, passes))
+    policy = Policy(lookahead=2 * placement.stages)
+    order, _ = scheduled(tasks, range(len(passes)), [float("inf")] * placement.ranks, policy)
+    return Schedule(base.name, placement, microbatches, tasks.rows(order, passes))

@@ -45,8 +45,8 @@ class Placement:
         return self.stages // self.ranks
 
     @property
-    def goes_round(self) -> bool:
-        """Whether stage s is on rank s mod d, as everywhere in stock Megatron."""
+    def looped(self) -> bool:
+        """Whether stage s is on rank s mod d, as everywhere in stock Megatron: the model loops over the ranks."""
         return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
 
     @property
@@ -87,7 +87,7 @@ def sequential(ranks: int) -> Placement:
 
 
 def interleaved(ranks: int, chunks: int) -> Placement:
-    """Stage s on rank s mod d: the model goes round the ranks ``chunks`` times, always in the same direction."""
+    """Stage s on rank s mod d: the model loops over the ranks ``chunks`` times, always in the same direction."""
     return Placement("interleaved", tuple(stage % ranks for stage in range(ranks * chunks)))
 
 
@@ -106,16 +106,3 @@ def zigzag(ranks: int, chunks: int) -> Placement:
 def v_shape(ranks: int) -> Placement:
     """Two chunks a rank: stage s < d on rank s, stage s >= d on rank 2d - 1 - s (arXiv 2405.15362, section 3)."""
     return zigzag(ranks, 2)
-
-
-def named(name: str, ranks: int, chunks: int) -> Placement:
-    """The placement a text form names; raises :class:`PlanError` for an unknown one."""
-    if name == "sequential" and chunks == 1:
-        return sequential(ranks)
-    if name == "interleaved":
-        return interleaved(ranks, chunks)
-    if name in ("v", "zigzag"):
-        return zigzag(ranks, chunks)
-    raise PlanError(
-        f"no placement {name!r} with {chunks} chunks: use sequential (1 chunk), interleaved, v (2) or zigzag"
-    )

@@ -1,7 +1,7 @@
 """Polishing: from a base order to the schedule that is handed out.
 
-The base order is squeezed and its warm-up and cool-down reordered under the costs given, within the memory limit; then
-every I and W that stand together, and that nobody waits between, become one whole backward.
+A base order is squeezed: every pass starts as early as the order allows. Its warm-up and cool-down are reordered for
+the costs given, within the memory limit. Then the backward is merged where its split serves nobody.
 """
 
 from __future__ import annotations
@@ -9,42 +9,44 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs, StageCosts
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, WHOLES, followers
+from megatron.schedules.planning.list_scheduling import Policy
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.reorder import Policy, improve
-from megatron.schedules.planning.schedule import Schedule, in_turn
+from megatron.schedules.planning.reorder import improve
+from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
 from megatron.schedules.planning.simulate import Timeline, simulate
 
-# Playing a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan of
-# any size is played forward, backward and forward again, which keeps the time linear.
-_PASSES_PLAYED = 250_000
-_FEWEST_PLAYS, _MOST_PLAYS = 5, 60
+# Scheduling a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan
+# of any size is scheduled forward, backward and forward again, which keeps the time linear.
+_PASSES = 250_000
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
 def polish(base: Schedule, costs: Costs, limit: float, progress: Progress = unheard) -> Schedule:
-    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and join what need not be split."""
+    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split."""
     on_stages = costs.around_one()[0].on(base.placement)
-    # A window of two microbatches a rank reaches everything a rank could sensibly start ahead of its turn.
-    window = max(16, 2 * base.ranks)
-    policies = [Policy(window, False, patience) for patience in (0.0, 0.5, 1.0)]
-    ends = Policy(window, False, 0.0, ends_only=True)
-    if any(work.kind is Kind.W for _, work in base.passes()):
-        policies += [Policy(window, True, 0.5), ends]
+    # Two microbatches a rank reach everything that a rank could sensibly start ahead of its turn.
+    lookahead = max(16, 2 * base.ranks)
+    policies = [Policy(lookahead, patience=patience) for patience in (0.0, 0.5, 1.0)]
+    ends = Policy(lookahead, patience=0.0, ends_only=True)
+    if any(KINDS[work.kind].filler for _, work in base.passes()):
+        policies += [Policy(lookahead, defer_fillers=True, patience=0.5), ends]
     else:  # nothing fills gaps, so an order that is tight in its steady state is best left alone there
         policies.insert(0, ends)
     size = sum(map(len, base.order))
-    plays = max(_FEWEST_PLAYS, min(_PASSES_PLAYED // size, _MOST_PLAYS))
-    best = improve(base, on_stages, [limit] * base.ranks, policies, plays, progress)
+    rounds = max(_FEWEST_ROUNDS, min(_PASSES // size, _MOST_ROUNDS))
+    best = improve(base, on_stages, [limit] * base.ranks, policies, rounds, progress)
     return finished(best, on_stages)
 
 
 def finished(split: Schedule, costs: StageCosts) -> Schedule:
     """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be."""
-    return join(simulate(in_turn(split), costs))
+    return merge_backward(simulate(in_microbatch_order(split), costs))
 
 
-def join(timeline: Timeline) -> Schedule:
-    """Make one B of every I directly followed by its W whose result nobody waits for before the W has ended.
+def merge_backward(timeline: Timeline) -> Schedule:
+    """Make an I and the W after it one B, wherever whoever waits for the I would still be in time for the B's end.
 
     Nothing moves in time; the whole backward spares the runtime the price of the split.
     """
@@ -55,17 +57,19 @@ def join(timeline: Timeline) -> Schedule:
         for row, times in zip(schedule.order, timeline.start, strict=True)
         for work, at in zip(row, times, strict=True)
     }
-    rows = []
+    after, rows = followers(schedule.placement, KINDS), []
     for row, ends in zip(schedule.order, timeline.end, strict=True):
-        joined: list[Pass] = []
+        merged: list[Pass] = []
         for work, end in zip(row, ends, strict=True):
             stage, kind, m = work
-            if kind is Kind.W and joined and joined[-1] == Pass(stage, Kind.I, m):
-                waiting = start.get(Pass(stage - 1, Kind.I, m), start.get(Pass(stage - 1, Kind.B, m)))
-                hop = costs.comm if stage and rank_of[stage - 1] != rank_of[stage] else 0.0
-                if waiting is None or waiting + 1e-9 >= end + hop:
-                    joined[-1] = Pass(stage, Kind.B, m)
+            before = merged[-1] if merged else work
+            whole = WHOLES.get((before.kind, kind))
+            if whole is not None and before == Pass(stage, before.kind, m):
+                waiting = (Pass(*other, m) for other in after[stage, before.kind] if other[0] != stage)
+                hops = ((other, 0.0 if rank_of[other.stage] == rank_of[stage] else costs.comm) for other in waiting)
+                if all(start[other] + 1e-9 >= end + hop for other, hop in hops if other in start):
+                    merged[-1] = Pass(stage, whole, m)
                     continue
-            joined.append(work)
-        rows.append(tuple(joined))
+            merged.append(work)
+        rows.append(tuple(merged))
     return replace(schedule, order=tuple(rows))

@@ -13,7 +13,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.named import from_file, interleaved, one_chunk, v_shaped
 from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.schedule import Schedule, in_turn
+from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
@@ -174,6 +174,6 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}", "microbatches")
     schedule = entry.build(request, progress)
     validate(schedule)
-    schedule = in_turn(schedule)
+    schedule = in_microbatch_order(schedule)
     request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
     return schedule

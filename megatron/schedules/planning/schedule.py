@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Work
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
 Order = tuple[tuple[Pass, ...], ...]
@@ -33,6 +34,11 @@ class Schedule:
         """d, the number of pipeline ranks."""
         return self.placement.ranks
 
+    @property
+    def splits(self) -> bool:
+        """Whether any pass is a part of what could be done as a whole: a backward is split."""
+        return any(work.kind in parts for _, work in self.passes() for parts in WHOLES)
+
     def passes(self) -> Iterator[tuple[int, Pass]]:
         """Every pass with its rank, rank by rank, in order."""
         for rank, row in enumerate(self.order):
@@ -40,28 +46,31 @@ class Schedule:
                 yield rank, work
 
 
-def in_turn(schedule: Schedule) -> Schedule:
+def in_microbatch_order(schedule: Schedule) -> Schedule:
     """The same schedule with its microbatches renumbered so that every stage does them in ascending order.
 
     Data come in order and gradients are added up in order, so results then equal 1F1B's to the bit. Microbatches are
     alike, so nothing else changes: where k passes of a stage have begun, k passes of the one they wait for have ended,
     whichever microbatches those were.
     """
-    order = []
-    for row in schedule.order:
-        forwards: dict[int, int] = {}
-        backwards: dict[int, int] = {}
-        split: dict[int, deque[int]] = defaultdict(deque)
-        renumbered = []
-        for stage, kind, _ in row:
-            if kind is Kind.W:
-                m = split[stage].popleft()
-            else:
-                done = forwards if kind is Kind.F else backwards
-                m = done.get(stage, 0)
-                done[stage] = m + 1
-                if kind is Kind.I:
-                    split[stage].append(m)
-            renumbered.append(Pass(stage, kind, m))
-        order.append(tuple(renumbered))
-    return replace(schedule, order=tuple(order))
+    return replace(schedule, order=tuple(map(_renumbered, schedule.order)))
+
+
+def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had."""
+    done: dict[Work, list[int]] = defaultdict(list)
+    begun: Counter[Work] = Counter()
+    renumbered = []
+    for stage, kind, _ in row:
+        needed = next((need.kinds for need in KINDS[kind].needs if need.at is At.SAME), None)
+        number = begun[stage, COUNTS_AS[kind]]
+        begun[stage, COUNTS_AS[kind]] += 1
+        m = number if needed is None else done[stage, needed[0]][number]
+        done[stage, kind].append(m)
+        renumbered.append(Pass(stage, kind, m))
+    return tuple(renumbered)
+
+
+def gradients_complete(row: Sequence[Pass]) -> dict[int, int]:
+    """For each stage of a rank with weight gradients, the index in its row of the pass that completes them."""
+    return {work.stage: index for index, work in enumerate(row) if KINDS[work.kind].ends_gradients}

@@ -7,13 +7,15 @@ hop later). That is all there is to it, so one sweep over the passes is enough.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, sources
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.schedule import Schedule, gradients_complete
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -41,9 +43,14 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """Time an average rank computes: n * 2 * (F + B + W) where stages are even."""
-        return sum(
-            e - s for starts, ends in zip(self.start, self.end, strict=True) for s, e in zip(starts, ends, strict=True)
-        ) / (self.schedule.ranks)
+        return sum(end - start for rank in range(self.schedule.ranks) for start, end in self._computing(rank)) / (
+            self.schedule.ranks
+        )
+
+    def _computing(self, rank: int) -> Iterator[tuple[float, float]]:
+        """Start and end of the passes for which ``rank`` computes."""
+        spans = zip(self.schedule.order[rank], self.start[rank], self.end[rank], strict=True)
+        return ((start, end) for work, start, end in spans if KINDS[work.kind].resource is Resource.COMPUTE)
 
     @property
     def bubble(self) -> float:
@@ -54,9 +61,9 @@ class Timeline:
     def span_bubble(self) -> float:
         """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
         rates = []
-        for starts, ends in zip(self.start, self.end, strict=True):
-            work = sum(e - s for s, e in zip(starts, ends, strict=True))
-            rates.append(1 - work / (ends[-1] - starts[0]))
+        for rank, (starts, ends) in enumerate(zip(self.start, self.end, strict=True)):
+            busy = sum(end - start for start, end in self._computing(rank))
+            rates.append(1 - busy / (ends[-1] - starts[0]))
         return max(rates)
 
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
@@ -79,11 +86,11 @@ class Timeline:
 
     def gradients_complete(self, rank: int) -> tuple[float, ...]:
         """For each chunk of ``rank``, the end of its last W (or B): from then its gradients can be reduced."""
-        ends = dict.fromkeys(self.schedule.placement.stages_of(rank), 0.0)
-        for work, end in zip(self.schedule.order[rank], self.end[rank], strict=True):
-            if work.kind in (Kind.W, Kind.B):
-                ends[work.stage] = end
-        return tuple(ends.values())
+        complete = gradients_complete(self.schedule.order[rank])
+        return tuple(
+            self.end[rank][complete[stage]] if stage in complete else 0.0
+            for stage in self.schedule.placement.stages_of(rank)
+        )
 
     @property
     def peak(self) -> float:
@@ -115,16 +122,14 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 
 def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times]:
     """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
-    rank_of, n, last = schedule.placement.rank_of, schedule.microbatches, schedule.placement.last_stage
-    hop = costs.comm if costs else 0.0
-    zero = (0.0,) * (last + 1)
-    lengths = costs.durations if costs else dict.fromkeys(Kind, zero)
-    forward_end: list[float | None] = [None] * ((last + 1) * n)
-    backward_end: list[float | None] = [None] * ((last + 1) * n)
+    n, placement = schedule.microbatches, schedule.placement
+    lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
+    awaited, ends_as = _awaited(placement, n, costs.comm if costs else 0.0)
+    ended: list[float | None] = [None] * (len(KINDS) * placement.stages * n)
     starts: list[list[float]] = [[] for _ in schedule.order]
     ends: list[list[float]] = [[] for _ in schedule.order]
     clock = [0.0] * schedule.ranks
-    waiting: dict[tuple[bool, int], int] = {}
+    waiting: dict[int, list[int]] = {}
     ready = deque(range(schedule.ranks))
 
     while ready:
@@ -132,31 +137,50 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
         row, now = schedule.order[rank], clock[rank]
         for index in range(len(ends[rank]), len(row)):
             stage, kind, m = row[index]
-            if kind is Kind.F:
-                source = stage - 1 if stage else None
-                is_forward = True
-            else:
-                source = stage + 1 if kind is not Kind.W and stage < last else None
-                is_forward = False
-            if source is not None:
-                slot = source * n + m
-                arrived = forward_end[slot] if is_forward else backward_end[slot]
+            begin = now
+            for base, hop in awaited[kind][stage]:
+                arrived = ended[base + m]
                 if arrived is None:
-                    waiting[is_forward, slot] = rank
+                    waiting.setdefault(base + m, []).append(rank)
                     break
-                now = max(now, arrived if rank_of[source] == rank else arrived + hop)
-            starts[rank].append(now)
-            now += lengths[kind][stage]
-            ends[rank].append(now)
-            if kind is not Kind.W:
-                slot = stage * n + m
-                (forward_end if is_forward else backward_end)[slot] = now
-                woken = waiting.pop((is_forward, slot), None)
-                if woken is not None:
-                    ready.append(woken)
+                begin = max(begin, arrived + hop)
+            else:
+                starts[rank].append(begin)
+                now = begin + lengths[kind][stage]
+                ends[rank].append(now)
+                slot = ends_as[kind][stage] + m
+                ended[slot] = now
+                if slot in waiting:
+                    ready.extend(waiting.pop(slot))
+                continue
+            break
         clock[rank] = now
 
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:
         raise PlanError(f"{schedule.name}: the order cannot finish: {', '.join(stuck[:4])} wait for each other")
     return tuple(map(tuple, starts)), tuple(map(tuple, ends))
+
+
+def _awaited(
+    placement: Placement, n: int, hop: float
+) -> tuple[dict[Kind, list[list[tuple[int, float]]]], dict[Kind, list[int]]]:
+    """For every kind and stage, what a pass waits for on other stages, and where it notes its end.
+
+    Both as the number of microbatch 0's place in a list of ends by kind, stage and microbatch; what a pass needs on its
+    own stage stands before it in its own row. With each place, how long after that end the pass may start.
+    """
+    rank_of, first = placement.rank_of, {kind: at * placement.stages * n for at, kind in enumerate(KINDS)}
+    places = {kind: [first[COUNTS_AS[kind]] + stage * n for stage in range(placement.stages)] for kind in KINDS}
+    awaited = {
+        kind: [
+            [
+                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else hop)
+                for source, kinds in sources(kind, stage, placement)
+                if source != stage
+            ]
+            for stage in range(placement.stages)
+        ]
+        for kind in KINDS
+    }
+    return awaited, places

@@ -1,4 +1,4 @@
-"""A schedule as numbered tasks in flat lists: the plain form in which orders are played through and improved."""
+"""A schedule as numbered tasks in flat lists: the plain form in which orders are timed and improved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, Kind, sources
+from megatron.schedules.planning.list_scheduling import Instance
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Order, Schedule
 
 
@@ -41,7 +43,7 @@ class Tasks:
         first: those of rank r are numbered from ``first[r]`` up to ``first[r + 1]``, in the schedule's order.
         rank, duration: of each task.
         change: of each task, the activation memory it takes (from its start) or, negative, gives back (at its end).
-        weight: whether the task is a W.
+        filler: whether nothing waits for the task, as for a W.
         steady: whether the task stands before its rank's last forward.
         before, after: what each task waits for, and what waits for it.
     """
@@ -50,7 +52,7 @@ class Tasks:
     rank: list[int]
     duration: list[float]
     change: list[float]
-    weight: list[bool]
+    filler: list[bool]
     steady: list[bool]
     before: Links
     after: Links
@@ -59,12 +61,19 @@ class Tasks:
         """The same tasks with time running backwards."""
         return replace(self, change=[-c for c in self.change], before=self.after, after=self.before)
 
-    def turned(self, order: Sequence[int]) -> list[int]:
+    def reversed_order(self, order: Sequence[int]) -> list[int]:
         """``order`` with each rank's part the other way round."""
-        turned: list[int] = []
+        found: list[int] = []
         for start, end in pairwise(self.first):
-            turned += order[start:end][::-1]
-        return turned
+            found += order[start:end][::-1]
+        return found
+
+    @property
+    def instance(self) -> Instance:
+        """What list scheduling is given."""
+        links = self.after
+        of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
+        return Instance(*of_tasks, self.before.counts(), links.start, links.task, links.delay)
 
     def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Order:
         """``order`` as a schedule's rows, given the pass of each task."""
@@ -75,29 +84,23 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
     passes = [work for _, work in schedule.passes()]
     number = {work: index for index, work in enumerate(passes)}
-    rank_of, last = schedule.placement.rank_of, schedule.placement.last_stage
-    durations, changes = costs.durations, costs.changes
+    placement = schedule.placement
+    rank_of, durations, changes = placement.rank_of, costs.durations, costs.changes
+    needed = {
+        (stage, kind): [
+            (source, kinds, 0.0 if rank_of[source] == rank_of[stage] else costs.comm)
+            for source, kinds in sources(kind, stage, placement)
+        ]
+        for stage in range(placement.stages)
+        for kind in KINDS
+    }
     before: list[list[tuple[int, float]]] = [[] for _ in passes]
     after: list[list[tuple[int, float]]] = [[] for _ in passes]
-
-    def wait(index: int, work: Pass) -> None:
-        source = number.get(work)
-        if source is None:  # the backward may be whole or split
-            source = number[Pass(work.stage, Kind.B, work.microbatch)]
-        hop = costs.comm if rank_of[work.stage] != rank_of[passes[index].stage] else 0.0
-        before[index].append((source, hop))
-        after[source].append((index, hop))
-
     for index, (stage, kind, m) in enumerate(passes):
-        if kind is Kind.F:
-            if stage:
-                wait(index, Pass(stage - 1, Kind.F, m))
-        elif kind is Kind.W:
-            wait(index, Pass(stage, Kind.I, m))
-        else:
-            wait(index, Pass(stage, Kind.F, m))
-            if stage < last:
-                wait(index, Pass(stage + 1, Kind.I, m))
+        for source, kinds, delay in needed[stage, kind]:
+            found = next(at for each in kinds if (at := number.get(Pass(source, each, m))) is not None)
+            before[index].append((found, delay))
+            after[found].append((index, delay))
     steady: list[bool] = []
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
@@ -107,7 +110,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         rank=[rank_of[work.stage] for work in passes],
         duration=[durations[work.kind][work.stage] for work in passes],
         change=[changes[work.kind][work.stage] for work in passes],
-        weight=[work.kind is Kind.W for work in passes],
+        filler=[KINDS[work.kind].filler for work in passes],
         steady=steady,
         before=Links.of(before),
         after=Links.of(after),

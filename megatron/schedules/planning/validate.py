@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, WHOLES, At
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import sweep
 
@@ -42,36 +43,40 @@ def _validate_ranks(schedule: Schedule) -> None:
 
 
 def _validate_passes(schedule: Schedule) -> None:
+    """Every part of the work is done once, by itself or in a whole."""
     count = Counter(work for _, work in schedule.passes())
     doubled = next((work for work, times in count.items() if times > 1), None)
     if doubled is not None:
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
+    in_wholes = {part: whole for parts, whole in WHOLES.items() for part in parts}
+    alone = [kind for kind, row in KINDS.items() if not row.parts and kind not in in_wholes]
     for stage in range(schedule.placement.stages):
         for m in range(schedule.microbatches):
-            if Pass(stage, Kind.F, m) not in count:
-                raise PlanError(f"{schedule.name}: {stage}F{m} is missing")
-            whole, first, second = (Pass(stage, kind, m) in count for kind in (Kind.B, Kind.I, Kind.W))
-            if whole and (first or second):
-                raise PlanError(
-                    f"{schedule.name}: stage {stage}, microbatch {m} has a whole backward B and an I or W too"
-                )
-            if not whole and not (first and second):
-                lacking = (
-                    f"{stage}W{m}"
-                    if first
-                    else f"{stage}I{m}"
-                    if second
-                    else f"{stage}B{m} (or {stage}I{m} and {stage}W{m})"
-                )
-                raise PlanError(f"{schedule.name}: {lacking} is missing")
+            for kind in alone:
+                if Pass(stage, kind, m) not in count:
+                    raise PlanError(f"{schedule.name}: {stage}{kind}{m} is missing")
+            for parts, whole in WHOLES.items():
+                lacking = [part for part in parts if Pass(stage, part, m) not in count]
+                if Pass(stage, whole, m) in count:
+                    if len(lacking) < len(parts):
+                        raise PlanError(
+                            f"{schedule.name}: stage {stage}, microbatch {m} has a whole backward {whole} and an "
+                            f"{' or '.join(parts)} too"
+                        )
+                elif len(lacking) == len(parts):
+                    instead = " and ".join(f"{stage}{part}{m}" for part in parts)
+                    raise PlanError(f"{schedule.name}: {stage}{whole}{m} (or {instead}) is missing")
+                elif lacking:
+                    raise PlanError(f"{schedule.name}: {stage}{lacking[0]}{m} is missing")
 
 
 def _validate_local_order(schedule: Schedule) -> None:
+    """What a pass needs on its own stage stands before it."""
     for row in schedule.order:
         seen: set[Pass] = set()
         for work in row:
-            stage, kind, m = work
-            before = Pass(stage, Kind.I if kind is Kind.W else Kind.F, m)
-            if kind is not Kind.F and before not in seen:
-                raise PlanError(f"{schedule.name}: {work} stands before {before}, which it needs")
+            for kinds, at in KINDS[work.kind].needs:
+                if at is At.SAME and not any(Pass(work.stage, kind, work.microbatch) in seen for kind in kinds):
+                    needed = Pass(work.stage, kinds[0], work.microbatch)
+                    raise PlanError(f"{schedule.name}: {work} stands before {needed}, which it needs")
             seen.add(work)

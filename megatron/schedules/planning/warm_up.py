@@ -12,7 +12,8 @@ from collections import defaultdict
 from itertools import count
 
 from megatron.schedules.planning.blocks import Block
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, Kind, Result
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -30,12 +31,9 @@ def pulled_together(block: Block, microbatches: int, ahead: int, name: str) -> S
     free_at = [0] * placement.ranks
     due: defaultdict[int, list[Pass]] = defaultdict(list)
 
-    def slot(work: Pass) -> int:
-        return block.offset[work.stage, work.kind] + block.interval * work.microbatch
-
     def admit(work: Pass, ready: int) -> None:
         at_once = work.kind is Kind.F and work.microbatch < ahead
-        due[ready if at_once else max(ready, slot(work) - gain)].append(work)
+        due[ready if at_once else max(ready, block.slot(work) - gain)].append(work)
 
     for m in range(microbatches):
         admit(Pass(0, Kind.F, m), 0)
@@ -43,13 +41,13 @@ def pulled_together(block: Block, microbatches: int, ahead: int, name: str) -> S
         if not due and not any(waiting):
             break
         for work in due.pop(now, ()):
-            heapq.heappush(waiting[placement.rank_of[work.stage]], (slot(work), work))
+            heapq.heappush(waiting[placement.rank_of[work.stage]], (block.slot(work), work))
         for rank, queue in enumerate(waiting):
             if queue and free_at[rank] <= now:
                 work = heapq.heappop(queue)[1]
                 rows[rank].append(work)
                 free_at[rank] = now + block.length[work.kind]
-                for stage, kind in block.followers(work.stage, work.kind):
+                for stage, kind in block.followers[work.stage, work.kind]:
                     admit(Pass(stage, kind, work.microbatch), free_at[rank])
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
@@ -58,9 +56,8 @@ def _gain(block: Block) -> int:
     """How many slots earlier than in ``block`` the first microbatch alone would reach its backward on the last rank."""
     placement = block.placement
     first = placement.stages_of(placement.ranks - 1)[-1]
-    target = first, block.backward
     earliest, at = 0, (0, Kind.F)
-    while at != target:
+    while KINDS[at[1]].makes is not Result.GRADIENT or at[0] != first:
         earliest += block.length[at[1]]
-        at = next(follower for follower in block.followers(*at) if follower[1] is not Kind.W)
-    return block.offset[target] - earliest
+        at = next(follower for follower in block.followers[at] if not KINDS[follower[1]].filler)
+    return block.offset[at] - earliest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import Kind
 
 Rgb = tuple[int, int, int]
 
@@ -16,12 +16,6 @@ HUES: dict[Kind, Rgb] = {
     Kind.I: (214, 107, 24),
     Kind.W: (22, 133, 92),
     Kind.B: (154, 62, 142),
-}
-MEANINGS: dict[Kind, str] = {
-    Kind.F: "forward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.B: "I and W in one",
 }
 # How far the last chunk's colour goes towards white.
 _LIGHTEST = 0.55

@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.planning.passes import Kind
+from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
@@ -193,7 +193,7 @@ class _Sheet:
     def legend(self) -> None:
         """A swatch for each kind and chunk that was drawn."""
         x, self.y = float(_LEFT), self.y + 8
-        for kind, meaning in palette.MEANINGS.items():
+        for kind, (meaning, *_) in KINDS.items():
             shades = sorted({colour for look, colour in self.looks.items() if look.kind is kind})
             for colour in shades:
                 self.parts.append(

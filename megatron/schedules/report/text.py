@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rich.style import Style
 from rich.text import Text
 
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
@@ -52,7 +53,7 @@ class _Frame:
         self.colour = colour
         self.kinds = sorted(
             {work.kind for timeline in timelines for _, work in timeline.schedule.passes()},
-            key=list(palette.MEANINGS).index,
+            key=list(KINDS).index,
         )
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.memory = max(max(timeline.peak, reference_memory(timeline)) for timeline in timelines)
@@ -102,7 +103,7 @@ class _Frame:
             for chunk in range(self.chunks if self.colour else min(2, self.chunks)):
                 line.append(f"{space}{_letter(kind, chunk)}{space}", self._style(kind, chunk, self.chunks))
                 line.append("" if self.colour else " ")
-            line.append(f"{space}{palette.MEANINGS[kind]}   ")
+            line.append(f"{space}{KINDS[kind].meaning}   ")
         line.rstrip()
         if self.chunks > 1 and self.colour:
             line.append("\nthe lighter a colour, the later the rank's chunk in the model")

@@ -5,27 +5,26 @@ buffers nothing: a message is through when its sender has posted the send and it
 the k-th send meets the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor
 is kept until its message is through. So a rank stops only at a pass whose message has not come.
 
-Two stronger models can be asked for. ``blocking_sends``: a send stops its rank until the receive is posted.
-No transport here does that, and it would be too strong: a planned sender runs several passes ahead of its
-receiver, which posts one pass ahead of its use, so two ranks that both run ahead would wait for each other.
-1F1B holds under it, the V schedules for few microbatches only. ``single_queue``: with
-CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share one hardware queue, and a message behind an
-unfinished one on the same channel keeps back all that is queued after it. Nearly every plan holds under it,
-but not each; where the setting is in force, ask.
+A stronger model can be asked for. ``single_queue``: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share
+one hardware queue, and a message behind an unfinished one on the same channel keeps back all that is queued after
+it. Nearly every plan holds under it, but not each; where the setting is in force, ask.
 
 Where shapes are not known beforehand, a receive goes on the channel only when a pass uses its message or a later
 one of the channel (``receives_at_use``). Alone this changes nothing, for a rank stops nowhere else; but it keeps
-sends open longer, which matters where something waits for them, as under the two stronger models.
+sends open longer, which matters where something waits for them, as under the stronger model.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.runtime.program import (
+    MESSAGES,
+    RECEIVES,
+    SENDS,
     Action,
     Channel,
     Op,
@@ -35,23 +34,6 @@ from megatron.schedules.runtime.program import (
     slot_filled,
     slot_needed,
 )
-
-_SENDS = (Op.SEND_F, Op.SEND_B)
-_RECEIVES = (Op.RECV_F, Op.RECV_B)
-_ARRIVES_AS = {Op.SEND_F: (Op.RECV_F, +1), Op.SEND_B: (Op.RECV_B, -1)}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What sound programs do on the wire.
-
-    Args:
-        messages: how many messages each channel carries.
-        receive_buffers: for each rank, the most receives that are posted and not yet used at once.
-    """
-
-    messages: Mapping[Channel, int]
-    receive_buffers: tuple[int, ...]
 
 
 class _Message(NamedTuple):
@@ -64,16 +46,13 @@ class _Message(NamedTuple):
 def check(
     programs: Sequence[Program],
     *,
-    blocking_sends: bool = False,
     single_queue: bool = False,
     receives_at_use: bool = False,
-) -> Traffic:
+) -> None:
     """Prove that ``programs`` end and that both ends of every channel agree on order and meaning.
 
     Args:
         programs: one for each pipeline rank, in order.
-        blocking_sends: ask for more: that they end even where a send stops its rank until the receive is
-            posted.
         single_queue: ask for more: that they end even where posting on a channel stops a rank until the
             rank's previous message on that channel is through, as with one hardware queue for all streams of
             a GPU.
@@ -84,29 +63,33 @@ def check(
 
     Raises:
         ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never
-            used, a send that meets another receive, or ranks that wait for each other.
+            used, a send that meets another receive, gradients that are added to after their reduction has started, or
+            ranks that wait for each other.
     """
-    local = [_check_rank(rank, program) for rank, program in enumerate(programs)]
-    messages = _check_channels(programs)
-    _Run(programs, [waits for waits, _ in local], blocking_sends, single_queue, receives_at_use).to_the_end()
-    return Traffic(messages, tuple(most for _, most in local))
+    waits = [_check_rank(rank, program) for rank, program in enumerate(programs)]
+    _check_channels(programs)
+    _Run(programs, waits, single_queue, receives_at_use).to_the_end()
 
 
-def _check_rank(rank: int, program: Program) -> tuple[dict[int, _Message], int]:
-    """Follow one rank's slots: the message that the action at an index waits for; the most receives at once."""
+def _check_rank(rank: int, program: Program) -> dict[int, _Message]:
+    """Follow one rank's slots and gradients: the message that the action at an index waits for."""
     if program.rank != rank:
         raise ProgramError(f"the program of rank {program.rank} stands in the place of rank {rank}")
     rank_of, last = program.placement.rank_of, program.placement.last_stage
     held: dict[Slot, _Message | None] = {}
     received: dict[Channel, int] = {}
     waits: dict[int, _Message] = {}
-    open_now = most = 0
+    reduced: dict[int, Action] = {}
     for index, action in enumerate(program.actions):
         op, stage, _, peer = action
         if not 0 <= stage <= last or rank_of[stage] != rank:
             raise ProgramError(f"rank {rank}: {action}: stage {stage} is not on this rank")
-        if op in _SENDS or op in _RECEIVES:
-            other = stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
+        if stage in reduced and (op is Op.REDUCE or (isinstance(op, Kind) and KINDS[op].ends_gradients)):
+            raise ProgramError(f"rank {rank}: {action} comes after {reduced[stage]}, which has reduced its gradients")
+        if op is Op.REDUCE:
+            reduced[stage] = action
+        if op in SENDS or op in RECEIVES:
+            other = stage + (MESSAGES[SENDS[op]].step if op in SENDS else -MESSAGES[RECEIVES[op]].step)
             if not 0 <= other <= last or rank_of[other] == rank or rank_of[other] != peer:
                 raise ProgramError(f"rank {rank}: {action} to or from rank {peer}, where stage {other} is not")
         needed, filled = slot_needed(action, last), slot_filled(action, last)
@@ -115,43 +98,40 @@ def _check_rank(rank: int, program: Program) -> tuple[dict[int, _Message], int]:
                 raise ProgramError(f"rank {rank}: {action} needs {needed}, which is not there")
             message = held.pop(needed)
             if message is not None:
-                if op in _SENDS:
+                if op in SENDS:
                     raise ProgramError(f"rank {rank}: {action} sends on what was only received")
                 waits[index] = message
-                open_now -= 1
         if filled is not None:
             if filled in held:
                 raise ProgramError(f"rank {rank}: {action} gives {filled}, which is already there")
             held[filled] = None
-            if op in _RECEIVES:
+            if op in RECEIVES:
                 assert peer is not None
                 channel = Channel(peer, rank)
                 number = received.get(channel, 0)
                 received[channel] = number + 1
                 held[filled] = _Message(channel, number)
-                open_now += 1
-                most = max(most, open_now)
     if held:
         raise ProgramError(f"rank {rank}: {next(iter(held))} is never used")
-    return waits, most
+    return waits
 
 
-def _check_channels(programs: Sequence[Program]) -> dict[Channel, int]:
-    """Compare both ends of every channel, message by message; the number of messages of each."""
+def _check_channels(programs: Sequence[Program]) -> None:
+    """Compare both ends of every channel, message by message."""
     sends: dict[Channel, list[Action]] = {}
     receives: dict[Channel, list[Action]] = {}
     for program in programs:
         for action in program.actions:
             if action.peer is None:
                 continue
-            if action.op in _SENDS:
+            if action.op in SENDS:
                 sends.setdefault(Channel(program.rank, action.peer), []).append(action)
             else:
                 receives.setdefault(Channel(action.peer, program.rank), []).append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         sent, received = sends.get(channel, []), receives.get(channel, [])
         for index, (send, receive) in enumerate(zip(sent, received, strict=False)):
-            op, step = _ARRIVES_AS[send.op]
+            _, op, step = MESSAGES[SENDS[send.op]]
             if (op, send.stage + step, send.microbatch) != receive[:3]:
                 raise ProgramError(
                     f"message {index} on channel {channel} is {send}, but rank {channel.destination} posts {receive}"
@@ -160,7 +140,6 @@ def _check_channels(programs: Sequence[Program]) -> dict[Channel, int]:
             index = min(len(sent), len(received))
             extra = f"{sent[index]} is never received" if len(sent) > index else f"{received[index]} is never sent"
             raise ProgramError(f"channel {channel} has {len(sent)} sends and {len(received)} receives: {extra}")
-    return {channel: len(sent) for channel, sent in sends.items()}
 
 
 class _Run:
@@ -170,17 +149,14 @@ class _Run:
         self,
         programs: Sequence[Program],
         waits: Sequence[Mapping[int, _Message]],
-        blocking_sends: bool,
         single_queue: bool,
         receives_at_use: bool,
     ) -> None:
         self._programs = programs
         self._waits = waits
-        self._blocking_sends = blocking_sends
         self._single_queue = single_queue
         self._receives_at_use = receives_at_use
         self._next = [0] * len(programs)
-        self._last_send: list[_Message | None] = [None] * len(programs)
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
         self._stopped: dict[int, tuple[Action, _Message]] = {}
@@ -198,12 +174,7 @@ class _Run:
         actions, waits = self._programs[rank].actions, self._waits[rank]
         woken: list[int] = []
         for index in range(self._next[rank], len(actions)):
-            action = actions[index]
-            last_send, needed = self._last_send[rank], waits.get(index)
-            if self._blocking_sends and last_send is not None and not self._through(last_send):
-                self._stopped[rank] = actions[index - 1], last_send
-                break
-            self._last_send[rank] = None
+            action, needed = actions[index], waits.get(index)
             message = self._message(rank, action)
             if self._single_queue and message is not None and message.number:
                 needed = message._replace(number=message.number - 1)
@@ -214,8 +185,6 @@ class _Run:
                 break
             if message is not None:
                 woken += self._post(rank, message)
-                if action.op in _SENDS:
-                    self._last_send[rank] = message
             self._next[rank] = index + 1
         return woken
 
@@ -223,7 +192,7 @@ class _Run:
         """The message that ``action`` would post now, None for a pass and for a receive that its use posts."""
         if action.peer is None:
             return None
-        if action.op in _SENDS:
+        if action.op in SENDS:
             channel = Channel(rank, action.peer)
             return _Message(channel, self._sent.get(channel, 0))
         if self._receives_at_use:

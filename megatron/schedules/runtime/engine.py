@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.program import (
     Action,
     Op,
@@ -59,7 +60,7 @@ def run(program: Program, stages: Stages, transport: Transport, observer: Observ
         raise
 
 
-def _observed(handle: Mapping[Op, Handler], observer: Observer) -> dict[Op, Handler]:
+def _observed(handle: Mapping[Kind | Op, Handler], observer: Observer) -> dict[Kind | Op, Handler]:
     """``handle`` with ``observer`` told before and after."""
 
     def told(handler: Handler) -> Handler:
@@ -73,7 +74,7 @@ def _observed(handle: Mapping[Op, Handler], observer: Observer) -> dict[Op, Hand
     return {op: told(handler) for op, handler in handle.items()}
 
 
-def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> dict[Op, Handler]:
+def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> dict[Kind | Op, Handler]:
     """One handler for each kind of action."""
 
     def forward(step: Step) -> None:
@@ -103,15 +104,19 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         assert peer is not None
         mailbox.expect(step, transport.receive(peer))
 
+    def reduce(step: Step) -> None:
+        stages.reduce_gradients(step.action.stage)
+
     return {
-        Op.F: forward,
-        Op.B: whole_backward,
-        Op.I: input_backward,
-        Op.W: weight_backward,
+        Kind.F: forward,
+        Kind.I: input_backward,
+        Kind.W: weight_backward,
+        Kind.B: whole_backward,
         Op.SEND_F: send,
         Op.SEND_B: send,
         Op.RECV_F: receive,
         Op.RECV_B: receive,
+        Op.REDUCE: reduce,
     }
 
 

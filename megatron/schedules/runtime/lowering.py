@@ -4,90 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron.schedules.planning.passes import Kind, Pass
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.program import Action, Channel, Op, Program, ProgramError
-
-_OP = {Kind.F: Op.F, Kind.I: Op.I, Kind.W: Op.W, Kind.B: Op.B}
+from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.schedule import Schedule, gradients_complete
+from megatron.schedules.runtime.program import MESSAGES, TAKEN, Action, Channel, Op, Program, ProgramError
 
 
 def lower(schedule: Schedule) -> tuple[Program, ...]:
     """The program of every rank of ``schedule``, a valid one (:func:`planning.validate.validate`).
 
     - A result goes out right after the pass that made it.
-    - A receive is posted one pass ahead of the pass that uses it, so that the transfer overlaps computing, or
-      earlier where a later message of the same channel overtakes it: receives of a channel stand in the
-      sender's order.
-    - An I whose W follows with no message between becomes one whole backward, B. Where the input gradient is
-      sent, the two stay apart: as one they would keep the receiver waiting for the W.
+    - A receive is posted one pass ahead of the pass that uses it, so that the transfer overlaps computing. It is
+      posted earlier where the channel brings a later message that is used sooner: receives of a channel stand in
+      the order of its sends.
+    - The reduction of a stage's gradients starts once they are complete, after what is then sent.
 
     Hops within a rank need no action. Forward-only schedules lower too. Time is linear in the passes.
 
     Raises:
         ProgramError: where a result is sent to a rank that never uses it.
     """
-    rank_of = schedule.placement.rank_of
-    rows = [_fuse(row, rank_of) for row in schedule.order]
-    posted = _post_receives(schedule, rows)
+    posted = _post_receives(schedule)
     return tuple(
-        Program(rank, tuple(_emit(row, posted[rank], rank_of)), schedule.placement, schedule.microbatches)
-        for rank, row in enumerate(rows)
+        Program(rank, tuple(_emit(schedule, rank, posted[rank])), schedule.placement, schedule.microbatches)
+        for rank in range(len(schedule.order))
     )
 
 
-def _fuse(row: Sequence[Pass], rank_of: Sequence[int]) -> list[Pass]:
-    """``row`` with every I directly followed by its own W made a B, unless its gradient leaves the rank."""
-    fused: list[Pass] = []
-    for work in row:
-        ahead = Pass(work.stage, Kind.I, work.microbatch)
-        if work.kind is Kind.W and fused and fused[-1] == ahead and _sent_to(ahead, rank_of) is None:
-            fused[-1] = Pass(work.stage, Kind.B, work.microbatch)
-        else:
-            fused.append(work)
-    return fused
-
-
-def _sent_to(work: Pass, rank_of: Sequence[int]) -> int | None:
-    """The other rank that needs the result of ``work``, if any."""
-    if work.kind is Kind.W:
+def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
+    """The send and the receive of what ``work`` makes, where another rank needs it."""
+    result = KINDS[work.kind].makes
+    if result is None:
         return None
-    user = work.stage + 1 if work.kind is Kind.F else work.stage - 1
-    if not 0 <= user < len(rank_of) or rank_of[user] == rank_of[work.stage]:
+    message, stage, m = MESSAGES[result], work.stage, work.microbatch
+    user = stage + message.step
+    if not 0 <= user < len(rank_of) or rank_of[user] == rank_of[stage]:
         return None
-    return rank_of[user]
+    return Action(message.send, stage, m, rank_of[user]), Action(message.receive, user, m, rank_of[stage])
 
 
-def _post_receives(schedule: Schedule, rows: Sequence[Sequence[Pass]]) -> list[dict[int, list[Action]]]:
+def _post_receives(schedule: Schedule) -> list[dict[int, list[Action]]]:
     """For each rank, the receives to post before the pass at each index of its row."""
     rank_of, n = schedule.placement.rank_of, schedule.microbatches
-    forward_at = [-1] * (schedule.placement.stages * n)
-    backward_at = list(forward_at)
+    used_at: dict[Kind | Op, list[int]] = {
+        message.receive: [-1] * (schedule.placement.stages * n) for message in MESSAGES.values()
+    }
     sent: dict[Channel, list[Action]] = {}
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(schedule.order):
         for index, work in enumerate(row):
-            if work.kind is not Kind.W:
-                at = forward_at if work.kind is Kind.F else backward_at
-                at[work.stage * n + work.microbatch] = index
-            peer = _sent_to(work, rank_of)
-            if peer is not None:
-                receive = (
-                    Action(Op.RECV_F, work.stage + 1, work.microbatch, rank)
-                    if work.kind is Kind.F
-                    else Action(Op.RECV_B, work.stage - 1, work.microbatch, rank)
-                )
-                sent.setdefault(Channel(rank, peer), []).append(receive)
+            if work.kind in TAKEN:
+                used_at[MESSAGES[TAKEN[work.kind]].receive][work.stage * n + work.microbatch] = index
+            ends = _sent(work, rank_of)
+            if ends is not None:
+                sent.setdefault(Channel(rank, rank_of[ends[1].stage]), []).append(ends[1])
 
-    posted: list[dict[int, list[Action]]] = [{} for _ in rows]
+    posted: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for channel in sorted(sent):
         used_by = []
         for receive in sent[channel]:
-            at = forward_at if receive.op is Op.RECV_F else backward_at
-            user = at[receive.stage * n + receive.microbatch]
+            user = used_at[receive.op][receive.stage * n + receive.microbatch]
             if user < 0:
                 raise ProgramError(f"rank {channel.destination} is sent a message for {receive} and never uses it")
             used_by.append(user)
         # Going back from the last message, none may be posted after one that the channel brings later.
-        earliest = len(rows[channel.destination])
+        earliest = len(schedule.order[channel.destination])
         for index in reversed(range(len(used_by))):
             earliest = used_by[index] = min(used_by[index], earliest)
         for receive, user in zip(sent[channel], used_by, strict=True):
@@ -95,10 +75,14 @@ def _post_receives(schedule: Schedule, rows: Sequence[Sequence[Pass]]) -> list[d
     return posted
 
 
-def _emit(row: Sequence[Pass], posted: dict[int, list[Action]], rank_of: Sequence[int]) -> Iterable[Action]:
+def _emit(schedule: Schedule, rank: int, posted: dict[int, list[Action]]) -> Iterable[Action]:
+    row, rank_of = schedule.order[rank], schedule.placement.rank_of
+    complete = set(gradients_complete(row).values())
     for index, work in enumerate(row):
         yield from posted.get(index, ())
-        yield Action(_OP[work.kind], work.stage, work.microbatch)
-        peer = _sent_to(work, rank_of)
-        if peer is not None:
-            yield Action(Op.SEND_F if work.kind is Kind.F else Op.SEND_B, work.stage, work.microbatch, peer)
+        yield Action(work.kind, work.stage, work.microbatch)
+        ends = _sent(work, rank_of)
+        if ends is not None:
+            yield ends[0]
+        if index in complete:
+            yield Action(Op.REDUCE, work.stage, work.microbatch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from megatron.schedules.planning.kinds import KINDS, WHOLES, At, Kind, Result
 from megatron.schedules.planning.placement import Placement
 
 
@@ -16,32 +18,54 @@ class ProgramError(RuntimeError):
 
 
 class Op(StrEnum):
-    """What an action does.
-
-    Computing: ``F``, ``I``, ``W``, ``B`` as in :class:`~megatron.schedules.planning.passes.Kind`.
+    """What an action does that is no pass.
 
     Messages carry the name of the stage at their own end: ``SEND_F`` of s sends its output to s + 1, ``RECV_F``
     of s posts the receive of its input from s - 1, ``SEND_B`` of s sends the gradient of its input to s - 1,
     ``RECV_B`` of s posts the receive of the gradient of its output from s + 1.
+
+    ``REDUCE`` of s starts the data-parallel reduction of its gradients, which nothing adds to any more.
     """
 
-    F = "F"
-    I = "I"  # noqa: E741 - the field's letter for the input gradient
-    W = "W"
-    B = "B"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+
+
+class Message(NamedTuple):
+    """How what one stage makes gets to another: the ops at both ends, and from which stage to which."""
+
+    send: Op
+    receive: Op
+    step: int
+
+
+MESSAGES: Mapping[Result, Message] = {
+    Result.ACTIVATION: Message(Op.SEND_F, Op.RECV_F, +1),
+    Result.GRADIENT: Message(Op.SEND_B, Op.RECV_B, -1),
+}
+SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
+RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
+# What a pass takes that another stage made.
+TAKEN: Mapping[Kind | Op, Result] = {
+    kind: result
+    for kind, row in KINDS.items()
+    for need in row.needs
+    if need.at in (At.PREVIOUS, At.NEXT) and (result := KINDS[need.kinds[0]].makes)
+}
+_MADE: Mapping[Kind | Op, Result] = {kind: row.makes for kind, row in KINDS.items() if row.makes}
+_IN_PARTS = {part for parts in WHOLES for part in parts}
 
 
 class Action(NamedTuple):
     """One step of a program, written ``{stage}{op}{microbatch}``: ``2F0``, ``2SEND_F0``, ``3RECV_F0``.
 
-    ``peer`` is the pipeline rank at the other end of a message, None for computing.
+    ``peer`` is the pipeline rank at the other end of a message, None for all else.
     """
 
-    op: Op
+    op: Kind | Op
     stage: int
     microbatch: int
     peer: int | None = None
@@ -53,44 +77,40 @@ class Action(NamedTuple):
 class Slot(NamedTuple):
     """Where a rank keeps a tensor between two passes, until the pass or the message that needs it takes it.
 
-    ``activation`` tells a stage's input from the gradient of a stage's output; ``stage`` is the stage that
-    uses it.
+    Args:
+        result: what it is.
+        stage: the stage that uses it.
+        microbatch: its microbatch.
     """
 
-    activation: bool
+    result: Result
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        what = "input" if self.activation else "output's gradient"
+        what = "input" if self.result is Result.ACTIVATION else "output's gradient"
         return f"stage {self.stage}'s {what} of microbatch {self.microbatch}"
 
 
 def slot_needed(action: Action, last_stage: int) -> Slot | None:
     """What ``action`` takes from the rank's slots: a pass its input, a send its message; None for nothing."""
     op, stage, microbatch, _ = action
-    if op is Op.F:
-        return Slot(True, stage, microbatch) if stage else None
-    if op is Op.I or op is Op.B:
-        return Slot(False, stage, microbatch) if stage < last_stage else None
-    if op is Op.SEND_F:
-        return Slot(True, stage + 1, microbatch)
-    if op is Op.SEND_B:
-        return Slot(False, stage - 1, microbatch)
+    if op in TAKEN:
+        result = TAKEN[op]
+        return Slot(result, stage, microbatch) if 0 <= stage - MESSAGES[result].step <= last_stage else None
+    if op in SENDS:
+        return Slot(SENDS[op], stage + MESSAGES[SENDS[op]].step, microbatch)
     return None
 
 
 def slot_filled(action: Action, last_stage: int) -> Slot | None:
     """What ``action`` puts there: a pass its result, a receive what arrives; None for nothing."""
     op, stage, microbatch, _ = action
-    if op is Op.F:
-        return Slot(True, stage + 1, microbatch) if stage < last_stage else None
-    if op is Op.I or op is Op.B:
-        return Slot(False, stage - 1, microbatch) if stage else None
-    if op is Op.RECV_F:
-        return Slot(True, stage, microbatch)
-    if op is Op.RECV_B:
-        return Slot(False, stage, microbatch)
+    if op in _MADE:
+        user = stage + MESSAGES[_MADE[op]].step
+        return Slot(_MADE[op], user, microbatch) if 0 <= user <= last_stage else None
+    if op in RECEIVES:
+        return Slot(RECEIVES[op], stage, microbatch)
     return None
 
 
@@ -136,7 +156,7 @@ class Program:
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
-        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Op.I)
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in _IN_PARTS)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:

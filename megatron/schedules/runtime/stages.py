@@ -35,3 +35,7 @@ class Stages(Protocol):
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W, the second half: adds to the weights' gradients and lets go of all the microbatch still held."""
         ...
+
+    def reduce_gradients(self, stage: int) -> None:
+        """Start the data-parallel reduction of the stage's gradients, which are complete; it overlaps what follows."""
+        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.schedules.planning.costs import StageCosts
+from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.placement import Placement
 
 
@@ -17,24 +18,26 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     """
     stages = range(placement.stages)
     rank_of, n = placement.rank_of, microbatches
+    forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    kept, left_to_w = costs.shares[Share.FORWARD], costs.shares[Share.WEIGHTS]
     hop = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]  # into s, or out of s back
     # From the start of F of stage s to the end of its I.
     span = [0.0] * (placement.stages + 1)
     for s in reversed(stages):
         onward = span[s + 1] + 2 * hop[s + 1] if s < placement.last_stage else 0.0
-        span[s] = costs.forward[s] + onward + costs.input_grad[s]
-    bound = span[0] + min(costs.weight_grad)
+        span[s] = forward[s] + onward + input_grad[s]
+    bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
         first = held[0]
-        head = sum(costs.forward[s] + hop[s + 1] for s in range(first))
-        tail = sum(costs.input_grad[s] + hop[s + 1] for s in range(first))
-        passes = n * sum(costs.forward[s] + costs.input_grad[s] for s in held)
-        weights = n * sum(costs.weight_grad[s] for s in held)
+        head = sum(forward[s] + hop[s + 1] for s in range(first))
+        tail = sum(input_grad[s] + hop[s + 1] for s in range(first))
+        passes = n * sum(forward[s] + input_grad[s] for s in held)
+        weights = n * sum(weight_grad[s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
-        until = (costs.kept * span[s] + min(costs.kept, costs.weight_share) * costs.weight_grad[s] for s in held)
+        until = (kept * span[s] + min(kept, left_to_w) * weight_grad[s] for s in held)
         occupied = n * sum(costs.activation[s] * each for s, each in zip(held, until, strict=True))
-        last = costs.weight_grad[0] if first else 0.0
+        last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
             bound = max(bound, head + occupied / limit)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
-from megatron.schedules.planning.play import play
+from megatron.schedules.planning.list_scheduling import Instance, Policy, list_schedule
 
 _SUMS = "sums.json"
 _log = logging.getLogger(__name__)
 
 
 @cache
-def compiled_play() -> Callable[..., float]:
-    """:func:`.play.play`, compiled for arrays, for one signature only.
+def compiled() -> Callable[..., float]:
+    """:func:`.list_scheduling.list_schedule`, compiled for arrays, for one signature only.
 
     numba keeps its code in files that it trusts. So they are read and written by one process at a time, and only as
     they were written: what has changed since is thrown away, compiled again, and the log says so.
@@ -29,22 +29,23 @@ def compiled_play() -> Callable[..., float]:
     import numba
 
     ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags)
-    choices = (numba.int64, numba.boolean, numba.float64, numba.float64, numba.int64)
-    signature = numba.float64(ints, *of_tasks, ints, floats, ints, ints, floats, floats, *choices, ints)
+    of_tasks = (ints, ints, floats, floats, flags, flags, ints, ints, ints, floats)
+    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64)
+    tasks, policy = numba.types.NamedTuple(of_tasks, Instance), numba.types.NamedTuple(choices, Policy)
+    signature = numba.float64(tasks, ints, floats, policy, ints, floats, ints)
     kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
     with locked(kept) as lock:
         if lock is None:
-            made: Callable[..., float] = numba.njit(signature)(play)
+            made: Callable[..., float] = numba.njit(signature)(list_schedule)
             return made
         if kept.exists() and _read_sums(kept) != _sums(kept):
             _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
             shutil.rmtree(kept, ignore_errors=True)
         try:
             with _kept_in(kept):
-                made = numba.njit(signature, cache=True)(play)
+                made = numba.njit(signature, cache=True)(list_schedule)
         except OSError:  # a full disk
-            made = numba.njit(signature)(play)
+            made = numba.njit(signature)(list_schedule)
         else:
             if _read_sums(kept) != _sums(kept):
                 write_whole(kept / _SUMS, json.dumps(_sums(kept)))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
-from megatron.schedules.planning.adaptive.problem import Order, Problem
+from megatron.schedules.planning.adaptive.problem import Problem, TaskOrder
 from megatron.schedules.planning.adaptive.search import race
-from megatron.schedules.planning.play import EPSILON
+from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.polish import finished
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
@@ -31,7 +31,7 @@ class _Searched:
     """An order that a search found; its schedule is made when asked for, which for a large plan takes its time."""
 
     problem: Problem
-    order: Order
+    order: TaskOrder
     makespan: float
 
     @cached_property
@@ -92,7 +92,7 @@ def frontier(
         problems: the placements to search on, the likeliest first.
         named: schedules by name under the same costs, which the result must not lose to.
         up_to: microbatches a rank may hold.
-        budget: tasks to play for the whole ladder to 1F1B's memory.
+        budget: tasks to schedule for the whole ladder to 1F1B's memory.
         progress: hears how far the search is.
     """
     placed = {problem.placement: problem.costs for problem in problems}
@@ -104,7 +104,7 @@ def frontier(
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
     best: Timeline | _Searched | None = None
-    found: dict[int, Order] = {}
+    found: dict[int, TaskOrder] = {}
     rungs: list[Rung] = []
     below = -math.inf
     for limit in asked:

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
-from megatron.schedules.planning.play import EPSILON
 from megatron.schedules.planning.progress import Progress
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline
 
-# Passes that a second's play is reckoned to take through with one rank; the more ranks, the further each looks. Real
-# machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
+# Passes that a second of list scheduling is reckoned to place with one rank; the more ranks, the further each looks.
+# Real machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
 
@@ -55,7 +55,7 @@ def default_seconds(ranks: int, microbatches: int) -> float:
 
 
 def effort(ranks: int, seconds: float) -> float:
-    """How many passes are played in so many seconds."""
+    """How many passes are scheduled in so many seconds."""
     return seconds * _PASSES_A_SECOND / math.sqrt(ranks)
 
 

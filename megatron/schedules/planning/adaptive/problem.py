@@ -1,33 +1,24 @@
-"""One placement's scheduling problem in compiled form: arrays, and plays of an order forward and backward in time."""
+"""One placement's scheduling problem in compiled form: arrays, and list scheduling forward and backward in time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.planning.adaptive.compiled import compiled_play
+from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.passes import Kind, Pass
+from megatron.schedules.planning.kinds import KINDS, in_dependency_order
+from megatron.schedules.planning.list_scheduling import Instance, Policy
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.tasks import Links, Tasks, tasks_of
+from megatron.schedules.planning.tasks import Tasks, tasks_of
 
-Order = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How a free rank chooses during one play; see :class:`..reorder.Policy` and :func:`..play.play`."""
-
-    window: int
-    defer_weights: bool = False
-    patience: float = 1.0
-    noise: float = 0.0
-    seed: int = 0
+TaskOrder = NDArray[np.int64]
+"""Task numbers, rank by rank."""
 
 
 class Problem:
@@ -46,12 +37,12 @@ class Problem:
         self._tasks = tasks
         self._number = {work: index for index, work in enumerate(self.passes)}
         self.size = len(self.passes)
-        self._turned = np.array(tasks.turned(range(self.size)))
+        self._reversed = np.array(tasks.reversed_order(range(self.size)))
         self._forward, self._backward = _arrays(tasks), _arrays(tasks.reversed())
 
     @property
     def effort(self) -> int:
-        """What one play counts for: its passes, and what calling it takes in the time of so many."""
+        """What one round counts for: its passes, and what calling it takes in the time of so many."""
         return self.size + 200
 
     @property
@@ -64,92 +55,60 @@ class Problem:
         """The least memory in which anything runs here."""
         return self.costs.least(self.placement)
 
-    def order(self, schedule: Schedule | None = None) -> Order:
+    def order(self, schedule: Schedule | None = None) -> TaskOrder:
         """``schedule`` on this placement in task numbers, every B split; without one, one microbatch after another."""
         if schedule is None:
             return np.arange(self.size)
         numbers = []
         for _, (stage, kind, m) in schedule.passes():
-            kinds = (Kind.I, Kind.W) if kind is Kind.B else (kind,)
-            numbers += [self._number[Pass(stage, each, m)] for each in kinds]
+            numbers += [self._number[Pass(stage, each, m)] for each in KINDS[kind].parts or (kind,)]
         return np.array(numbers)
 
-    def rows(self, order: Order) -> tuple[tuple[Pass, ...], ...]:
+    def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
         """``order`` as a schedule's rows."""
         return self._tasks.rows(order.tolist(), self.passes)
 
-    def peak(self, order: Order) -> float:
+    def peak(self, order: TaskOrder) -> float:
         """What the worst rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
-        first, _, _, change, *_ = self._forward.of_tasks
+        first, change = np.asarray(self._forward.first), np.asarray(self._forward.change)
         return max(float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist()))
 
-    def forward(self, order: Order, limit: float, choices: Choices) -> tuple[Order, float]:
-        """Play ``order`` through in time with at most ``limit`` microbatches on a rank; new order and makespan.
+    def forward(self, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
+        """A round of list scheduling of ``order`` with at most ``limit`` microbatches on a rank; order and makespan.
 
         ``order`` itself must keep within ``limit``: it is what a rank falls back on.
         """
-        return self._play(self._forward, order, limit, choices)
+        return self._round(self._forward, order, limit, policy)
 
-    def backward(self, order: Order, limit: float, choices: Choices) -> Order:
-        """Play ``order`` from its end to its beginning: passes move towards the end."""
-        turned, _ = self._play(self._backward, order[self._turned], limit, choices)
-        return turned[self._turned]
+    def backward(self, order: TaskOrder, limit: float, policy: Policy) -> TaskOrder:
+        """The same from the end of ``order`` to its beginning: passes move towards the end."""
+        found, _ = self._round(self._backward, order[self._reversed], limit, policy)
+        return found[self._reversed]
 
-    def _play(self, arrays: _Arrays, order: Order, limit: float, choices: Choices) -> tuple[Order, float]:
-        played = np.empty_like(order)
-        makespan = compiled_play()(
-            order,
-            *arrays.of_tasks,
-            arrays.missing.copy(),
-            np.zeros(self.size),
-            *arrays.after,
-            np.full(self.placement.ranks, limit, dtype=np.float64),
-            choices.window,
-            choices.defer_weights,
-            choices.patience,
-            choices.noise,
-            choices.seed,
-            played,
-        )
-        return played, makespan
+    def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
+        found, missing = np.empty_like(order), np.array(instance.waits)
+        limits = np.full(self.placement.ranks, limit, dtype=np.float64)
+        makespan = compiled()(instance, order, limits, policy, missing, np.zeros(self.size), found)
+        return found, makespan
 
 
-@dataclass(frozen=True)
-class _Arrays:
-    """What a play takes besides the order and the choices; see :func:`..play.play`."""
-
-    of_tasks: tuple[NDArray[Any], ...]
-    missing: NDArray[np.int64]
-    after: tuple[NDArray[Any], ...]
-
-
-def _arrays(tasks: Tasks) -> _Arrays:
-    size = len(tasks.rank)
-    return _Arrays(
-        of_tasks=(
-            np.array(tasks.first, dtype=np.int64),
-            np.array(tasks.rank, dtype=np.int64),
-            np.array(tasks.duration, dtype=np.float64),
-            np.array(tasks.change, dtype=np.float64),
-            np.array(tasks.weight, dtype=np.bool_),
-            np.zeros(size, dtype=np.bool_),
-        ),
-        missing=np.array(tasks.before.counts(), dtype=np.int64),
-        after=_flat(tasks.after),
+def _arrays(tasks: Tasks) -> Instance:
+    """What the compiled function takes; see :func:`.compiled.compiled`."""
+    floats, flags = ("duration", "change", "delay"), ("filler", "steady")
+    types = (
+        dict.fromkeys(Instance._fields, np.int64)
+        | dict.fromkeys(floats, np.float64)
+        | dict.fromkeys(flags, np.bool_)
     )
-
-
-def _flat(links: Links) -> tuple[NDArray[Any], ...]:
-    start = np.array(links.start, dtype=np.int64)
-    return start, np.array(links.task, dtype=np.int64), np.array(links.delay, dtype=np.float64)
+    arrays: dict[str, Any] = {name: np.array(each, types[name]) for name, each in tasks.instance._asdict().items()}
+    return Instance(**arrays)
 
 
 def one_by_one(placement: Placement, microbatches: int) -> Schedule:
     """One microbatch after another, forward and backward: the least memory there is, and no idea of an order."""
+    once = list(in_dependency_order(placement, [kind for kind, row in KINDS.items() if not row.parts]))
     rows = []
     for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        one = [(stage, Kind.F) for stage in stages]
-        one += [(stage, kind) for stage in reversed(stages) for kind in (Kind.I, Kind.W)]
-        rows.append(tuple(Pass(stage, kind, m) for m in range(microbatches) for stage, kind in one))
+        here = [work for work in once if placement.rank_of[work[0]] == rank]
+        rows.append(tuple(Pass(stage, kind, m) for m in range(microbatches) for stage, kind in here))
     return Schedule("one by one", placement, microbatches, tuple(rows))

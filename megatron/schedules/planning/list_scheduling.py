@@ -1,4 +1,4 @@
-"""Playing an order through in time, each rank running ahead where it would idle: the planner's inner loop.
+"""List scheduling: an order taken through time, each rank running ahead where it would idle; the planner's inner loop.
 
 Plain loops over flat sequences, and nothing that Python and numba would take differently: the named schedules run this
 function as it is, the adaptive search runs it compiled, on arrays, and both make the same choices.
@@ -8,52 +8,83 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import MutableSequence, Sequence
+from typing import NamedTuple
 
 # Times closer than this are one time. Plans are made with passes that take about 1, see polish.
 EPSILON = 1e-9
 NEVER = 1e300
 
 
-def play(
+class Instance(NamedTuple):
+    """The tasks that are ordered and what binds them, in flat sequences: lists, or arrays for the compiled function.
+
+    Args:
+        first: tasks of rank r stand in an order from place ``first[r]`` up to ``first[r + 1]``.
+        rank, duration, change, filler, steady: of each task, see :class:`.tasks.Tasks`.
+        waits: for each task how many others it waits for.
+        after, follower, delay: the tasks that wait for task t, and how long after its end they may start, stand from
+            ``after[t]`` up to ``after[t + 1]``.
+    """
+
+    first: Sequence[int]
+    rank: Sequence[int]
+    duration: Sequence[float]
+    change: Sequence[float]
+    filler: Sequence[bool]
+    steady: Sequence[bool]
+    waits: Sequence[int]
+    after: Sequence[int]
+    follower: Sequence[int]
+    delay: Sequence[float]
+
+
+class Policy(NamedTuple):
+    """How a free rank chooses.
+
+    Args:
+        lookahead: how many of its remaining passes it looks at.
+        defer_fillers: take a ready pass that others wait for before a ready filler that stands earlier, memory
+            allowing.
+        patience: idle rather than start a pass that would delay an earlier one, known to become ready, by more than
+            this share of the pass's own duration.
+        ends_only: keep the base order of each rank but for its cool-down, from its last forward on.
+        noise: the probability of passing over a pass that could be taken, for a search that wants to see other orders.
+        seed: of the noise; a plan must come out the same everywhere.
+    """
+
+    lookahead: int
+    defer_fillers: bool = False
+    patience: float = 1.0
+    ends_only: bool = False
+    noise: float = 0.0
+    seed: int = 0
+
+
+def list_schedule(
+    tasks: Instance,
     order: Sequence[int],
-    first: Sequence[int],
-    rank_of: Sequence[int],
-    duration: Sequence[float],
-    change: Sequence[float],
-    weight: Sequence[bool],
-    fixed: Sequence[bool],
+    limits: Sequence[float],
+    policy: Policy,
     missing: MutableSequence[int],
     ready: MutableSequence[float],
-    after: Sequence[int],
-    follower: Sequence[int],
-    delay: Sequence[float],
-    limits: Sequence[float],
-    window: int,
-    defer_weights: bool,
-    patience: float,
-    noise: float,
-    seed: int,
-    played: MutableSequence[int],
+    scheduled: MutableSequence[int],
 ) -> float:
-    """Write the order in which the tasks run into ``played``; returns the makespan.
+    """Write the order in which the tasks run into ``scheduled``; returns the makespan.
 
     A free rank takes the first task of its remaining order that is ready and after which that order, followed as it
     stands, still keeps within the rank's limit.
 
     Args:
-        order: task numbers, rank by rank, those of rank r from ``first[r]`` up to ``first[r + 1]``.
-        rank_of, duration, change, weight, fixed: of each task, see :class:`.tasks.Tasks`; a fixed task is not
-            overtaken.
-        missing: for each task how many others it waits for; used up.
-        ready: zero for each task; holds in the end when each could have started.
-        after, follower, delay: the tasks that wait for task t, and how long after its end they may start, stand from
-            ``after[t]`` up to ``after[t + 1]``.
+        tasks: what is ordered.
+        order: task numbers, rank by rank; within ``limits``.
         limits: the most each rank may hold.
-        window, defer_weights, patience: see :class:`.reorder.Policy`.
-        noise: the probability of passing over a task that could be taken, for a search that wants to see other orders.
-        seed: of the noise; a plan must come out the same everywhere.
-        played: as long as ``order``, overwritten.
+        policy: how ranks choose.
+        missing: a copy of ``tasks.waits``; used up.
+        ready: zero for each task; holds in the end when each could have started.
+        scheduled: as long as ``order``, overwritten.
     """
+    first, rank_of, duration, change, filler, steady, _, after, follower, delay = tasks
+    lookahead, defer_fillers, patience, ends_only, noise, seed = policy
     ranks, size = len(first) - 1, len(order)
     following, preceding, head = [-1] * size, [-1] * size, [-1] * ranks
     for rank in range(ranks):
@@ -75,10 +106,14 @@ def play(
         now, rank = heapq.heappop(events)
         if now + EPSILON < free_at[rank]:
             continue
+        # A task may overtake those before it where they could still follow, as they stand, within the limit: what it
+        # takes is there throughout. So what remains is a feasible order after every choice, and no choice can lead to
+        # a deadlock, whatever the policy: there is always the first task to come back to. ``level`` is what the rank
+        # would hold after the tasks looked at so far, ``highest`` the most it would have held until then.
         limit, level, soon = limits[rank] + EPSILON, held[rank], now + EPSILON
         highest, awaited, spare, chosen = level, NEVER, -1, -1
         task, looked = head[rank], 0
-        while task >= 0 and looked < window:
+        while task >= 0 and looked < lookahead:
             takes = change[task]
             if missing[task] == 0:
                 if ready[task] > soon:
@@ -89,13 +124,13 @@ def play(
                     if noise > 0:
                         state = (state * 1103515245 + 12345) % 2147483648
                         passed_over = state < noise * 2147483648.0
-                    if passed_over or (weight[task] and defer_weights):
+                    if passed_over or (filler[task] and defer_fillers):
                         if spare < 0:
                             spare = task
                     elif soon + (1 - patience) * duration[task] <= awaited + 2 * EPSILON:
                         chosen = task
                         break
-            if fixed[task]:
+            if ends_only and steady[task]:
                 break
             level += takes
             if level > highest:
@@ -120,7 +155,7 @@ def play(
             following[left] = right
         if right >= 0:
             preceding[right] = left
-        played[place_of[rank]] = chosen
+        scheduled[place_of[rank]] = chosen
         place_of[rank] += 1
         heapq.heappush(events, (end, rank))
         for link in range(after[chosen], after[chosen + 1]):
