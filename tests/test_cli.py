@@ -159,7 +159,7 @@ WRONG = {
     "words for costs": ([*PLAN, "--costs", "a,b,c"], "'a,b,c'"),
     "a cost of zero": ([*PLAN, "--costs", "1,0,1"], "must be positive"),
     "a cost that is none": ([*PLAN, "--costs", "1,nan,1"], "must be positive"),
-    "a negative hop": ([*PLAN, "--costs", "1,1,1,-1"], "hop"),
+    "a negative latency": ([*PLAN, "--costs", "1,1,1,-1"], "P2P latency"),
     "unknown format": ([*PLAN, "--format", "xml"], "use one of text, csv, json, svg"),
     "format of another command": (["draw", *SIZE, "--format", "csv"], "use one of svg, text"),
     "no chunk": ([*PLAN, "--chunks", "0"], "--chunks 0"),

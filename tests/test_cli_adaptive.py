@@ -46,6 +46,14 @@ def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
     assert (data["name"], data["asked"]) == ("v-min", {"schedule": "adaptive", "memory_limit": 0.5})
 
 
+def test_a_limit_and_what_is_reported_are_of_the_same_memory(capsys):
+    few = ["plan", "--schedule", "adaptive", "--pipeline-size", "8", "--microbatches", "4", "--format", "json"]
+    assert main([*few, "--memory-limit", "0.25", "--search-seconds", "0.01"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures["peak_memory"] == 2
+    assert figures["memory_of_1f1b"] == 0.25
+
+
 def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
     assert main(PLAN) == 0
     assert "No schedule" not in capsys.readouterr().out

@@ -30,7 +30,7 @@ class Cell:
     Args:
         kind: ``frontier`` (a ladder of memory limits), ``random`` (one plan of a problem drawn by lot) or ``time``.
         ranks, microbatches: the size; of a random problem they follow from the seed.
-        costs: F,B,W,COMM.
+        costs: F,I,W,COMM.
         up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``time``).
         seconds: how long to search, in nominal seconds; 0 for the default.
         seed: of a random problem.

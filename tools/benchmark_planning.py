@@ -143,7 +143,7 @@ name; and how long it takes. [How it works](adaptive.md).
   {default_seconds(64, 512):.0f} for 64 and 512, where nothing else is said. It is counted in passes played: the figures
   come out the same on every machine, the times do not.
 - bubble = 1 - work / makespan, from time 0 to the last end; memory: microbatches' worth of a rank's activations on the
-  worst rank, where 1F1B holds d; d ranks, n microbatches; costs are F,B,W,COMM over half a rank's layers.
+  worst rank, where 1F1B holds d; d ranks, n microbatches; costs are F,I,W,COMM over half a rank's layers.
 
 ## Other projects' schedules
 

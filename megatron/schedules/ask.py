@@ -62,10 +62,10 @@ def size_flags(command: Command) -> Command:
             ),
             click.option(
                 "--costs",
-                metavar="F,B,W[,COMM]",
-                help="Times of forward, input gradient and weight gradient over half a rank's layers, and of one hop "
-                "between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag. Give measured "
-                "ones: order and bubble depend on them.",
+                metavar="F,I,W[,COMM]",
+                help="Times of forward, input gradient (the paper's B) and weight gradient over half a rank's layers, "
+                "and P2P latency between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag. "
+                "Give measured ones: order and bubble depend on them.",
             ),
             click.option(
                 "--costs-file",
@@ -84,7 +84,8 @@ def size_flags(command: Command) -> Command:
                 "--memory-limit",
                 metavar="X",
                 help="For adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5. "
-                "Give what your GPUs have left.",
+                "1F1B's is that of D microbatches, here and in what is printed, even where there are fewer. Give what "
+                "your GPUs have left.",
             ),
             click.option(
                 "--search-seconds",

@@ -248,7 +248,7 @@ def _caption(ask: Ask) -> str:
     times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
-        f"{times}; a hop between ranks {number(ask.costs.comm)}. Numbers in cells are microbatches."
+        f"{times}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."
     )
 
 

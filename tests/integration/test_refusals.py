@@ -88,11 +88,11 @@ REFUSED = {
     "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
     "costs that are no numbers": (
         "--pipeline-schedule v-half --pipeline-schedule-costs 1,2",
-        "--pipeline-schedule-costs: costs are F,B,W",
+        "--pipeline-schedule-costs: costs are F,I,W",
     ),
     "costs beyond all bounds": (
         "--pipeline-schedule v-half --pipeline-schedule-costs 1e308,1,1",
-        "--pipeline-schedule-costs: costs F,B,W must be from 1e-100 to 1e+100",
+        "--pipeline-schedule-costs: costs F,I,W must be from 1e-100 to 1e+100",
     ),
     "a file without a name": ("--pipeline-schedule file", "--pipeline-schedule-file"),
     "a file that is not there": ("--pipeline-schedule file --pipeline-schedule-file none.csv", "No such file"),

@@ -16,7 +16,7 @@ from megatron.schedules.planning.placement import Placement
 def optimal_makespan(
     placement: Placement, microbatches: int, costs: tuple[int, int, int, int], limit: float, seconds: float
 ) -> int:
-    """The least makespan at whole-numbered ``costs`` (F, B, W, hop) within ``limit`` microbatches on every rank."""
+    """The least makespan at whole-numbered ``costs`` (F, I, W, latency) within ``limit`` microbatches on every rank."""
     model, chunks = cp_model.CpModel(), placement.chunks
     # Passes over half a rank's layers, as costs are given, times what a stage has of them.
     lengths = {kind: cost * 2 // chunks for kind, cost in zip("FIW", costs, strict=False)}

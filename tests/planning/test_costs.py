@@ -43,18 +43,18 @@ def test_written_costs_read_back(forward: float, backward: float, weight: float,
 @pytest.mark.parametrize("text", ["", "1", "1,1", "1,1,1,0,0", "a,b,c", "1;1;1", "1,1,1,", "1,,1", "1 1 1"])
 def test_another_form_is_refused_with_an_example(text: str):
     assert refused(text) == (
-        f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}"
+        f"costs are F,I,W or F,I,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}"
     )
 
 
 @pytest.mark.parametrize("text", ["0,1,1", "1,-1,1", "1,1,nan", "inf,1,1"])
 def test_a_pass_must_take_time(text: str):
-    assert refused(text) == f"costs F,B,W must be positive numbers, not {text}"
+    assert refused(text) == f"costs F,I,W must be positive numbers, not {text}"
 
 
 @pytest.mark.parametrize("hop", ["-1", "nan", "inf"])
 def test_a_hop_may_take_none_but_not_less(hop: str):
-    assert refused(f"1,1,1,{hop}") == f"the cost of a hop must be zero or a positive number, not {hop}"
+    assert refused(f"1,1,1,{hop}") == f"the P2P latency must be zero or a positive number, not {hop}"
 
 
 @pytest.mark.parametrize("field", ["stage_weights", "stage_activations"])

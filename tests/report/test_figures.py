@@ -17,11 +17,12 @@ def test_figures_of_1f1b_are_the_formulas():
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_the_share_is_of_1f1b_with_as_many_microbatches(n):
+def test_the_share_is_of_what_1f1b_holds_with_as_many_microbatches_as_ranks(n):
+    """However few there are: a memory limit is of as much."""
     base = figures(timeline("1f1b", 4, n))
-    assert base.share == 1
+    assert base.share == min(n, 4) / 4
     found = figures(timeline("v-half", 4, n))
-    assert found.share == found.peak / base.peak
+    assert found.share == found.peak / 4
 
 
 def test_no_idle_time_is_not_minus_zero():

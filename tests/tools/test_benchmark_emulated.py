@@ -53,7 +53,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why():
     for row in rows:
         assert row["pipeline_size"] == 2 and row["microbatches"] == 4 and row["costs"] == "1,1.1,0.75"
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
-        # At least 2 x 4 x (F + B + W) on each rank; a busy machine may make it much more.
+        # At least 2 x 4 x (F + I + W) on each rank; a busy machine may make it much more.
         assert 0.95 * 8 * 2.85 * 0.002 < row["seconds"] < 5
         assert row["simulated_seconds_without_hops"] <= row["simulated_seconds"]
         assert 1 <= row["memory"] <= 2.5

@@ -64,7 +64,7 @@ def main(context: click.Context, quick: bool) -> None:
 @_json
 @click.option("--pipeline-size", type=click.IntRange(2), help="Ranks; with --microbatches, this size only.")
 @click.option("--microbatches", type=click.IntRange(1), help="Microbatches of an iteration.")
-@click.option("--costs", metavar="F,B,W", help="Times of the passes, in units: only these.")
+@click.option("--costs", metavar="F,I,W", help="Times of the passes, in units: only these.")
 def _emulated(quick: bool, as_json: bool, **only: Any) -> None:
     whole = not any(only.values())
     _run(emulated.PART, lambda say: emulated.measure(quick, say, **only), quick, as_json, whole=whole)

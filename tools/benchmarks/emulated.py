@@ -48,7 +48,7 @@ def _three(text: str) -> str:
     except PlanError as error:
         raise click.BadParameter(str(error), param_hint="--costs") from None
     if text.count(",") != 2:
-        raise click.BadParameter("three numbers, F,B,W: how long a hop takes is measured", param_hint="--costs")
+        raise click.BadParameter("three numbers, F,I,W: P2P latency is measured", param_hint="--costs")
     return f"{found.forward:g},{found.input_grad:g},{found.weight_grad:g}"
 
 
@@ -59,19 +59,19 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
     costs = Costs(units.forward * UNIT_S, units.input_grad * UNIT_S, units.weight_grad * UNIT_S)
     request = Request("1f1b", d, n, units)
     name = f"d={d}, n={n}, costs {text}"
-    say(f"{name}: ours by name once, for the time of a hop")
+    say(f"{name}: ours by name once, for the P2P latency")
     by_name = ours(request)
-    beforehand = _fitted_hop(by_name, _timed(by_name, costs, 1), costs)
+    beforehand = _fitted_latency(by_name, _timed(by_name, costs, 1), costs)
     # Nothing else of the costs is left to measure: this is how adaptive is meant to be used.
-    say(f"{name}: planning adaptive for hops of {beforehand * 1e3:.2f} ms")
+    say(f"{name}: planning adaptive for a P2P latency of {beforehand * 1e3:.2f} ms")
     measured = replace(request, costs=replace(units, comm=beforehand / UNIT_S))
     found = [*others(by_name), *by_name, *adaptive(measured)]
     say(f"{name}: {repetitions} repetitions, about {_expected(found, costs) * repetitions:.0f} s")
     spreads = _timed(found, costs, repetitions)
-    hop = _fitted_hop(found, spreads, costs)
-    say(f"{name}: a hop takes {hop * 1e3:.2f} ms as fitted to ours")
+    latency = _fitted_latency(found, spreads, costs)
+    say(f"{name}: P2P latency is {latency * 1e3:.2f} ms as fitted to ours")
     setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions}
-    setting |= {"hop_seconds": hop, "hop_seconds_beforehand": beforehand}
+    setting |= {"hop_seconds": latency, "hop_seconds_beforehand": beforehand}
     for one, spread in zip(found, spreads, strict=True):
         yield _row(one, spread, costs, setting) | {"speedup_over_stock_1f1b": round(spreads[0].per(spread), 4)}
 
@@ -104,16 +104,16 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
     }
 
 
-def _simulated(schedule: Schedule, costs: Costs, hop: float) -> float:
-    return simulate(schedule, replace(costs, comm=hop).on(schedule.placement)).makespan
+def _simulated(schedule: Schedule, costs: Costs, latency: float) -> float:
+    return simulate(schedule, replace(costs, comm=latency).on(schedule.placement)).makespan
 
 
-def _fitted_hop(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
-    """The time of a hop with which the simulator is least wrong about our schedules, in least squares."""
+def _fitted_latency(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
+    """The P2P latency with which the simulator is least wrong about our schedules, in least squares."""
     ours = [(one.schedule, spread.median) for one, spread in zip(found, spreads, strict=True) if one.engine == "ours"]
 
-    def wrong(hop: float) -> float:
-        return sum((seconds / _simulated(schedule, costs, hop) - 1) ** 2 for schedule, seconds in ours)
+    def wrong(latency: float) -> float:
+        return sum((seconds / _simulated(schedule, costs, latency) - 1) ** 2 for schedule, seconds in ours)
 
     low, high = 0.0, UNIT_S / 2
     for _ in range(_FIT_STEPS):  # each leaves out the worse third

@@ -24,25 +24,25 @@ EQUALS = {
 _HOW = """\
 Real processes over gloo, one a rank, on the machine named above, before its other processes where the system allows
 that; a pass sleeps so long that it takes its time from call to return, on average over its kind, 20 ms where its cost
-is 1. Costs F,B,W are those of half a rank's layers, B being the input gradient. Ours runs its own engine and
-transport; megatron-core (1F1B and interleaved) and torch.distributed.pipelining run their own functions, stages and
-messages, all of them in turn in the same processes. Times are medians of the repetitions, from the moment when all
-ranks begin to the last one's end, and in brackets the shortest and the longest. The simulator is given the time of a
-hop, one number a setting, fitted to our schedules by least squares; it also holds what torch and Python take to post
-a message. Adaptive, at half of 1F1B's memory and at all of it, is planned for a hop measured beforehand, by one
-iteration of each of ours that has a name."""
+is 1. Costs F,I,W are those of half a rank's layers. Ours runs its own engine and transport; megatron-core (1F1B and
+interleaved) and torch.distributed.pipelining run their own functions, stages and messages, all of them in turn in the
+same processes. Times are medians of the repetitions, from the moment when all ranks begin to the last one's end, and in
+brackets the shortest and the longest. The simulator is given the P2P latency, one number a setting, fitted to our
+schedules by least squares; it also holds what torch and Python take to post a message. Adaptive, at half of 1F1B's
+memory and at all of it, is planned for a P2P latency measured beforehand, by one iteration of each of ours that has a
+name."""
 
 
 def section(rows: Sequence[Row]) -> str:
     """The whole section, without its heading."""
-    text = ["\n".join(f"- {claim}" for claim in _claims(rows)), _HOW, _hops(rows)]
+    text = ["\n".join(f"- {claim}" for claim in _claims(rows)), _HOW, _latencies(rows)]
     key = [row for row in rows if _setting(row) == KEY]
     if key:
         text += [f"### {_named(KEY)}", _in_full(key)]
     for costs in dict.fromkeys(row["costs"] for row in rows):
         these = [row for row in rows if row["costs"] == costs]
         text += [f"### Costs {costs}: speed-up over stock 1F1B", _compact(these, _speedup)]
-        text += [f"### Costs {costs}: longer than simulated, with hops", _compact(these, _error)]
+        text += [f"### Costs {costs}: longer than simulated, with latency", _compact(these, _error)]
     return "\n\n".join(text) + "\n"
 
 
@@ -101,14 +101,14 @@ def _beside_equals(rows: Sequence[Row]) -> Iterator[tuple[float, Row, Row]]:
                 yield mine["seconds"] / theirs["seconds"] - 1, mine, theirs
 
 
-def _hops(rows: Sequence[Row]) -> str:
-    hops = {_setting(row): (row["hop_seconds_beforehand"], row["hop_seconds"]) for row in rows}
-    table = [[_named(setting), *(f"{hop * 1e3:.2f}" for hop in both)] for setting, both in hops.items()]
-    return markdown_table(["setting", "hop beforehand, ms", "fitted hop, ms"], table).strip()
+def _latencies(rows: Sequence[Row]) -> str:
+    latencies = {_setting(row): (row["hop_seconds_beforehand"], row["hop_seconds"]) for row in rows}
+    table = [[_named(setting), *(f"{each * 1e3:.2f}" for each in both)] for setting, both in latencies.items()]
+    return markdown_table(["setting", "latency beforehand, ms", "fitted latency, ms"], table).strip()
 
 
 def _in_full(rows: Sequence[Row]) -> str:
-    heads = ["", "seconds", "simulated", "without hops", "error", "over stock 1F1B", "memory, microbatches"]
+    heads = ["", "seconds", "simulated", "without latency", "error", "over stock 1F1B", "memory, microbatches"]
     table = []
     for row in rows:
         seconds = f"{row['seconds']:.3f} ({row['low']:.3f}-{row['high']:.3f})"

@@ -201,7 +201,7 @@ def costs(setting: Setting) -> Costs:
         forward=half * mean.forward,
         input_grad=half * mean.input_grad,
         weight_grad=half * mean.weight_grad,
-        comm=_hop(setting),
+        comm=_latency(setting),
         stage_weights=tuple(slot.whole / mean.whole for slot in slots),
         stage_activations=tuple(each / average for each in held),
         # A whole backward leaves nothing to a W.
@@ -271,8 +271,8 @@ def _times(setting: Setting) -> SlotTimes:
     return slot_times(setting.work, setting.device, setting.correction)
 
 
-def _hop(setting: Setting) -> float:
-    """All hops are taken to cross nodes where any does."""
+def _latency(setting: Setting) -> float:
+    """All messages are taken to cross nodes where any does."""
     return hop_seconds(setting.work, setting.device, same_node=setting.gpus <= setting.device.node)
 
 

@@ -53,16 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--pipeline-schedule-costs",
-        metavar="F,B,W[,COMM]",
-        help="Time of a forward, an input gradient, a weight gradient over half a rank's layers, and of a hop between "
-        "ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is ordered for them.",
+        metavar="F,I,W[,COMM]",
+        help="Time of a forward, an input gradient (the paper's B), a weight gradient over half a rank's layers, and "
+        "P2P latency between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is ordered for them.",
     )
     group.add_argument(
         "--pipeline-memory-limit",
         metavar="X",
         help="For --pipeline-schedule adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, "
-        "such as 0.5, or in GiB, such as 20GiB, by Megatron's own estimate of 1F1B's: give what your GPUs have left "
-        "beside weights and optimizer.",
+        "such as 0.5, or in GiB, such as 20GiB, by Megatron's own estimate of 1F1B's: that of as many microbatches as "
+        "pipeline ranks. Give what your GPUs have left beside weights and optimizer.",
     )
     group.add_argument(
         "--pipeline-search-seconds",

@@ -88,7 +88,7 @@ class Planner:
     def summary(self) -> str:
         """One line on the plan: what idles and what is held."""
         timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
-        share = timeline.peak / min(n, d)
+        share = timeline.peak / d
         name, asked = self.first.name, self._request
         if asked.schedule == "adaptive":
             name = f"adaptive: {name}, within {asked.memory_limit:.3g} of 1F1B's memory"

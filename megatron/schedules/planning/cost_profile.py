@@ -51,7 +51,7 @@ class CostProfile:
         return forward, input_grad, weight_grad
 
     def costs(self, ranks: int) -> Costs:
-        """In milliseconds, for a pipeline of so many ranks; a hop takes nothing, as no pipeline was measured."""
+        """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured."""
         scale = 1e3 * self.model_layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0

@@ -33,7 +33,7 @@ class StageCosts:
         times: by kind, for those that are not made of others, the time of each stage's pass, any unit.
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
             microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
-        comm: time of one hop between two ranks; a hop within a rank takes none.
+        comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
         shares: the parts of ``activation``: what F keeps until I, less than all where I recomputes the rest, and what I
             leaves to W.
     """
@@ -73,7 +73,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one pass over half a rank's layers, and of one hop between ranks: ``--costs F,B,W,COMM``.
+    """Times of one pass over half a rank's layers, and the P2P latency between ranks: ``--costs F,I,W,COMM``.
 
     ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
     the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
@@ -98,11 +98,11 @@ class Costs:
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
         if fault := _fault(times, "positive numbers", zero=False):
-            raise PlanError(f"costs F,B,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
+            raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
         if fault := _fault([self.comm], "zero or a positive number", zero=True):
-            raise PlanError(f"the cost of a hop must be {fault}, not {self.comm:g}", "costs")
+            raise PlanError(f"the P2P latency must be {fault}, not {self.comm:g}", "costs")
         if max(*times, self.comm) > _APART * min(times):
-            raise PlanError(f"costs of passes and hops may differ {_APART:g} times at most", "costs")
+            raise PlanError(f"passes and P2P latency may differ {_APART:g} times at most", "costs")
         for part, scale in (("stage_weights", self.stage_weights), ("stage_activations", self.stage_activations)):
             if fault := _fault(scale or (), "zero or positive numbers", zero=True):
                 raise PlanError(f"per-stage weights must be {fault}", part)
@@ -121,14 +121,14 @@ class Costs:
 
     @staticmethod
     def parse(text: str) -> Costs:
-        """Read ``F,B,W`` or ``F,B,W,COMM``; raises :class:`PlanError` saying what is wrong."""
+        """Read ``F,I,W`` or ``F,I,W,COMM``; raises :class:`PlanError` saying what is wrong."""
         try:
             numbers = [float(part) for part in text.split(",")]
         except ValueError:
             numbers = []
         if len(numbers) not in (3, 4):
             raise PlanError(
-                f"costs are F,B,W or F,B,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}", "costs"
+                f"costs are F,I,W or F,I,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}", "costs"
             )
         forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
         return Costs(forward, input_grad, weight_grad, comm)

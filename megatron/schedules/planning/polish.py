@@ -66,8 +66,8 @@ def merge_backward(timeline: Timeline) -> Schedule:
             whole = WHOLES.get((before.kind, kind))
             if whole is not None and before == Pass(stage, before.kind, m):
                 waiting = (Pass(*other, m) for other in after[stage, before.kind] if other[0] != stage)
-                hops = ((other, 0.0 if rank_of[other.stage] == rank_of[stage] else costs.comm) for other in waiting)
-                if all(start[other] + 1e-9 >= end + hop for other, hop in hops if other in start):
+                late = ((other, 0.0 if rank_of[other.stage] == rank_of[stage] else costs.comm) for other in waiting)
+                if all(start[other] + 1e-9 >= end + latency for other, latency in late if other in start):
                     merged[-1] = Pass(stage, whole, m)
                     continue
             merged.append(work)

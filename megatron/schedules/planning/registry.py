@@ -72,7 +72,7 @@ _ENTRIES = {
         chunks=1,
     ),
     "eager-1f1b": _Entry(
-        _at_once(one_chunk.eager_1f1b), "1F1B that hides slow hops, at nearly twice its memory", chunks=1
+        _at_once(one_chunk.eager_1f1b), "1F1B that hides slow messages, at nearly twice its memory", chunks=1
     ),
     "interleaved-1f1b": _Entry(
         _at_once(interleaved.interleaved_1f1b),

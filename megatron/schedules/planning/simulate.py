@@ -1,7 +1,7 @@
 """The event simulator: when each pass of a schedule runs under given costs, what idles, what is held.
 
 Every rank does its passes in order, each as soon as what it needs has ended (and, from another rank, has arrived one
-hop later). That is all there is to it, so one sweep over the passes is enough.
+P2P latency later). That is all there is to it, so one sweep over the passes is enough.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """Time an average rank computes: n * 2 * (F + B + W) where stages are even."""
+        """Time an average rank computes: n * 2 * (F + I + W) where stages are even."""
         return sum(end - start for rank in range(self.schedule.ranks) for start, end in self._computing(rank)) / (
             self.schedule.ranks
         )
@@ -94,7 +94,7 @@ class Timeline:
 
     @property
     def peak(self) -> float:
-        """Peak activation memory of the worst rank; 1F1B's is min(n, d)."""
+        """Peak activation memory of the worst rank; 1F1B's is d, where there are so many microbatches."""
         return max(self.peaks)
 
 
@@ -138,12 +138,12 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
         for index in range(len(ends[rank]), len(row)):
             stage, kind, m = row[index]
             begin = now
-            for base, hop in awaited[kind][stage]:
+            for base, latency in awaited[kind][stage]:
                 arrived = ended[base + m]
                 if arrived is None:
                     waiting.setdefault(base + m, []).append(rank)
                     break
-                begin = max(begin, arrived + hop)
+                begin = max(begin, arrived + latency)
             else:
                 starts[rank].append(begin)
                 now = begin + lengths[kind][stage]
@@ -163,7 +163,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
 
 
 def _awaited(
-    placement: Placement, n: int, hop: float
+    placement: Placement, n: int, comm: float
 ) -> tuple[dict[Kind, list[list[tuple[int, float]]]], dict[Kind, list[int]]]:
     """For every kind and stage, what a pass waits for on other stages, and where it notes its end.
 
@@ -175,7 +175,7 @@ def _awaited(
     awaited = {
         kind: [
             [
-                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else hop)
+                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else comm)
                 for source, kinds in sources(kind, stage, placement)
                 if source != stage
             ]

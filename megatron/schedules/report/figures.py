@@ -19,7 +19,7 @@ class Figures:
         bubble: share of that time in which an average rank idles.
         span_bubble: the papers' form, each rank's time counted from its own first start.
         peaks: peak activation memory of every rank, in microbatches' worth of one rank's activations.
-        share: the worst rank's peak over that of 1F1B, which is min(n, d).
+        share: the worst rank's peak over what 1F1B holds once there are d microbatches: d, as in a memory limit.
     """
 
     name: str
@@ -61,8 +61,8 @@ def figures(timeline: Timeline) -> Figures:
 
 
 def reference_memory(timeline: Timeline) -> int:
-    """1F1B's peak activation memory for the same ranks and microbatches: min(n, d)."""
-    return min(timeline.schedule.microbatches, timeline.schedule.ranks)
+    """What "of 1F1B's memory" is of, here as in a memory limit: d microbatches, however few an iteration has."""
+    return timeline.schedule.ranks
 
 
 def title(name: str) -> str:

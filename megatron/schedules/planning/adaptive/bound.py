@@ -20,18 +20,19 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     rank_of, n = placement.rank_of, microbatches
     forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     kept, left_to_w = costs.shares[Share.FORWARD], costs.shares[Share.WEIGHTS]
-    hop = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]  # into s, or out of s back
+    # Of the messages into s, and out of s back.
+    latency = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]
     # From the start of F of stage s to the end of its I.
     span = [0.0] * (placement.stages + 1)
     for s in reversed(stages):
-        onward = span[s + 1] + 2 * hop[s + 1] if s < placement.last_stage else 0.0
+        onward = span[s + 1] + 2 * latency[s + 1] if s < placement.last_stage else 0.0
         span[s] = forward[s] + onward + input_grad[s]
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
         first = held[0]
-        head = sum(forward[s] + hop[s + 1] for s in range(first))
-        tail = sum(input_grad[s] + hop[s + 1] for s in range(first))
+        head = sum(forward[s] + latency[s + 1] for s in range(first))
+        tail = sum(input_grad[s] + latency[s + 1] for s in range(first))
         passes = n * sum(forward[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.

@@ -23,7 +23,7 @@ def one_f_one_b(request: Request) -> Schedule:
 
 
 def eager_1f1b(request: Request) -> Schedule:
-    """1F1B with twice as many forwards ahead, so that hops overlap computing: peak min(n, 2d - 1)."""
+    """1F1B with twice as many forwards ahead, so that messages overlap computing: peak min(n, 2d - 1)."""
     return _one_f_one_b(request, ahead=lambda rank: 2 * (request.ranks - 1 - rank))
 
 
