@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron.schedules.integration.early import refuse_early
-from megatron.schedules.integration.gpt_flags import refuse_other_data
+from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.gpt_data import refuse_other_data
 
 if __name__ == "__main__":  # before the imports that take seconds
     refuse_early(sys.argv[1:])

@@ -11,4 +11,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 # One thread a process: the benchmark starts as many processes as it is told to.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NUMBA_NUM_THREADS=${NUMBA_NUM_THREADS:-1}
-exec .venv/bin/python -m tools.benchmark_planning "$@"
+exec .venv/bin/python -m tools.benchmarks.planning "$@"

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration import cpu_standin
+from megatron.schedules.integration.cpu import standin
 
-if cpu_standin.needed():
-    cpu_standin.enable()
+if standin.needed():
+    standin.enable()
 
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,16 +33,16 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.split_linear import split_linears
-from megatron.schedules.integration.split_te import split_te_linears
-from megatron.schedules.integration.stages import MegatronStages, Step
-from megatron.schedules.integration.te_found import te_fault
+from megatron.schedules.integration.linears.local import split_linears
+from megatron.schedules.integration.linears.te_found import te_fault
+from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
-ON_CPU = cpu_standin.needed()
+ON_CPU = standin.needed()
 
 # The stages of a pipeline of one rank.
 EMBEDDING, LAYERS, OUTPUT = range(3)
@@ -179,9 +179,9 @@ def held(model: Model, stage: int) -> Held:
 def _stages(model: Model, meter: ActivationMeter | None) -> tuple[MegatronStages, WeightGradients]:
     """The model under the runtime that trains it."""
     store = WeightGradients(meter)
-    step = Step(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
+    call = ScheduleCall(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
-    return MegatronStages(_PROGRAM, model.chunks, config, step, store, lambda stage: nullcontext(), meter), store
+    return MegatronStages(_PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter), store
 
 
 def _bind(model: Model, stage: int, store: WeightGradients) -> None:

@@ -57,7 +57,7 @@ _LEFT_OUT = {
 }
 
 
-class Asked(NamedTuple):
+class Planned(NamedTuple):
     """A request, checked.
 
     Args:
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
     given: str
 
 
-def parse(argv: Sequence[str], processes: int) -> Asked:
+def parse(argv: Sequence[str], processes: int) -> Planned:
     """What ``argv`` asks for, to be measured by so many processes; ends with status 2 and one line where it cannot."""
     parser = _parser()
     own, others = parser.parse_known_args(argv)
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str], processes: int) -> Asked:
     shape += ["--context-parallel-size", str(own.context_parallel_size)]
     if "--max-position-embeddings" not in others:
         shape += ["--max-position-embeddings", str(own.seq_length)]
-    return Asked(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
+    return Planned(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,7 +149,7 @@ class RefusedError(Exception):
     """Megatron refuses its flags; the message is one line."""
 
 
-def profile(asked: Asked, say: Callable[[str, bool], None]) -> dict[str, Any]:
+def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
     """Measure: the profile's JSON. Needs torchrun's environment; ``say`` is told what goes on, and if it is a count."""
     say("importing Megatron", False)
     with contextlib.redirect_stdout(sys.stderr):

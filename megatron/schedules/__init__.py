@@ -19,7 +19,7 @@ def install() -> None:
     that takes Megatron to tell, when the arguments are parsed.
     """
     if "megatron.training" not in sys.modules:
-        from megatron.schedules.integration.early import refuse_early
+        from megatron.schedules.integration.flags.early import refuse_early
 
         refuse_early(sys.argv[1:])
     from megatron.schedules.integration import hooks
@@ -36,7 +36,7 @@ def without_gpu() -> None:
     Raises:
         RuntimeError: Megatron was imported before and holds kernels to compile for CUDA.
     """
-    from megatron.schedules.integration import cpu_standin
+    from megatron.schedules.integration.cpu import standin
 
-    if cpu_standin.needed():
-        cpu_standin.enable()
+    if standin.needed():
+        standin.enable()

@@ -22,7 +22,7 @@ from megatron.schedules.estimate.iteration import (
     mfu,
     static_bytes,
 )
-from megatron.schedules.estimate.roofline import ONES, PassTimes, Work, corrections, slot_times
+from megatron.schedules.estimate.roofline import ONES, Microbatch, PassTimes, corrections, slot_times
 from megatron.schedules.planning.cost_profile import CostProfile
 
 A100 = DEVICES["A100-80GB"]
@@ -53,7 +53,7 @@ def test_nothing_is_faster_than_the_bound_and_all_work_is_in_the_time(method: st
     assert found.mfu == mfu(found.setting, found.seconds)
     assert 0 < found.mfu < 1
     busy = (1 - found.bubble) * (found.seconds - after_the_pipeline(found.setting)) * 4
-    times = slot_times(Work(SMALL), A100)
+    times = slot_times(Microbatch(SMALL), A100)
     slots = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
     again = times.embedding.forward + SMALL.layers * times.layer.forward + times.output_layer.forward
     assert busy == pytest.approx(12 * (slots + again * (method == "1F1B-R")), rel=0.02)
@@ -78,26 +78,26 @@ def test_static_memory_is_eighteen_bytes_a_parameter_less_what_data_parallel_ran
 
 
 def test_a_tensor_parallel_layer_takes_less_than_all_and_more_than_its_share():
-    alone = slot_times(Work(MODELS["98.5B"]), A100).layer
+    alone = slot_times(Microbatch(MODELS["98.5B"]), A100).layer
     for tensor in (2, 4, 8):
-        shared = slot_times(Work(MODELS["98.5B"], tensor), A100).layer
+        shared = slot_times(Microbatch(MODELS["98.5B"], tensor), A100).layer
         assert alone.whole / tensor < shared.whole < alone.whole
 
 
 def test_a_larger_microbatch_takes_no_longer_a_sample():
-    times = [slot_times(Work(SMALL, 1, size), A100).layer.whole / size for size in (1, 2, 4, 8)]
+    times = [slot_times(Microbatch(SMALL, 1, size), A100).layer.whole / size for size in (1, 2, 4, 8)]
     assert all(after <= before for before, after in itertools.pairwise(times))
 
 
 def test_a_correction_scales_each_pass_by_itself():
-    plain = slot_times(Work(SMALL), A100).layer
-    measured = slot_times(Work(SMALL), A100, PassTimes(2.0, 3.0, 4.0)).layer
+    plain = slot_times(Microbatch(SMALL), A100).layer
+    measured = slot_times(Microbatch(SMALL), A100, PassTimes(2.0, 3.0, 4.0)).layer
     assert measured == PassTimes(2 * plain.forward, 3 * plain.input_grad, 4 * plain.weight_grad)
     assert plain.scaled(ONES) == plain
 
 
 def test_a_profile_of_what_the_roofline_says_corrects_nothing_and_one_of_twice_that_by_two():
-    times = slot_times(Work(SMALL), A100).layer
+    times = slot_times(Microbatch(SMALL), A100).layer
     measured = CostProfile("a GPU", SMALL.layers, 2, 1, 1, SMALL.sequence, SMALL.hidden, SMALL.heads, times, 1.0, 1.0)
     assert corrections(measured, A100) == pytest.approx((0.5, 0.5, 0.5))  # of a chunk of two layers
     assert corrections(replace(measured, layers=1), A100) == pytest.approx((1, 1, 1))
@@ -107,7 +107,7 @@ def test_costs_are_those_of_slots_however_many_stages_share_them():
     for method in ("1F1B", "V-Half"):
         at = setting(method)
         on_stages = costs(at).on(at.placement)
-        times = slot_times(at.work, A100)
+        times = slot_times(at.microbatch, A100)
         total = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
         stages = zip(*(on_stages.durations[kind] for kind in "FIW"), strict=True)
         assert sum(map(sum, stages)) == pytest.approx(total)

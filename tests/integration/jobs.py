@@ -35,7 +35,7 @@ from tests.integration import conversations, fake_wandb, low_rank, plain_attenti
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
-from tools._quick_start import quick_start
+from tools.benchmarks.quick_start import quick_start
 
 quick_start()
 

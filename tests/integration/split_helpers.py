@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests import ranks
 
-PRELOAD = ("megatron.core", "megatron.core.distributed", "megatron.schedules.integration.split_linear")
+PRELOAD = ("megatron.core", "megatron.core.distributed", "megatron.schedules.integration.linears.local")
 
 SEQUENCE, BATCH = 4, 3
 TOGETHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
@@ -207,7 +207,7 @@ def compare(
 
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones.
     """
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     bind = bind or split_linears
     forward = forward or (lambda module, x: module(x))

@@ -8,11 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-from megatron.schedules.integration.gloo_at_exit import wait_until_idle
+from megatron.schedules.integration.cpu.gloo_at_exit import wait_until_idle
 
 COLLECTIVES = """
 import torch, torch.distributed as dist
-from megatron.schedules.integration.gloo_at_exit import wait_at_exit
+from megatron.schedules.integration.cpu.gloo_at_exit import wait_at_exit
 
 wait_at_exit()
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)

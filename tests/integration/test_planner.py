@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.schedules.integration.arguments import Asked
-from megatron.schedules.integration.planner import Planner
+from megatron.schedules.integration.flags.check import Planned
+from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.registry import Request, plan
 
 
 def summary(request: Request) -> str:
-    return Planner(Asked(request, plan(request)), "gloo").summary()
+    return Planner(Planned(request, plan(request)), "gloo").summary()
 
 
 def test_a_schedule_by_name_is_named():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from megatron.schedules.integration.flags import STOCK, add_stock_arguments
+from megatron.schedules.integration.flags.declared import STOCK, add_stock_arguments
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
 from tests.integration.results import MODEL, flags_of
@@ -208,8 +208,8 @@ NEED_MEGATRON = {
 EARLY = """
 import contextlib, io, json, os, sys
 sys.path.insert(0, os.getcwd())
-from megatron.schedules.integration.early import refuse_early
-from megatron.schedules.integration.gpt_flags import refuse_other_data
+from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.gpt_data import refuse_other_data
 os.environ |= {"RANK": "0", "WORLD_SIZE": "4"}
 said = {}
 for what, flags in json.load(sys.stdin).items():

@@ -99,7 +99,7 @@ def test_expert_linears_split_too():
 def _prefetch_ahead() -> None:
     from megatron.core.tensor_parallel import layers
 
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     log: list[str] = []
     gather, product = layers.dist_all_gather_func, torch.Tensor.matmul
@@ -135,7 +135,7 @@ def test_sequence_parallel_inputs_are_gathered_ahead_of_their_product():
 
 
 def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     helpers.data_parallel(helpers.block(dtype=torch.bfloat16), split_linears, overlap, distributed_optimizer)
 

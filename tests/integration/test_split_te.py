@@ -61,13 +61,13 @@ class Experts(torch.nn.Module):
 
 
 def compare(model: Any, order: str = SEVERAL_I_AHEAD, **settings: Any) -> Any:
-    from megatron.schedules.integration.split_te import split_te_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     return helpers.compare(model, order, bind=split_te_linears, **settings)
 
 
 def bound(model: Any, meter: ActivationMeter | None = None) -> WeightGradients:
-    from megatron.schedules.integration.split_te import split_te_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     store = WeightGradients(meter)
     split_te_linears(model, store)
@@ -100,7 +100,7 @@ def test_gradients_are_bit_equal_to_the_whole_backward(tp: int, sequence_paralle
 
 
 def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
-    from megatron.schedules.integration.split_te import split_te_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     fake_te.install()
     for fused in (False, True):
@@ -165,7 +165,7 @@ def the_idle_expert_gets_zeros() -> None:
 
 
 def grouped_memory_to_be_filled_is_not_held() -> None:
-    from megatron.schedules.integration import split_te
+    from megatron.schedules.integration.linears import transformer_engine as split_te
 
     model = Experts()
     store = bound(model)
@@ -314,8 +314,8 @@ def bound_again_to_a_newer_store() -> None:
 
 
 def the_schedule_function_binds_them() -> None:
+    from megatron.schedules.integration.linears.transformer_engine import is_split
     from megatron.schedules.integration.schedule_function import ScheduleFunction
-    from megatron.schedules.integration.split_te import is_split
 
     model = Block()
     function = object.__new__(ScheduleFunction)  # making one takes a plan and its process groups
@@ -325,7 +325,7 @@ def the_schedule_function_binds_them() -> None:
 
 
 def kept_whole() -> None:
-    from megatron.schedules.integration.split_te import is_split
+    from megatron.schedules.integration.linears.transformer_engine import is_split
 
     model = Block()
     model.up.weight.overwrite_main_grad = True
@@ -398,7 +398,7 @@ def an_instance_of_another_make() -> None:
 
 
 def what_cannot_be_split_is_refused() -> None:
-    from megatron.schedules.integration.refusals import refusal
+    from megatron.schedules.integration.flags.refusals import refusal
 
     layout = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
     usual = dict.fromkeys(layout.split()) | {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}
@@ -498,8 +498,8 @@ def test_transformer_engine_itself(fused: bool, order: str):
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
-    from megatron.schedules.integration.split_te import split_te_linears
-    from megatron.schedules.integration.te_found import te_fault
+    from megatron.schedules.integration.linears.te_found import te_fault
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
     assert te_fault() is None
     count = order.count("F")

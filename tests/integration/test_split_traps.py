@@ -18,7 +18,7 @@ from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 def nothing_current_is_stock() -> None:
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     model, store = helpers.block(), WeightGradients()
     split_linears(model, store)
@@ -40,7 +40,7 @@ def frozen_parameters() -> None:
     model.up.bias.requires_grad_(False)
     model.head.bias.requires_grad_(False)
     helpers.compare(model, SEVERAL_I_AHEAD)
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     store = WeightGradients()
     split_linears(model, store)
@@ -78,7 +78,7 @@ def weight_passed_in() -> None:
 
 
 def weight_tied_to_an_embedding() -> None:
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     torch.manual_seed(1)
     gradients = []
@@ -156,7 +156,7 @@ def fused_accumulation_adds_once() -> None:
 
 
 def memory_is_flat() -> None:
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     model = helpers.block()
     meter = ActivationMeter(model.parameters())
@@ -197,7 +197,7 @@ def memory_is_flat() -> None:
 def kept_whole() -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megatron.schedules.integration.split_linear import is_split, split_linears
+    from megatron.schedules.integration.linears.local import is_split, split_linears
 
     model, store = helpers.block(), WeightGradients()
     split_linears(model, store)
@@ -232,7 +232,7 @@ def kept_whole() -> None:
 def the_class_is_left_alone() -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megatron.schedules.integration.split_linear import is_split, split_linears
+    from megatron.schedules.integration.linears.local import is_split, split_linears
 
     model = helpers.block()
     before = list(model.state_dict())
@@ -250,7 +250,7 @@ def the_class_is_left_alone() -> None:
 
 
 def write_between_i_and_w() -> None:
-    from megatron.schedules.integration.split_linear import split_linears
+    from megatron.schedules.integration.linears.local import split_linears
 
     model, store = helpers.block(), WeightGradients()
     split_linears(model, store)

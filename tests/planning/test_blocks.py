@@ -10,7 +10,7 @@ import pytest
 from megatron.schedules.planning.blocks import Block, with_weights
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import Kind, Work
+from megatron.schedules.planning.kinds import Kind, StageKind
 from megatron.schedules.planning.named.v_shaped import v_half_block, v_min_block, v_zb_block
 from megatron.schedules.planning.placement import sequential, v_shape
 from megatron.schedules.planning.simulate import peaks
@@ -35,7 +35,7 @@ def collisions(block: Block) -> list[str]:
     """Pairs of passes of one rank that would run at once when the block repeats; empty for a sound block."""
     found = []
     for rank in range(block.placement.ranks):
-        taken: dict[int, Work] = {}
+        taken: dict[int, StageKind] = {}
         for stage in block.placement.stages_of(rank):
             for kind in sorted(block.kinds):
                 for slot in range(block.offset[stage, kind], block.offset[stage, kind] + block.length[kind]):

@@ -11,7 +11,7 @@ from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape, zigzag
-from megatron.schedules.planning.schedule import Order
+from megatron.schedules.planning.schedule import Rows
 from tests.planning.made_schedules import examples, timed
 from tests.planning.slow_oracle import slow_spans
 
@@ -46,7 +46,7 @@ def test_each_rank_does_the_oldest_microbatch_that_is_ready(
     assert forward_only(placement, microbatches, costs).order == _ticked(placement, microbatches, forward, hop)
 
 
-def _ticked(placement: Placement, microbatches: int, length: int, hop: int) -> Order:
+def _ticked(placement: Placement, microbatches: int, length: int, hop: int) -> Rows:
     come_in = {Pass(0, Kind.F, m): 0 for m in range(microbatches)}
     rows: list[list[Pass]] = [[] for _ in range(placement.ranks)]
     busy_until = [0] * placement.ranks

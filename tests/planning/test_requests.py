@@ -14,7 +14,7 @@ import pytest
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import NAMES, Request, describe, plan
+from megatron.schedules.planning.registry import NAMES, Request, describe, placement, plan, stages
 from megatron.schedules.planning.textforms import to_csv
 from tests.planning.made_schedules import NAMED
 
@@ -147,3 +147,18 @@ def test_planning_starts_at_once_and_needs_neither_torch_nor_megatron():
     assert "megatron.schedules.planning.registry" in modules
     outside = ("torch", "megatron.core", "megatron.training", "megatron.schedules.runtime", "megatron.schedules.report")
     assert not [name for name in modules if name.startswith(outside)]
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_where_the_stages_go_is_known_without_planning(name: str, chunks: int):
+    asked = Request(name, 4, 6, chunks=chunks)
+    assert placement(asked) == plan(asked).placement
+    assert stages(asked) == plan(asked).placement.stages
+
+
+def test_of_adaptive_it_is_known_how_many_stages_there_may_be_and_of_a_file_what_it_says():
+    asked = Request("adaptive", 4, 6, memory_limit=1, chunk_choices=(1, 3))
+    assert (placement(asked), stages(asked)) == (None, 12)
+    file = Request("file", 4, 2, csv=CSV)
+    assert (placement(file), stages(file)) == (plan(file).placement, 8)

@@ -1,4 +1,4 @@
-"""tools/benchmark_planning.py: what is measured, what is kept of it, and what is made of it."""
+"""tools/benchmarks/planning.py: what is measured, what is kept of it, and what is made of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.planning.adaptive.plan import least_limit
-from tools import _planning_table as table
-from tools import benchmark_planning
-from tools._planning_cells import Cell, Result, drawn, measure
+from tools.benchmarks import planning as benchmark_planning
+from tools.benchmarks import planning_table as table
+from tools.benchmarks.planning_cells import Cell, Result, drawn, measure
 
-PEERS = json.loads((Path(benchmark_planning.__file__).parent / "data" / "peers.json").read_text())
+PEERS = json.loads((Path(benchmark_planning.__file__).parent / "peers.json").read_text())
 COSTS = {"A": [1, 1, 1, 0], "C": [1, 1.1, 0.75, 0.05]}
 
 

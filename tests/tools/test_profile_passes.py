@@ -16,7 +16,7 @@ PROGRAM = Path(profile_passes.__file__)
 SHAPE = "--num-layers 12 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2".split()
 
 
-def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> profile_passes.Asked:
+def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> profile_passes.Planned:
     return profile_passes.parse(["--output", output, *SHAPE, *flags], processes)
 
 

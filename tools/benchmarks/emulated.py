@@ -11,7 +11,7 @@ import click
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import simulate
 from tools.benchmarks.emulated_section import KEY, section

@@ -48,7 +48,7 @@ def ours(request: Request) -> list[Contestant]:
 
 
 def adaptive(request: Request) -> list[Contestant]:
-    """Our adaptive within each of :data:`LIMITS`, planned for the costs of ``request``, which may have a P2P latency."""
+    """Our adaptive within each of :data:`LIMITS`, for the costs of ``request``, which may have a P2P latency."""
     asked = replace(request, schedule="adaptive")
     return [_of_ours(f"adaptive {limit:g}", plan(replace(asked, memory_limit=limit))) for limit in LIMITS]
 

@@ -61,8 +61,8 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
 def _measure(quick: bool, say: Say) -> Iterator[Row]:
     import pretrain_gpt  # noqa: F401 - here once, for all ranks
     from tools import _pass_times  # noqa: F401
-    from tools._quick_start import quick_start
     from tools.benchmarks.emulated_ranks import run_ranks
+    from tools.benchmarks.quick_start import quick_start
 
     quick_start()
     (share,) = run_ranks(1, _weight_share, 120)
@@ -95,9 +95,9 @@ def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Seque
 
 
 def _model() -> list[str]:
-    from megatron.schedules.integration import cpu_standin
+    from megatron.schedules.integration.cpu import standin
 
-    return _MODEL if cpu_standin.needed() else [*_MODEL, *_ON_GPU]
+    return _MODEL if standin.needed() else [*_MODEL, *_ON_GPU]
 
 
 def _weight_share() -> float:

@@ -55,7 +55,7 @@ class Model:
     @property
     def flops_a_token(self) -> float:
         """Forward and backward without recompute, causal attention counted by half as Megatron's logs count it."""
-        return 3 * (self.layers * self.layer.whole.work + self.output_layer.work)
+        return 3 * (self.layers * self.layer.whole.flops + self.output_layer.flops)
 
 
 # arXiv 2405.15362, table 3; a vocabulary of 32000 gives the sizes in their names.

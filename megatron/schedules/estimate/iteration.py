@@ -10,11 +10,11 @@ from typing import NamedTuple
 from megatron.schedules.estimate.hardware import GIB, Device, Model
 from megatron.schedules.estimate.roofline import (
     ONES,
+    Microbatch,
     PassTimes,
     SlotTimes,
-    Work,
     collective_seconds,
-    hop_seconds,
+    p2p_seconds,
     slot_times,
     stream_seconds,
 )
@@ -95,9 +95,9 @@ class Setting:
         return self.global_batch // (self.data * self.micro_batch)
 
     @property
-    def work(self) -> Work:
+    def microbatch(self) -> Microbatch:
         """What one GPU does with a microbatch."""
-        return Work(self.model, self.tensor, self.micro_batch)
+        return Microbatch(self.model, self.tensor, self.micro_batch)
 
     @property
     def placement(self) -> Placement:
@@ -268,17 +268,17 @@ def _room(setting: Setting) -> float:
 
 
 def _times(setting: Setting) -> SlotTimes:
-    return slot_times(setting.work, setting.device, setting.correction)
+    return slot_times(setting.microbatch, setting.device, setting.correction)
 
 
 def _latency(setting: Setting) -> float:
     """All messages are taken to cross nodes where any does."""
-    return hop_seconds(setting.work, setting.device, same_node=setting.gpus <= setting.device.node)
+    return p2p_seconds(setting.microbatch, setting.device, same_node=setting.gpus <= setting.device.node)
 
 
 def _held_by_slot(setting: Setting) -> list[float]:
     """Bytes a microbatch leaves in each slot; the embedding's dropout keeps its mask and its output goes on."""
-    model, tokens = setting.model, setting.work.tokens / setting.tensor
+    model, tokens = setting.model, setting.microbatch.tokens / setting.tensor
     ends = 3.0 * model.hidden * tokens, model.output_layer.held * tokens
     return [ends[0], *[model.layer.whole.held * tokens] * model.layers, ends[1]]
 

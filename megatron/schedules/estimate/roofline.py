@@ -41,23 +41,23 @@ ONES = PassTimes(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a GPU does at a time.
+class Microbatch:
+    """What a GPU works on at a time.
 
     Args:
         model: what is trained.
         tensor: GPUs that share each layer, with sequence parallelism.
-        micro_batch: samples of a microbatch.
+        samples: of the microbatch.
     """
 
     model: Model
     tensor: int = 1
-    micro_batch: int = 1
+    samples: int = 1
 
     @property
     def tokens(self) -> int:
         """Of a microbatch."""
-        return self.model.sequence * self.micro_batch
+        return self.model.sequence * self.samples
 
 
 class SlotTimes(NamedTuple):
@@ -68,22 +68,22 @@ class SlotTimes(NamedTuple):
     output_layer: PassTimes
 
 
-def slot_times(work: Work, device: Device, correction: PassTimes = ONES) -> SlotTimes:
-    """What a microbatch takes in each kind of slot, on one of ``work.tensor`` GPUs."""
-    return SlotTimes(_layer(work, device).scaled(correction), _embedding(work, device), _output_layer(work, device))
+def slot_times(batch: Microbatch, device: Device, correction: PassTimes = ONES) -> SlotTimes:
+    """What a microbatch takes in each kind of slot, on one of ``batch.tensor`` GPUs."""
+    return SlotTimes(_layer(batch, device).scaled(correction), _embedding(batch, device), _output_layer(batch, device))
 
 
 def corrections(profile: CostProfile, device: Device) -> PassTimes:
     """Measured over modelled, for each pass of a layer, at the setting that ``profile`` was measured at."""
     shape = profile.model_layers, profile.heads, profile.hidden_size, profile.sequence_length
     model = Model(profile.device, *shape)
-    assumed = _layer(Work(model, profile.tensor_parallel, profile.micro_batch_size), device)
+    assumed = _layer(Microbatch(model, profile.tensor_parallel, profile.micro_batch_size), device)
     return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))
 
 
-def hop_seconds(work: Work, device: Device, *, same_node: bool) -> float:
+def p2p_seconds(batch: Microbatch, device: Device, *, same_node: bool) -> float:
     """One microbatch's activations from one pipeline rank to the next; sequence parallelism sends each its part."""
-    bytes_sent = 2.0 * work.tokens * work.model.hidden / work.tensor
+    bytes_sent = 2.0 * batch.tokens * batch.model.hidden / batch.tensor
     return bytes_sent / (_LINK * (device.link if same_node else device.network)) + 10e-6
 
 
@@ -97,8 +97,8 @@ def stream_seconds(size: float, device: Device) -> float:
     return size / (_MEMORY * device.memory_bandwidth)
 
 
-def _layer(work: Work, device: Device) -> PassTimes:
-    model, tokens, t = work.model, work.tokens, work.tensor
+def _layer(batch: Microbatch, device: Device) -> PassTimes:
+    model, tokens, t = batch.model, batch.tokens, batch.tensor
     hidden = model.hidden
     shapes = [(3 * hidden // t, hidden), (hidden, hidden // t), (4 * hidden // t, hidden), (hidden, 4 * hidden // t)]
     forward = sum(_product(tokens, out, inner, device) for out, inner in shapes)
@@ -107,7 +107,7 @@ def _layer(work: Work, device: Device) -> PassTimes:
     weight_grad = sum(_product(out, inner, tokens, device, bytes_out=8) for out, inner in shapes)
 
     # Two products of FlashAttention forward; five backward, with the scores computed again (arXiv 2205.14135).
-    attention = model.layer.scores.work * tokens / t
+    attention = model.layer.scores.flops * tokens / t
     at_forward, at_backward = device.attention
     forward += attention / (device.matrix_flops * at_forward)
     input_grad += 2.5 * attention / (device.matrix_flops * at_backward)
@@ -123,15 +123,15 @@ def _layer(work: Work, device: Device) -> PassTimes:
     return PassTimes(forward, input_grad, weight_grad)
 
 
-def _embedding(work: Work, device: Device) -> PassTimes:
-    looked_up = 4.0 * work.tokens * work.model.hidden / work.tensor
+def _embedding(batch: Microbatch, device: Device) -> PassTimes:
+    looked_up = 4.0 * batch.tokens * batch.model.hidden / batch.tensor
     return PassTimes(
         stream_seconds(looked_up, device) + _LAUNCH, _LAUNCH, stream_seconds(2.5 * looked_up, device) + _LAUNCH
     )
 
 
-def _output_layer(work: Work, device: Device) -> PassTimes:
-    tokens, hidden, part = work.tokens, work.model.hidden, math.ceil(work.model.vocabulary / work.tensor)
+def _output_layer(batch: Microbatch, device: Device) -> PassTimes:
+    tokens, hidden, part = batch.tokens, batch.model.hidden, math.ceil(batch.model.vocabulary / batch.tensor)
     logits = float(tokens * part)
     return PassTimes(
         _product(tokens, part, hidden, device) + stream_seconds(18 * logits, device),

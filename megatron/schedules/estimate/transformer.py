@@ -9,19 +9,19 @@ class Load(NamedTuple):
     """One part's cost.
 
     Args:
-        work: multiplications and additions in products of matrices, forward.
+        flops: multiplications and additions in products of matrices, forward.
         held: bytes of activations at half precision, kept for the backward.
     """
 
-    work: float
+    flops: float
     held: float
 
     def __add__(self, other: tuple[float, ...]) -> Load:  # type: ignore[override]
-        return Load(self.work + other[0], self.held + other[1])
+        return Load(self.flops + other[0], self.held + other[1])
 
     def times(self, factor: float) -> Load:
         """So many of them."""
-        return Load(self.work * factor, self.held * factor)
+        return Load(self.flops * factor, self.held * factor)
 
 
 class Layer(NamedTuple):

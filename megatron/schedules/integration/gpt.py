@@ -27,7 +27,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.gpt_flags import packs
+from megatron.schedules.integration.flags.gpt_data import packs
 
 # Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
 _FLAG_OF = {

@@ -1,17 +1,14 @@
-"""Every place where we touch stock Megatron, each with the reason it cannot be done from outside.
+"""Every name of stock Megatron's that is replaced, with the reason. Nothing of it is replaced anywhere else.
 
-Nothing else in this package replaces anything of Megatron's. Without ``--pipeline-schedule`` every replacement calls
-what it replaced.
+Without ``--pipeline-schedule`` each replacement only calls what it replaced.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,60 +17,18 @@ from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 
-from megatron.schedules.integration import cpu_standin, tied
-from megatron.schedules.integration.arguments import check, refuse
-from megatron.schedules.integration.early import refuse_early
-from megatron.schedules.integration.flags import add_arguments, mend_help
-from megatron.schedules.integration.layers import layers_by_stage
-from megatron.schedules.integration.layout import PlacedLayout
-from megatron.schedules.integration.planner import Planner
+from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.flags.check import check, refuse
+from megatron.schedules.integration.flags.declared import add_arguments, mend_help
+from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.schedule_function import ScheduleFunction
-
-
-class Session:
-    """What the hooks of one process share: the schedule chosen on the command line, once it is parsed."""
-
-    def __init__(self) -> None:
-        self.planner: Planner | None = None
-        self.function: ScheduleFunction | None = None
-        self.args: Any = None
-        self.evaluations: list[int] | None = None  # steps each of several validation sets takes
-        self._forwarding: int | None = None
-
-    @contextmanager
-    def forwarding(self, stage: int) -> Iterator[None]:
-        """While a stage's forward runs, Megatron's questions about first and last are about that stage."""
-        outer, self._forwarding = self._forwarding, stage
-        try:
-            yield
-        finally:
-            self._forwarding = outer
-
-    @property
-    def turned(self) -> bool:
-        """Whether the output layer is on the first rank rather than, as stock takes for granted, on the last."""
-        return self.planner is not None and self.planner.last_stage_rank == 0
-
-    @property
-    def rearranged(self) -> bool:
-        """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
-        return self.planner is not None and not self.planner.placement.looped
-
-    def answers(self, ignore_virtual: bool) -> bool:
-        """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
-        return self.turned and (not ignore_virtual or self._forwarding is not None)
-
-    def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
-        """Whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
-        assert self.planner is not None
-        placement = self.planner.placement
-        stage = self._forwarding
-        if stage is None:
-            stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
-        return stage == 0, stage == placement.last_stage
-
-
-Replacement = Callable[..., Any]
+from megatron.schedules.integration.session import Replacement, Session
+from megatron.schedules.runtime.ranges import ProfilerRanges
 
 
 class Hook(NamedTuple):
@@ -104,7 +59,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         asked = check(args) if hasattr(args, "pipeline_schedule") else None
         if asked is None:
             return stock(args, *rest, **kwargs)
-        if cpu_standin.needed() and not cpu_standin.enabled():
+        if standin.needed() and not standin.enabled():
             refuse(
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
@@ -133,7 +88,10 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
         if session.function is None:
             training.print_rank_0(session.planner.summary())
             session.function = ScheduleFunction(
-                session.planner, session.forwarding, session.args.pipeline_schedule_report_memory
+                session.planner,
+                session.running,
+                report_memory=session.args.pipeline_schedule_report_memory,
+                observer=ProfilerRanges() if session.args.profile else None,
             )
         return session.function
 
@@ -154,7 +112,7 @@ def _placed(build: Replacement, session: Session) -> Replacement:
 
 def _build_chunks(stock: Replacement, session: Session) -> Replacement:
     def build_chunks(build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.turned:
+        if not session.loss_on_first_rank:
             return stock(build_chunk, *args, **kwargs)
         model = stock(_placed(build_chunk, session), *args, **kwargs)
         tied.start_equal(model)
@@ -165,7 +123,7 @@ def _build_chunks(stock: Replacement, session: Session) -> Replacement:
 
 def _is_pipeline_first_stage(stock: Replacement, session: Session) -> Replacement:
     def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if session.answers(ignore_virtual):
+        if session.stock_is_wrong(ignore_virtual):
             return session.first_and_last(vp_stage)[0]
         return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
@@ -174,7 +132,7 @@ def _is_pipeline_first_stage(stock: Replacement, session: Session) -> Replacemen
 
 def _is_pipeline_last_stage(stock: Replacement, session: Session) -> Replacement:
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if session.answers(ignore_virtual):
+        if session.stock_is_wrong(ignore_virtual):
             return session.first_and_last(vp_stage)[1]
         return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
@@ -183,7 +141,7 @@ def _is_pipeline_last_stage(stock: Replacement, session: Session) -> Replacement
 
 def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacement:
     def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-        return [pp_ranks[0]] if session.turned else list(stock(pp_ranks))
+        return [pp_ranks[0]] if session.loss_on_first_rank else list(stock(pp_ranks))
 
     return default_embedding_ranks
 
@@ -207,47 +165,6 @@ def _evaluate_and_print_results(stock: Replacement, session: Session) -> Replace
         return stock(prefix, step, data_iterator, *rest, **kwargs)
 
     return evaluate_and_print_results
-
-
-def _generate_state_dict(stock: Replacement, session: Session) -> Replacement:
-    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
-            args = copy.copy(args)
-            args.pipeline_model_parallel_layout = None
-        return stock(args, *rest, **kwargs)
-
-    return generate_state_dict
-
-
-def _load_base_checkpoint(stock: Replacement, session: Session) -> Replacement:
-    def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
-        found = stock(load_dir, args, rank0=rank0, **kwargs)
-        if session.rearranged and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
-            raise RuntimeError(
-                f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
-                "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
-            )
-        return found
-
-    return load_base_checkpoint
-
-
-def _distribute_main_replicas(stock: Replacement, session: Session) -> Replacement:
-    def distribute_main_replicas(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        if session.turned:
-            tied.write_once(sharded_state_dict)
-
-    return distribute_main_replicas
-
-
-def _fill_in_deferred_sharded_items(stock: Replacement, session: Session) -> Replacement:
-    def fill_in_deferred_sharded_items(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        if session.turned:
-            tied.own_tensors(sharded_state_dict)
-
-    return fill_in_deferred_sharded_items
 
 
 HOOKS = (
@@ -312,27 +229,27 @@ HOOKS = (
         "generate_state_dict",
         "stock keeps the arguments in checkpoints; the layout there is this job's own choice, and an object a process "
         "without this package could not load",
-        _generate_state_dict,
+        checkpoints.generate_state_dict,
     ),
     Hook(
         checkpointing,
         "_load_base_checkpoint",
         "stock reads its old format chunk by chunk without a look at the layers in them, and lets names that do not "
         "match go by",
-        _load_base_checkpoint,
+        checkpoints.load_base_checkpoint,
     ),
     Hook(
         fully_parallel,
         "distribute_main_replicas_with_precomputed_distribution",
         "stock shares the writing of a checkpoint out by rank, and a rank with both copies of a tied embedding would "
         "write it twice",
-        _distribute_main_replicas,
+        checkpoints.distribute_main_replicas,
     ),
     Hook(
         fully_parallel,
         "_fill_in_deferred_sharded_items",
         "stock shares the reading out likewise, and would let both copies of a tied embedding have one optimizer state",
-        _fill_in_deferred_sharded_items,
+        checkpoints.fill_in_deferred_sharded_items,
     ),
 )
 

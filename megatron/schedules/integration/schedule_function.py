@@ -12,14 +12,14 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
-from megatron.schedules.integration import mtp, tied
-from megatron.schedules.integration.losses import LossRelay
-from megatron.schedules.integration.planner import Planner
-from megatron.schedules.integration.split_linear import split_linears
-from megatron.schedules.integration.split_te import split_te_linears
-from megatron.schedules.integration.stages import MegatronStages, Step
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.layers import mtp, tied
+from megatron.schedules.integration.layers.losses import LossRelay
+from megatron.schedules.integration.linears.local import split_linears
+from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.program import channels_of
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
 from megatron.schedules.runtime.variable_transport import VariableTransport
@@ -34,14 +34,20 @@ class ScheduleFunction:
 
     Args:
         planner: gives the program for a number of microbatches.
-        forwarding: entered round the forward of every stage.
+        running: entered round the forward of every stage.
         report_memory: count activations, and report every rank's peak after the first training call.
+        observer: told of every action; None where nobody looks.
     """
 
     def __init__(
-        self, planner: Planner, forwarding: Callable[[int], AbstractContextManager[None]], report_memory: bool = False
+        self,
+        planner: Planner,
+        running: Callable[[int], AbstractContextManager[None]],
+        *,
+        report_memory: bool = False,
+        observer: Observer | None = None,
     ) -> None:
-        self._planner, self._forwarding = planner, forwarding
+        self._planner, self._running, self._observer = planner, running, observer
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._channels = _channels(planner, self._group)
@@ -92,14 +98,14 @@ class ScheduleFunction:
             num_microbatches, self._rank, forward_only=forward_only, variable_lengths=config.variable_seq_lengths
         )
         cp_size = parallel_state.get_context_parallel_world_size()
-        step = Step(
+        call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
         )
         store = self._bound_store(chunks)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
-        stages = MegatronStages(program, chunks, config, step, store, self._forwarding, self._meter)
+        stages = MegatronStages(program, chunks, config, call, store, self._running, self._meter)
         try:
-            run(program, stages, self._transport(spec, config.variable_seq_lengths))
+            run(program, stages, self._transport(spec, config.variable_seq_lengths), self._observer)
         finally:
             stages.close()
         store.assert_empty()

@@ -17,7 +17,7 @@ from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
-class Step(NamedTuple):
+class ScheduleCall(NamedTuple):
     """What one call of stock's training loop asks for: the arguments of its schedule functions that passes need.
 
     Args:
@@ -57,9 +57,9 @@ class MegatronStages:
         program: what the rank is about to do.
         model: its chunks, in model order.
         config: their configuration.
-        step: what was asked for.
+        call: what was asked for.
         store: where split linears queue their weight gradients.
-        forwarding: entered round the forward of every stage.
+        running: entered round the forward of every stage.
         meter: counts the activations held; None for not counting.
     """
 
@@ -68,19 +68,19 @@ class MegatronStages:
         program: Program,
         model: Sequence[torch.nn.Module],
         config: Any,
-        step: Step,
+        call: ScheduleCall,
         store: WeightGradients,
-        forwarding: Callable[[int], AbstractContextManager[None]],
+        running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._placement: Placement = program.placement
-        self._model, self._config, self._step, self._store, self._meter = model, config, step, store, meter
-        self._forwarding = forwarding
+        self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
+        self._running = running
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._reduction = _GradientReduction(config, step.forward_only)
+        self._reduction = _GradientReduction(config, call.forward_only)
 
     def close(self) -> None:
         """Let stock reduce gradients again; to be called however the program ended."""
@@ -89,20 +89,20 @@ class MegatronStages:
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
-        training = not self._step.forward_only
+        training = not self._call.forward_only
         if activation is not None and training:
             activation.requires_grad_()
         with self._around(stage, microbatch, split):
             output, tokens = forward_step(
-                self._step.forward_step_func,
-                self._step.data_iterators[chunk],
+                self._call.forward_step_func,
+                self._call.data_iterators[chunk],
                 self._model[chunk],
-                self._step.num_microbatches,
+                self._call.num_microbatches,
                 activation,
                 self.losses,
                 self._config,
-                cp_group_size=self._step.cp_size,
-                collect_non_loss_data=self._step.collect_non_loss_data,
+                cp_group_size=self._call.cp_size,
+                collect_non_loss_data=self._call.collect_non_loss_data,
                 is_first_microbatch=self._is_first(chunk),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(self._model) > 1 else None,
@@ -151,18 +151,18 @@ class MegatronStages:
 
     def _around(self, stage: int, microbatch: int, split: bool) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(self._forwarding(stage))
+        stack.enter_context(self._running(stage))
         if split:
             stack.enter_context(self._store.split(stage, microbatch))
-        if self._meter is not None and not self._step.forward_only:
+        if self._meter is not None and not self._call.forward_only:
             stack.enter_context(self._meter.recording())
         return stack
 
     def _is_first(self, chunk: int) -> bool:
         first, self._started[chunk] = not self._started[chunk], True
         # Stock's rule: weights cached for the first validation step are still good in the next ones.
-        if self._step.forward_only and self._step.first_val_step is not None:
-            return self._step.first_val_step and first
+        if self._call.forward_only and self._call.first_val_step is not None:
+            return self._call.first_val_step and first
         return first
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, Work, followers
+from megatron.schedules.planning.kinds import KINDS, Kind, StageKind, followers
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -31,11 +31,11 @@ class Block:
 
     placement: Placement
     interval: int
-    offset: Mapping[Work, int]
+    offset: Mapping[StageKind, int]
     length: Mapping[Kind, int]
 
     @cached_property
-    def followers(self) -> dict[Work, list[Work]]:
+    def followers(self) -> dict[StageKind, list[StageKind]]:
         """For each pass of a microbatch those that may start once it has ended."""
         return followers(self.placement, self.kinds)
 
@@ -73,7 +73,7 @@ class Block:
         return Schedule(name, self.placement, microbatches, tuple(rows))
 
 
-def with_weights(placement: Placement, interval: int, offset: Mapping[Work, int]) -> Block:
+def with_weights(placement: Placement, interval: int, offset: Mapping[StageKind, int]) -> Block:
     """Complete a block of unit slots that has F and I: each W takes the first slot after its I that is still free.
 
     Raises:

@@ -135,7 +135,7 @@ WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KIND
 # The kinds that count as one where others wait: a whole as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
-Work = tuple[int, Kind]
+StageKind = tuple[int, Kind]
 """(stage, kind): a pass, whatever its microbatch."""
 
 
@@ -153,12 +153,12 @@ def sources(kind: Kind, stage: int, placement: Placement) -> list[tuple[int, tup
     return found
 
 
-def followers(placement: Placement, kinds: Collection[Kind]) -> dict[Work, list[Work]]:
+def followers(placement: Placement, kinds: Collection[Kind]) -> dict[StageKind, list[StageKind]]:
     """For each pass of a microbatch that has passes of ``kinds`` alone, those that may start once it has ended.
 
     What waits for another stage as well as for its own has ended its own long before, and follows the other.
     """
-    found: dict[Work, list[Work]] = defaultdict(list)
+    found: dict[StageKind, list[StageKind]] = defaultdict(list)
     for stage in range(placement.stages):
         for kind in (kind for kind in KINDS if kind in kinds):
             needed = sources(kind, stage, placement)
@@ -170,7 +170,7 @@ def followers(placement: Placement, kinds: Collection[Kind]) -> dict[Work, list[
     return found
 
 
-def in_dependency_order(placement: Placement, kinds: Collection[Kind]) -> Iterator[Work]:
+def in_dependency_order(placement: Placement, kinds: Collection[Kind]) -> Iterator[StageKind]:
     """The passes of one microbatch that has passes of ``kinds``, each right after what it waits for, fillers first."""
     after = followers(placement, kinds)
     waits = Counter(work for works in after.values() for work in works)

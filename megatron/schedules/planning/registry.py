@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import plan_adaptive
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.named import from_file, interleaved, one_chunk, v_shaped
-from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.named import from_file, interleaved_1f1b, one_chunk, v_shaped
+from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.progress import Progress, unheard
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
-__all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "plan", "stages", "with_parts"]
+__all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "placement", "plan", "stages", "with_parts"]
 
 
 class _Entry(NamedTuple):
@@ -26,6 +27,7 @@ class _Entry(NamedTuple):
     Args:
         build: makes it; hears of progress.
         summary: one line that says when to use it.
+        placement: where it puts the stages of so many ranks with so many chunks each; None where only its plan says.
         chunks: stages a rank holds; None where the request says it.
         heeds: the parts of a request that not every schedule heeds, and this one does.
         needs: those of them that it cannot do without, and what they are.
@@ -33,6 +35,7 @@ class _Entry(NamedTuple):
 
     build: Callable[[Request, Progress], Schedule]
     summary: str
+    placement: Callable[[int, int], Placement] | None = None
     chunks: int | None = None
     heeds: tuple[str, ...] = ()
     needs: Mapping[str, str] = MappingProxyType({})
@@ -65,26 +68,65 @@ def every_named(request: Request, chunk_choices: Collection[int] | None = None) 
     return found
 
 
+def _sequential(ranks: int, chunks: int) -> Placement:
+    return sequential(ranks)
+
+
 _ENTRIES = {
     "1f1b": _Entry(
         _at_once(one_chunk.one_f_one_b),
         "the usual schedule: memory of d microbatches, the baseline to compare with",
+        _sequential,
         chunks=1,
     ),
     "eager-1f1b": _Entry(
-        _at_once(one_chunk.eager_1f1b), "1F1B that hides slow messages, at nearly twice its memory", chunks=1
+        _at_once(one_chunk.eager_1f1b),
+        "1F1B that hides slow messages, at nearly twice its memory",
+        _sequential,
+        chunks=1,
     ),
     "interleaved-1f1b": _Entry(
-        _at_once(interleaved.interleaved_1f1b),
+        _at_once(interleaved_1f1b.interleaved_1f1b),
         "smaller bubble than 1F1B, for more memory and more messages",
+        interleaved,
         heeds=("chunks",),
     ),
-    "zb-1p": _Entry(one_chunk.zb_1p, "less bubble than 1F1B at its memory, one chunk a rank", chunks=1),
-    "zb-2p": _Entry(one_chunk.zb_2p, "almost no bubble, one chunk a rank, at twice 1F1B's memory", chunks=1),
-    "1f1b-v": _Entry(v_shaped.one_f_one_b_v, "two thirds of 1F1B's memory without splitting the backward", chunks=2),
-    "v-min": _Entry(v_shaped.v_min, "the least memory, about a third of 1F1B's", chunks=2),
-    "v-half": _Entry(v_shaped.v_half, "half of 1F1B's memory and less bubble than 1F1B", chunks=2),
-    "v-zb": _Entry(v_shaped.v_zb, "almost no bubble at 1F1B's memory: the fastest where memory allows", chunks=2),
+    "zb-1p": _Entry(
+        one_chunk.zb_1p,
+        "less bubble than 1F1B at its memory, one chunk a rank",
+        _sequential,
+        chunks=1,
+    ),
+    "zb-2p": _Entry(
+        one_chunk.zb_2p,
+        "almost no bubble, one chunk a rank, at twice 1F1B's memory",
+        _sequential,
+        chunks=1,
+    ),
+    "1f1b-v": _Entry(
+        v_shaped.one_f_one_b_v,
+        "two thirds of 1F1B's memory without splitting the backward",
+        zigzag,
+        chunks=2,
+    ),
+    "v-min": _Entry(
+        v_shaped.v_min,
+        "the least memory, about a third of 1F1B's",
+        zigzag,
+        chunks=2,
+    ),
+    "v-half": _Entry(
+        v_shaped.v_half,
+        "half of 1F1B's memory and less bubble than 1F1B",
+        zigzag,
+        chunks=2,
+    ),
+    "v-zb": _Entry(
+        v_shaped.v_zb,
+        "almost no bubble at 1F1B's memory: the fastest where memory allows",
+        zigzag,
+        chunks=2,
+    ),
     "adaptive": _Entry(
         _adaptive,
         "the best there is for your costs within the memory you name",
@@ -140,13 +182,20 @@ def with_parts(given: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name, entry in _ENTRIES.items() if set(entry.needs) <= set(given))
 
 
-def stages(request: Request) -> int:
-    """How many stages the plan has, or, where that is searched for, may have at most."""
+def placement(request: Request) -> Placement | None:
+    """Where the plan will put the stages, told without planning; None where that is searched for."""
     entry = _entry(request.schedule)
     if request.schedule == "file":
-        return from_file.from_file(request).placement.stages
-    most = max(request.chunk_choices, default=1) if request.schedule == "adaptive" else request.chunks
-    return request.ranks * (entry.chunks or most)
+        return from_file.from_file(request).placement
+    if entry.placement is None:
+        return request.placement
+    return entry.placement(request.ranks, entry.chunks or request.chunks)
+
+
+def stages(request: Request) -> int:
+    """How many stages the plan will have, or, where that is searched for, may have at most."""
+    known = placement(request)
+    return request.ranks * max(request.chunk_choices, default=1) if known is None else known.stages
 
 
 def _entry(name: str) -> _Entry:

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Work
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, StageKind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
-Order = tuple[tuple[Pass, ...], ...]
+Rows = tuple[tuple[Pass, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Schedule:
     name: str
     placement: Placement
     microbatches: int
-    order: Order
+    order: Rows
 
     @property
     def ranks(self) -> int:
@@ -58,8 +58,8 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had."""
-    done: dict[Work, list[int]] = defaultdict(list)
-    begun: Counter[Work] = Counter()
+    done: dict[StageKind, list[int]] = defaultdict(list)
+    begun: Counter[StageKind] = Counter()
     renumbered = []
     for stage, kind, _ in row:
         needed = next((need.kinds for need in KINDS[kind].needs if need.at is At.SAME), None)

@@ -10,7 +10,7 @@ from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, Kind, sources
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Order, Schedule
+from megatron.schedules.planning.schedule import Rows, Schedule
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Tasks:
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
         return Instance(*of_tasks, self.before.counts(), links.start, links.task, links.delay)
 
-    def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Order:
+    def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Rows:
         """``order`` as a schedule's rows, given the pass of each task."""
         return tuple(tuple(passes[task] for task in order[start:end]) for start, end in pairwise(self.first))
 

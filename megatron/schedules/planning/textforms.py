@@ -12,7 +12,7 @@ from megatron.schedules.planning import placement as placements
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.schedule import Order, Schedule
+from megatron.schedules.planning.schedule import Rows, Schedule
 from megatron.schedules.planning.validate import validate
 
 
@@ -121,7 +121,7 @@ def from_record(data: Any) -> Schedule:
     """Read what :func:`to_record` made; raises :class:`PlanError` for anything else."""
     try:
         placement = Placement(data["placement"]["name"], tuple(data["placement"]["rank_of"]))
-        order: Order = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
+        order: Rows = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
         schedule = Schedule(str(data["name"]), placement, operator.index(data["microbatches"]), order)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"this JSON is not a schedule: {error}") from None

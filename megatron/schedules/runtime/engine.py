@@ -10,16 +10,16 @@ from torch import Tensor
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.program import (
     Action,
+    Instruction,
     Op,
     Program,
     ProgramError,
     Slot,
-    Step,
 )
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
 
-Handler = Callable[[Step], None]
+Handler = Callable[[Instruction], None]
 
 
 class Observer(Protocol):
@@ -47,15 +47,15 @@ def run(program: Program, stages: Stages, transport: Transport, observer: Observ
     handle = _handlers(program, stages, transport, mailbox)
     if observer is not None:
         handle = _observed(handle, observer)
-    step: Step | None = None
+    instruction: Instruction | None = None
     try:
-        for step in program.steps:
-            handle[step.action.op](step)
-        step = None
+        for instruction in program.instructions:
+            handle[instruction.action.op](instruction)
+        instruction = None
         transport.finish()
         mailbox.check_empty()
     except Exception as error:
-        at = "at the end of the program" if step is None else f"at {step.action}"
+        at = "at the end of the program" if instruction is None else f"at {instruction.action}"
         error.add_note(f"on pipeline rank {program.rank} of {program.placement.ranks}, {at}")
         raise
 
@@ -64,10 +64,10 @@ def _observed(handle: Mapping[Kind | Op, Handler], observer: Observer) -> dict[K
     """``handle`` with ``observer`` told before and after."""
 
     def told(handler: Handler) -> Handler:
-        def observed(step: Step) -> None:
-            observer.began(step.action)
-            handler(step)
-            observer.ended(step.action)
+        def observed(instruction: Instruction) -> None:
+            observer.began(instruction.action)
+            handler(instruction)
+            observer.ended(instruction.action)
 
         return observed
 
@@ -77,35 +77,35 @@ def _observed(handle: Mapping[Kind | Op, Handler], observer: Observer) -> dict[K
 def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> dict[Kind | Op, Handler]:
     """One handler for each kind of action."""
 
-    def forward(step: Step) -> None:
-        _, stage, microbatch, _ = step.action
+    def forward(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
         split = program.splits(stage, microbatch)
-        mailbox.put(step, stages.forward(stage, microbatch, mailbox.take(step), split=split))
+        mailbox.put(instruction, stages.forward(stage, microbatch, mailbox.take(instruction), split=split))
 
-    def whole_backward(step: Step) -> None:
-        _, stage, microbatch, _ = step.action
-        mailbox.put(step, stages.backward(stage, microbatch, mailbox.take(step)))
+    def whole_backward(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        mailbox.put(instruction, stages.backward(stage, microbatch, mailbox.take(instruction)))
 
-    def input_backward(step: Step) -> None:
-        _, stage, microbatch, _ = step.action
-        mailbox.put(step, stages.backward_input(stage, microbatch, mailbox.take(step)))
+    def input_backward(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        mailbox.put(instruction, stages.backward_input(stage, microbatch, mailbox.take(instruction)))
 
-    def weight_backward(step: Step) -> None:
-        _, stage, microbatch, _ = step.action
+    def weight_backward(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
         stages.backward_weight(stage, microbatch)
 
-    def send(step: Step) -> None:
-        message, peer = mailbox.take(step), step.action.peer
+    def send(instruction: Instruction) -> None:
+        message, peer = mailbox.take(instruction), instruction.action.peer
         assert peer is not None and message is not None
         transport.send(peer, message)
 
-    def receive(step: Step) -> None:
-        peer = step.action.peer
+    def receive(instruction: Instruction) -> None:
+        peer = instruction.action.peer
         assert peer is not None
-        mailbox.expect(step, transport.receive(peer))
+        mailbox.expect(instruction, transport.receive(peer))
 
-    def reduce(step: Step) -> None:
-        stages.reduce_gradients(step.action.stage)
+    def reduce(instruction: Instruction) -> None:
+        stages.reduce_gradients(instruction.action.stage)
 
     return {
         Kind.F: forward,
@@ -126,26 +126,26 @@ class _Mailbox:
     def __init__(self) -> None:
         self._held: dict[Slot, Tensor | Pending] = {}
 
-    def put(self, step: Step, result: Tensor | None) -> None:
+    def put(self, instruction: Instruction, result: Tensor | None) -> None:
         """Keep the result of a pass for whoever needs it; a result that nobody needs is dropped."""
-        if step.filled is None:
+        if instruction.filled is None:
             return
         if result is None:
-            raise ProgramError(f"{step.action} gave no result, and it is {step.filled}")
-        self._held[step.filled] = result.detach()
+            raise ProgramError(f"{instruction.action} gave no result, and it is {instruction.filled}")
+        self._held[instruction.filled] = result.detach()
 
-    def expect(self, step: Step, pending: Pending) -> None:
+    def expect(self, instruction: Instruction, pending: Pending) -> None:
         """Keep what a posted receive will bring."""
-        assert step.filled is not None
-        self._held[step.filled] = pending
+        assert instruction.filled is not None
+        self._held[instruction.filled] = pending
 
-    def take(self, step: Step) -> Tensor | None:
-        """What ``step`` needs, waited for where it comes from another rank; None where it needs nothing."""
-        if step.needed is None:
+    def take(self, instruction: Instruction) -> Tensor | None:
+        """What ``instruction`` needs, waited for where it comes from another rank; None where it needs nothing."""
+        if instruction.needed is None:
             return None
-        held = self._held.pop(step.needed, None)
+        held = self._held.pop(instruction.needed, None)
         if held is None:
-            raise ProgramError(f"{step.action} needs {step.needed}, which is not there")
+            raise ProgramError(f"{instruction.action} needs {instruction.needed}, which is not there")
         return held if isinstance(held, Tensor) else held.wait()
 
     def check_empty(self) -> None:

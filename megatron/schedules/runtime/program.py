@@ -114,7 +114,7 @@ def slot_filled(action: Action, last_stage: int) -> Slot | None:
     return None
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """An action with the slots that it takes from and puts into."""
 
     action: Action
@@ -159,10 +159,12 @@ class Program:
         return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in _IN_PARTS)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def instructions(self) -> tuple[Instruction, ...]:
         """The actions with their slots: a program is made once and run in every iteration."""
         last = self.placement.last_stage
-        return tuple(Step(action, slot_needed(action, last), slot_filled(action, last)) for action in self.actions)
+        return tuple(
+            Instruction(action, slot_needed(action, last), slot_filled(action, last)) for action in self.actions
+        )
 
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.list_scheduling import EPSILON
-from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.progress import Progress
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline
 

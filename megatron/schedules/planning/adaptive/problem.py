@@ -96,9 +96,7 @@ def _arrays(tasks: Tasks) -> Instance:
     """What the compiled function takes; see :func:`.compiled.compiled`."""
     floats, flags = ("duration", "change", "delay"), ("filler", "steady")
     types = (
-        dict.fromkeys(Instance._fields, np.int64)
-        | dict.fromkeys(floats, np.float64)
-        | dict.fromkeys(flags, np.bool_)
+        dict.fromkeys(Instance._fields, np.int64) | dict.fromkeys(floats, np.float64) | dict.fromkeys(flags, np.bool_)
     )
     arrays: dict[str, Any] = {name: np.array(each, types[name]) for name, each in tasks.instance._asdict().items()}
     return Instance(**arrays)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.named.request import Request
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.textforms import from_csv
 

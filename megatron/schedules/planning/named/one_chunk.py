@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import sequential
 from megatron.schedules.planning.polish import polish
 from megatron.schedules.planning.progress import Progress, unheard
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 
 

@@ -12,10 +12,10 @@ from itertools import count
 
 from megatron.schedules.planning.blocks import Block, with_weights
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.placement import v_shape
 from megatron.schedules.planning.polish import polish
 from megatron.schedules.planning.progress import Progress, unheard
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.warm_up import pulled_together
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.named.request import Request
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import interleaved
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 
 

@@ -15,7 +15,7 @@ Stays whole (stock's Function runs, its weight gradient comes with I) even where
 
 Expert linears split like others, for their communication (``explicit_expert_comm``) is outside
 ``_forward_impl``. Stock's local linears have no fp8 form; Transformer Engine's are other classes
-(``split_te``).
+(:mod:`.transformer_engine`).
 
 Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """

@@ -24,11 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.schedules.planning.adaptive.plan import default_seconds
 from megatron.schedules.report.figures import title
 from megatron.schedules.report.frontier_svg import Mark, Point, draw_frontier
-from tools import _planning_table as table
-from tools._planning_cells import Cell, Result, code_version, measure
+from tools.benchmarks import planning_table as table
+from tools.benchmarks.planning_cells import Cell, Result, code_version, measure
 
-_ROOT = Path(__file__).resolve().parents[1]
-_PEERS = _ROOT / "tools" / "data" / "peers.json"
+_PEERS = Path(__file__).with_name("peers.json")
 _DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
 _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 

@@ -9,13 +9,8 @@ chunks of the first rank, and what an all-reduce would do is done locally.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -50,31 +45,6 @@ def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
         first, last = map(_gradient, found)
         first.add_(last)
         last.copy_(first)
-
-
-def write_once(sharded_state_dict: dict[str, Any]) -> None:
-    """Leave each part of a tensor to one of this rank's copies of it, where stock has chosen the rank and so all."""
-    written = set()
-    for shard in nested_values(sharded_state_dict):
-        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
-            part = _sharded_tensor_shard_id(shard)
-            if part in written:
-                shard.replica_id = 1
-            written.add(part)
-
-
-def own_tensors(loaded: dict[str, Any]) -> None:
-    """Give each of the two copies its own tensors, where stock has read them once and put them in both places."""
-    seen = set()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                return value.clone()
-            seen.add(id(value))
-        return value
-
-    dict_list_map_inplace(own, loaded)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

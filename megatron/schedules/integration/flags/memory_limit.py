@@ -6,7 +6,7 @@ import copy
 import math
 from typing import Any
 
-from megatron.schedules.integration.later import after_megatron
+from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.planning.errors import PlanError
 
 _GIB = 2**30

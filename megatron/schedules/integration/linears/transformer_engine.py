@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.split_linear import fused_gradient
-from megatron.schedules.integration.te_found import ENGINE, LINEARS, te_version
+from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.te_found import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration import cpu_adam, gloo_at_exit
+from megatron.schedules.integration.cpu import adam, gloo_at_exit
 
 
 def needed() -> bool:
@@ -54,7 +54,7 @@ def enable() -> None:
         setattr(torch.cuda, name, replacement)
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
-    cpu_adam.enable()
+    adam.enable()
     _OnTheCpu().__enter__()
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.schedules.integration.layer_arithmetic import layer
+from megatron.schedules.integration.layers.arithmetic import layer
 from megatron.schedules.planning.costs import Costs
 
 
@@ -35,5 +35,5 @@ def with_recompute(costs: Costs, args: Any, layers_a_stage: float) -> Costs:
     for module in args.recompute_modules or ["core_attn"]:
         part = {"core_attn": parts.scores, "mlp": parts.mlp, "moe": parts.mlp, "layernorm": parts.norms}.get(module)
         if part is not None:  # the others are small
-            again, dropped = again + part.work, dropped + part.held
-    return replace(costs, recompute=again / whole.work, kept=1 - dropped / whole.held, weight_share=until_weights)
+            again, dropped = again + part.flops, dropped + part.held
+    return replace(costs, recompute=again / whole.flops, kept=1 - dropped / whole.held, weight_share=until_weights)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron.schedules.integration.layers import placed_by_hand, wrong_layers
-from megatron.schedules.integration.te_found import te_fault
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.planning.schedule import Schedule
 
 

@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-schedule-costs",
         metavar="F,I,W[,COMM]",
         help="Time of a forward, an input gradient (the paper's B), a weight gradient over half a rank's layers, and "
-        "P2P latency between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is ordered for them.",
+        "P2P latency between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is "
+        "ordered for them.",
     )
     group.add_argument(
         "--pipeline-memory-limit",

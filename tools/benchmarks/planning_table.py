@@ -9,7 +9,7 @@ from typing import Any
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.report.figures import number, percent, title
 from megatron.schedules.report.frontier_svg import Mark
-from tools._planning_cells import Cell, Result
+from tools.benchmarks.planning_cells import Cell, Result
 
 Json = Mapping[str, Any]
 Find = Callable[[Cell], Result | None]
@@ -36,7 +36,7 @@ class Peers:
     """Other projects' schedules, and ours beside each.
 
     Args:
-        data: as read from tools/data/peers.json.
+        data: as read from tools/benchmarks/peers.json.
         cells: the frontier to compare with, by (d, n, name of the costs).
         find: a cell's result; None where it was not measured.
     """

@@ -9,12 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.schedules.integration.flags import FLAGS, given
-from megatron.schedules.integration.later import after_megatron
-from megatron.schedules.integration.layers import estimated_loads, placed_by_hand, wrong_layers
-from megatron.schedules.integration.memory_limit import memory_limit
-from megatron.schedules.integration.recompute import with_recompute
-from megatron.schedules.integration.refusals import refusal, unsplittable
+from megatron.schedules.integration.flags.declared import FLAGS, given
+from megatron.schedules.integration.flags.later import after_megatron
+from megatron.schedules.integration.flags.memory_limit import memory_limit
+from megatron.schedules.integration.flags.recompute import with_recompute
+from megatron.schedules.integration.flags.refusals import refusal, unsplittable
+from megatron.schedules.integration.layers.by_stage import estimated_loads, placed_by_hand, wrong_layers
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError, one_line
@@ -26,14 +26,14 @@ from megatron.schedules.planning.store import kept_plan, takes_long
 from megatron.schedules.report.progress import shown
 
 
-class Asked(NamedTuple):
+class Planned(NamedTuple):
     """What the command line asks for, and the plan that answers it."""
 
     request: Request
     schedule: Schedule
 
 
-def check(args: Any) -> Asked | None:
+def check(args: Any) -> Planned | None:
     """Check all our flags against stock's, as parsed and before stock has validated them; the plan they ask for.
 
     Exits with status 2 after one line on standard error where something cannot work.
@@ -59,7 +59,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _checked(args: Any) -> Asked | None:
+def _checked(args: Any) -> Planned | None:
     name, size, ours = args.pipeline_schedule, args.pipeline_model_parallel_size, given(args)
     if name is None:
         check_parts(ours, [], FLAGS)
@@ -80,7 +80,7 @@ def _checked(args: Any) -> Asked | None:
     schedule = planned(request)
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Asked(request, schedule)
+    return Planned(request, schedule)
 
 
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
@@ -137,7 +137,7 @@ def _costs(args: Any, request: Request) -> Costs:
         costs = with_recompute(costs, args, (args.num_layers or 0) / count)
     if placed_by_hand(args):
         loads = estimated_loads(args, count)
-        costs = replace(costs, stage_weights=loads.work, stage_activations=loads.activations)
+        costs = replace(costs, stage_weights=loads.times, stage_activations=loads.activations)
     weights = numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
     return costs if weights is None else replace(costs, stage_weights=weights)
 

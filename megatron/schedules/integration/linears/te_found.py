@@ -6,7 +6,7 @@ import inspect
 import sys
 from importlib.util import find_spec
 
-from megatron.schedules.integration.later import TooEarlyError, after_megatron
+from megatron.schedules.integration.flags.later import TooEarlyError, after_megatron
 
 ENGINE = "transformer_engine.pytorch"
 LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")

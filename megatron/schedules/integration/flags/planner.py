@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.schedules.integration.arguments import Asked, planned
+from megatron.schedules.integration.flags.check import Planned, planned
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -26,7 +26,7 @@ class Planner:
         backend: what carries the messages, as in ``--distributed-backend``.
     """
 
-    def __init__(self, asked: Asked, backend: str) -> None:
+    def __init__(self, asked: Planned, backend: str) -> None:
         schedule = asked.schedule
         # A run changes its microbatches, not where its stages live.
         self._request = replace(asked.request, placement=schedule.placement)

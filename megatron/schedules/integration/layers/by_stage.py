@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron.schedules.integration.later import after_megatron
-from megatron.schedules.integration.layer_arithmetic import layer, output_layer
+from megatron.schedules.integration.flags.later import after_megatron
+from megatron.schedules.integration.layers.arithmetic import layer, output_layer
 from megatron.schedules.planning.errors import PlanError
 
 
@@ -111,23 +111,23 @@ class StageLoads(NamedTuple):
     """What each stage costs against the average, in model order.
 
     Args:
-        work: time of its passes.
+        times: of its passes.
         activations: what it holds of a microbatch.
     """
 
-    work: tuple[float, ...]
+    times: tuple[float, ...]
     activations: tuple[float, ...]
 
 
 def estimated_loads(args: Any, stages: int) -> StageLoads:
     """What stages with the layers that :func:`layers_by_stage` gives cost, by the arithmetic of a transformer.
 
-    Work is counted in products of matrices, memory in bytes of activations: see :mod:`.layer_arithmetic`.
+    Work is counted in products of matrices, memory in bytes of activations: see :mod:`.arithmetic`.
     """
     each = layer(args)
     loads = [each.whole.times(count) for count in layers_by_stage(args, stages)]
     loads[-1] += output_layer(args)
-    return StageLoads(_against_mean([load.work for load in loads]), _against_mean([load.held for load in loads]))
+    return StageLoads(_against_mean([load.flops for load in loads]), _against_mean([load.held for load in loads]))
 
 
 def _against_mean(loads: list[float]) -> tuple[float, ...]:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.schedules.integration.arguments import check, refuse
-from megatron.schedules.integration.flags import add_arguments, add_stock_arguments
-from megatron.schedules.integration.later import TooEarlyError
+from megatron.schedules.integration.flags.check import check, refuse
+from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.integration.flags.later import TooEarlyError
 
 # With these Megatron takes its settings from elsewhere.
 _ELSEWHERE = ("use_checkpoint_args",)

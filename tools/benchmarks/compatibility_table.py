@@ -2,7 +2,7 @@
 """Writes docs/compatibility.md from what the tests found: which of Megatron's features work under which schedule.
 
     pytest tests/integration --full-matrix --features-to docs/compatibility.json
-    python tools/compatibility_table.py
+    python -m tools.benchmarks.compatibility_table
 
 ``scripts/run_compatibility.sh`` does both. A test compares the table with the tests that there are.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 ANY = "any"
 

@@ -1,0 +1,93 @@
+"""Checkpoints that any other schedule, and stock alone, can load: what is replaced of stock's saving and loading.
+
+The reason for each replacement stands in :mod:`.hooks`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+from megatron.training import checkpointing
+from torch import Tensor
+
+from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.session import Replacement, Session
+
+
+def generate_state_dict(stock: Replacement, session: Session) -> Replacement:
+    """Leave our layout out of the arguments that go into a checkpoint."""
+
+    def replacement(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
+            args = copy.copy(args)
+            args.pipeline_model_parallel_layout = None
+        return stock(args, *rest, **kwargs)
+
+    return replacement
+
+
+def load_base_checkpoint(stock: Replacement, session: Session) -> Replacement:
+    """Refuse the old format where it would put layers into others' places."""
+
+    def replacement(load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
+        found = stock(load_dir, args, rank0=rank0, **kwargs)
+        if session.layers_elsewhere and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
+            raise RuntimeError(
+                f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
+                "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
+            )
+        return found
+
+    return replacement
+
+
+def distribute_main_replicas(stock: Replacement, session: Session) -> Replacement:
+    """Have each tensor written once, where this rank has two copies of one."""
+
+    def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(sharded_state_dict, *args, **kwargs)
+        if session.loss_on_first_rank:
+            _write_once(sharded_state_dict)
+
+    return replacement
+
+
+def fill_in_deferred_sharded_items(stock: Replacement, session: Session) -> Replacement:
+    """Have each copy of a tensor read into memory of its own."""
+
+    def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        stock(sharded_state_dict, *args, **kwargs)
+        if session.loss_on_first_rank:
+            _own_tensors(sharded_state_dict)
+
+    return replacement
+
+
+def _write_once(sharded_state_dict: dict[str, Any]) -> None:
+    """Leave each part of a tensor to one of this rank's copies of it, where stock has chosen the rank and so all."""
+    written = set()
+    for shard in nested_values(sharded_state_dict):
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+            part = _sharded_tensor_shard_id(shard)
+            if part in written:
+                shard.replica_id = 1
+            written.add(part)
+
+
+def _own_tensors(loaded: dict[str, Any]) -> None:
+    """Give each of the two copies its own tensors, where stock has read them once and put them in both places."""
+    seen = set()
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                return value.clone()
+            seen.add(id(value))
+        return value
+
+    dict_list_map_inplace(own, loaded)

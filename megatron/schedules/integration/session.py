@@ -1,0 +1,58 @@
+"""What the hooks of one process share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+
+Replacement = Callable[..., Any]
+"""A function of stock's, or what takes its place."""
+
+
+class Session:
+    """The schedule chosen on the command line, once it is parsed, and the stage whose forward runs."""
+
+    def __init__(self) -> None:
+        self.planner: Planner | None = None
+        self.function: ScheduleFunction | None = None
+        self.args: Any = None
+        self.evaluations: list[int] | None = None  # steps each of several validation sets takes
+        self._running: int | None = None
+
+    @contextmanager
+    def running(self, stage: int) -> Iterator[None]:
+        """While a stage's forward runs, Megatron's questions about first and last are about that stage."""
+        outer, self._running = self._running, stage
+        try:
+            yield
+        finally:
+            self._running = outer
+
+    @property
+    def loss_on_first_rank(self) -> bool:
+        """Whether the output layer is on the first rank rather than, as stock takes for granted, on the last."""
+        return self.planner is not None and self.planner.last_stage_rank == 0
+
+    @property
+    def layers_elsewhere(self) -> bool:
+        """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
+        return self.planner is not None and not self.planner.placement.looped
+
+    def stock_is_wrong(self, ignore_virtual: bool) -> bool:
+        """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
+        return self.loss_on_first_rank and (not ignore_virtual or self._running is not None)
+
+    def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
+        """Whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
+        assert self.planner is not None
+        placement = self.planner.placement
+        stage = self._running
+        if stage is None:
+            stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
+        return stage == 0, stage == placement.last_stage
