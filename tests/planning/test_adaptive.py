@@ -19,7 +19,7 @@ from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import NAMED, REAL, examples, recomputing, timed
 
-# Plays each order a few times: enough for what must hold however little is searched.
+# Schedules each order a few times: enough for what must hold however little is searched.
 BRIEFLY = 0.02
 
 

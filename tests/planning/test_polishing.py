@@ -43,24 +43,24 @@ def test_joining_moves_nothing_in_time(made: tuple[Schedule, Costs]):
     """Whole backwards, and split ones, side by side: a user's schedule may have both."""
     schedule, costs = made
     timeline = timed(schedule, costs)
-    joined = merge_backward(timeline)
-    validate(joined)
-    before, after = starts_of(timeline), starts_of(timed(joined, costs))
+    merged = merge_backward(timeline)
+    validate(merged)
+    before, after = starts_of(timeline), starts_of(timed(merged, costs))
     for work, start in after.items():
         twin = work if work in before else Pass(work.stage, Kind.I, work.microbatch)
         assert start == pytest.approx(before[twin])
-    assert timed(joined, costs).makespan == pytest.approx(timeline.makespan)
-    assert joined.microbatches == schedule.microbatches and joined.placement == schedule.placement
+    assert timed(merged, costs).makespan == pytest.approx(timeline.makespan)
+    assert merged.microbatches == schedule.microbatches and merged.placement == schedule.placement
 
 
 @examples(200)
 @given(costed_schedules())
 def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule, Costs]):
     schedule, costs = made
-    joined = merge_backward(timed(schedule, costs))
-    timeline = timed(joined, costs)
+    merged = merge_backward(timed(schedule, costs))
+    timeline = timed(merged, costs)
     starts, rank_of = starts_of(timeline), schedule.placement.rank_of
-    for row, ends in zip(joined.order, timeline.end, strict=True):
+    for row, ends in zip(merged.order, timeline.end, strict=True):
         for first, second, end in zip(row, row[1:], ends[1:], strict=False):
             stage, kind, m = first
             if kind is Kind.I and second == Pass(stage, Kind.W, m):
@@ -71,8 +71,8 @@ def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule
 
 
 def test_the_first_stage_is_joined_and_one_that_is_waited_for_is_not():
-    joined = merge_backward(timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")))
-    assert [" ".join(map(str, row)) for row in joined.order] == ["0F0 0B0", "1F0 1I0 1W0"]
+    merged = merge_backward(timed(written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")))
+    assert [" ".join(map(str, row)) for row in merged.order] == ["0F0 0B0", "1F0 1I0 1W0"]
 
 
 def test_a_stage_is_joined_where_the_rank_that_waits_is_late_itself():
@@ -84,12 +84,12 @@ def test_a_stage_is_joined_where_the_rank_that_waits_is_late_itself():
 
 
 def test_what_does_not_stand_together_is_not_joined():
-    joined = merge_backward(timed(written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1")))
-    assert joined.order == written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1").order
+    merged = merge_backward(timed(written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1")))
+    assert merged.order == written(sequential(1), 2, "0F0 0F1 0I0 0I1 0W0 0W1").order
 
 
 def test_a_hop_counts_for_those_who_wait_across_it():
     """In a V stage 2 hands its gradient to stage 1 on the same rank, and stage 3 to stage 2 on another."""
     rows = "0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0"
-    joined = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))
-    assert [" ".join(map(str, row)) for row in joined.order] == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1I0 1W0"]
+    merged = merge_backward(timed(written(v_shape(2), 1, *rows), Costs(comm=5)))
+    assert [" ".join(map(str, row)) for row in merged.order] == ["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1I0 1W0"]

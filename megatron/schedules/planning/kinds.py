@@ -33,7 +33,10 @@ class At(Enum):
 
 
 class Need(NamedTuple):
-    """One of ``kinds``, on the same microbatch, must have ended; where there is no such stage, nothing must."""
+    """One of ``kinds``, on the same microbatch, must have ended.
+
+    Where there is no such stage nothing must, nor where all of ``kinds`` are optional and the schedule has none.
+    """
 
     kinds: tuple[Kind, ...]
     at: At
@@ -72,6 +75,7 @@ class Row(NamedTuple):
         filler: whether no other pass waits for it.
         ends_gradients: whether the microbatch's weight gradients of the stage are complete after it.
         parts: the kinds that it is made of, where it is several in one.
+        optional: whether a stage may do without it.
     """
 
     meaning: str
@@ -83,6 +87,7 @@ class Row(NamedTuple):
     filler: bool = False
     ends_gradients: bool = False
     parts: tuple[Kind, ...] = ()
+    optional: bool = False
 
 
 _SINGLE = {
@@ -132,6 +137,8 @@ KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 
 # A whole stands for each of its parts.
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
+# What every stage does with every microbatch, the backward split.
+SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
 # The kinds that count as one where others wait: a whole as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 

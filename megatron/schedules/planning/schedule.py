@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,9 @@ from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
 Rows = tuple[tuple[Pass, ...], ...]
+
+# The kind that gets a stage's microbatches ready for passes of another.
+_GOT_READY_BY = {kind: need.kinds[0] for kind, row in KINDS.items() for need in row.needs[:1] if need.at is At.SAME}
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,14 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had."""
     done: dict[StageKind, list[int]] = defaultdict(list)
-    begun: Counter[StageKind] = Counter()
+    begun: dict[StageKind, int] = defaultdict(int)
     renumbered = []
     for stage, kind, _ in row:
-        needed = next((need.kinds for need in KINDS[kind].needs if need.at is At.SAME), None)
-        number = begun[stage, COUNTS_AS[kind]]
-        begun[stage, COUNTS_AS[kind]] += 1
-        m = number if needed is None else done[stage, needed[0]][number]
+        counted = stage, COUNTS_AS[kind]
+        m = number = begun[counted]
+        if kind in _GOT_READY_BY:
+            m = done[stage, _GOT_READY_BY[kind]][number]
+        begun[counted] = number + 1
         done[stage, kind].append(m)
         renumbered.append(Pass(stage, kind, m))
     return tuple(renumbered)

@@ -98,9 +98,12 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     after: list[list[tuple[int, float]]] = [[] for _ in passes]
     for index, (stage, kind, m) in enumerate(passes):
         for source, kinds, delay in needed[stage, kind]:
-            found = next(at for each in kinds if (at := number.get(Pass(source, each, m))) is not None)
-            before[index].append((found, delay))
-            after[found].append((index, delay))
+            for each in kinds:
+                found = number.get(Pass(source, each, m))
+                if found is not None:
+                    before[index].append((found, delay))
+                    after[found].append((index, delay))
+                    break
     steady: list[bool] = []
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)

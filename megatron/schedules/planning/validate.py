@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, WHOLES, At
+from megatron.schedules.planning.kinds import KINDS, SPLIT, WHOLES, At
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import sweep
@@ -48,8 +48,8 @@ def _validate_passes(schedule: Schedule) -> None:
     doubled = next((work for work, times in count.items() if times > 1), None)
     if doubled is not None:
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
-    in_wholes = {part: whole for parts, whole in WHOLES.items() for part in parts}
-    alone = [kind for kind, row in KINDS.items() if not row.parts and kind not in in_wholes]
+    in_wholes = {part for parts in WHOLES for part in parts}
+    alone = [kind for kind in SPLIT if kind not in in_wholes]
     for stage in range(schedule.placement.stages):
         for m in range(schedule.microbatches):
             for kind in alone:
@@ -72,11 +72,12 @@ def _validate_passes(schedule: Schedule) -> None:
 
 def _validate_local_order(schedule: Schedule) -> None:
     """What a pass needs on its own stage stands before it."""
+    needs = {kind: [need.kinds for need in row.needs if need.at is At.SAME] for kind, row in KINDS.items()}
     for row in schedule.order:
-        seen: set[Pass] = set()
+        here, seen = set(row), set[Pass]()
         for work in row:
-            for kinds, at in KINDS[work.kind].needs:
-                if at is At.SAME and not any(Pass(work.stage, kind, work.microbatch) in seen for kind in kinds):
-                    needed = Pass(work.stage, kinds[0], work.microbatch)
-                    raise PlanError(f"{schedule.name}: {work} stands before {needed}, which it needs")
+            for kinds in needs[work.kind]:
+                passes = [Pass(work.stage, kind, work.microbatch) for kind in kinds]
+                if seen.isdisjoint(passes) and not (KINDS[kinds[0]].optional and here.isdisjoint(passes)):
+                    raise PlanError(f"{schedule.name}: {work} stands before {passes[0]}, which it needs")
             seen.add(work)

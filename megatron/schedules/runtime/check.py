@@ -143,7 +143,7 @@ def _check_channels(programs: Sequence[Program]) -> None:
 
 
 class _Run:
-    """The programs played through: each rank goes on until it must wait, and is woken by what it waits for."""
+    """The programs followed through: each rank goes on until it must wait, and is woken by what it waits for."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Run:
             raise ProgramError(self._describe())
 
     def _go_on(self, rank: int) -> list[int]:
-        """Play ``rank`` until it stops; the ranks that this woke."""
+        """Follow ``rank`` until it stops; the ranks that this woke."""
         actions, waits = self._programs[rank].actions, self._waits[rank]
         woken: list[int] = []
         for index in range(self._next[rank], len(actions)):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, in_dependency_order
+from megatron.schedules.planning.kinds import KINDS, SPLIT, in_dependency_order
 from megatron.schedules.planning.list_scheduling import Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
@@ -104,7 +104,7 @@ def _arrays(tasks: Tasks) -> Instance:
 
 def one_by_one(placement: Placement, microbatches: int) -> Schedule:
     """One microbatch after another, forward and backward: the least memory there is, and no idea of an order."""
-    once = list(in_dependency_order(placement, [kind for kind, row in KINDS.items() if not row.parts]))
+    once = list(in_dependency_order(placement, SPLIT))
     rows = []
     for rank in range(placement.ranks):
         here = [work for work in once if placement.rank_of[work[0]] == rank]

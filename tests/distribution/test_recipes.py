@@ -1,0 +1,174 @@
+"""docs/architecture.md: its recipes, carried out as written on a copy of the package, give what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.planning.kinds import KINDS, WHOLES, Kind
+from megatron.schedules.report.palette import HUES
+from megatron.schedules.runtime.program import Op
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+# Where a block goes whose first line names a part of a file: after the first match.
+PLACES = {
+    "planning/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
+    "planning/kinds.py, Kind": r'\n    B = "B"\n',
+    "planning/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
+    "planning/kinds.py, needs of I": r"Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)(?=\),\n)",
+    "planning/costs.py, times": r"\n        times = \{\n",
+    "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
+    "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
+    "integration/flags/refusals.py, _RULES": r"\n_RULES = \(\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "megatron" / "schedules"
+
+
+def follow(recipe: str, package: Path) -> None:
+    """Do what the section ``recipe`` of the page says."""
+    section = re.search(rf"\n## {recipe}\n(.*?)(?=\n## )", PAGE, re.DOTALL)
+    assert section is not None
+    blocks = re.findall(r"```python\n# (.*?)\n(.*?)```", section[1], re.DOTALL)
+    assert blocks
+    for where, text in blocks:
+        path = package / where.partition(",")[0]
+        if where not in PLACES:
+            assert not path.exists()
+            path.write_text(text)
+            continue
+        found = re.search(PLACES[where], path.read_text())
+        assert found is not None, where
+        added = f", {text.strip()}" if "needs of" in where else text
+        path.write_text(path.read_text()[: found.end()] + added + path.read_text()[found.end() :])
+
+
+def python(package: Path, program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=package.parents[1],
+        env=os.environ | {"PYTHONPATH": str(package.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_schedule_is_a_file_and_a_row(package: Path):
+    follow("To add a schedule", package)
+    registry = package / "planning" / "registry.py"
+    registry.write_text(registry.read_text().replace("named import from_file,", "named import from_file, gpipe,"))
+    said = python(
+        package,
+        """
+from megatron.schedules import cli
+from megatron.schedules.planning.registry import Request, every_named, plan, stages
+from megatron.schedules.planning.textforms import to_csv
+print(to_csv(plan(Request("gpipe", 2, 2))), end="")
+assert "gpipe" in {timeline.schedule.name for timeline in every_named(Request("", 2, 2))}
+assert stages(Request("gpipe", 2, 2)) == 2
+cli.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatches 8".split())
+""",
+    )
+    assert said.startswith("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    assert re.search(r"^gpipe +27\.27 % .* 8 +200\.0 %", said, re.MULTILINE)
+
+
+KIND = """
+import io
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.list_scheduling import Policy
+from megatron.schedules.planning.reorder import improve
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planning.textforms import from_csv, from_json, to_csv, to_json
+from megatron.schedules.report.svg import draw_svg
+from megatron.schedules.report.text import draw_text
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.lowering import lower
+
+text = "0F0,0F1,0R0,0I0,0W0,0R1,0B1\\n1F0,1B0,1F1,1R1,1B1\\n"
+schedule = from_csv(text)
+assert to_csv(schedule) == text and from_json(to_json(schedule)) == schedule
+try:
+    from_csv(text.replace("0R1,0B1", "0B1,0R1"))
+except PlanError as error:
+    print("early:", error)
+
+costs = Costs(3, 2, 1)
+timeline = simulate(schedule, costs.on(schedule.placement))
+ends = dict(zip(map(str, schedule.order[1]), timeline.end[1]))
+assert ends["1R1"] - ends["1F1"] == 6
+assert "R forward again" in draw_text([timeline], 100, False).plain
+assert "R forward again" in draw_svg([timeline], "", gradients=False)
+better = improve(schedule, timeline.costs, [2, 2], [Policy(8)], 5)
+assert sorted(better.order[0]) == sorted(schedule.order[0])
+assert plan(Request("adaptive", 2, 3, memory_limit=1, search_seconds=0.01)).name
+
+class Stages:
+    def forward(self, stage, microbatch, activation, *, split): return activation
+    def backward(self, stage, microbatch, gradient): return gradient
+    def forward_again(self, stage, microbatch): print("again", stage, microbatch)
+    def reduce_gradients(self, stage): ...
+
+one = from_csv("0F0,0F1,0R1,0B1,0B0\\n")
+programs = lower(one)
+check(lower(schedule))
+class Nobody:
+    def finish(self): ...
+run(programs[0], Stages(), Nobody())
+"""
+
+
+def test_a_kind_of_pass_is_a_row_a_time_a_hue_and_a_handler(package: Path):
+    follow("To add a kind of pass", package)
+    said = python(package, KIND).splitlines()
+    assert said == ["early: file: 0B1 stands before 0R1, which it needs", "again 0 1"]
+
+
+def test_a_feature_that_cannot_work_is_a_rule(package: Path):
+    follow("To follow a feature of Megatron's", package)
+    said = python(
+        package,
+        """
+from types import SimpleNamespace
+from megatron.schedules.integration.flags.refusals import refusal
+from megatron.schedules.planning.registry import Request, plan
+flags = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
+args = SimpleNamespace(**dict.fromkeys(flags), ckpt_format="torch_dist", use_tp_pp_dp_mapping=True)
+print(refusal(args, plan(Request("1f1b", 2, 4))))
+""",
+    )
+    assert said == "does not work with --use-tp-pp-dp-mapping: an example of a rule; leave the flag out\n"
+
+
+def test_every_kind_has_its_row_its_hue_and_its_handler():
+    assert set(KINDS) == set(HUES) == set(Kind)
+    assert set(WHOLES.values()) == {kind for kind, row in KINDS.items() if row.parts}
+    found = re.search(r"\n    return \{\n((?:        (?:Kind|Op)\.\w+: \w+,\n)+)    \}", handlers())
+    assert found is not None
+    assert set(re.findall(r"(Kind|Op)\.(\w+):", found[1])) == {
+        *(("Kind", kind.name) for kind in Kind),
+        *(("Op", op.name) for op in Op),
+    }
+
+
+def handlers() -> str:
+    """The engine's source: its handlers are made for one run."""
+    return (ROOT / "megatron" / "schedules" / "runtime" / "engine.py").read_text()
