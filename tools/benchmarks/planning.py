@@ -139,8 +139,8 @@ name; and how long it takes. [How it works](adaptive.md).
 
 - {datetime.date.today()}, {_machine()}; `{command}`
 - Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to
-  {default_seconds(64, 512):.0f} for 64 and 512, where nothing else is said. It is counted in passes scheduled: the figures
-  come out the same on every machine, the times do not.
+  {default_seconds(64, 512):.0f} for 64 and 512, where nothing else is said. It is counted in passes scheduled: the
+  figures come out the same on every machine, the times do not.
 - bubble = 1 - work / makespan, from time 0 to the last end; memory: microbatches' worth of a rank's activations on the
   worst rank, where 1F1B holds d; d ranks, n microbatches; costs are F,I,W,COMM over half a rank's layers.
 
