@@ -1,9 +1,14 @@
-"""Point-to-point messages between threads as NCCL carries them on one hardware queue, nothing buffered."""
+"""Threads for ranks, and between them the worst of GPUs: nothing is buffered, and everything waits for the device.
+
+A message is through when both its ends are posted. Before a rank posts a message, starts a reduction or does a pass, it
+waits until all that it has posted is through, as if its device were synchronised there, or had one hardware queue.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,77 +18,117 @@ from megatron.schedules.runtime.transport import Channels
 
 
 class StuckError(Exception):
-    """A message did not get through in time."""
+    """Something did not get through in time."""
+
+
+class Rendezvous:
+    """What is through when so many have posted it: a message of two ends, a reduction of all replicas."""
+
+    def __init__(self, ends: int, patience: float) -> None:
+        self._missing, self._patience = ends, patience
+        self._changed = threading.Condition()
+
+    def arrive(self) -> None:
+        with self._changed:
+            self._missing -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._missing <= 0, self._patience):
+                raise StuckError
+
+    def is_completed(self) -> bool:
+        return self._missing <= 0
+
+
+class Device:
+    """What one rank has posted.
+
+    Args:
+        waits: whether everything waits for all of it; otherwise posting never waits.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+        self._posted: list[Rendezvous] = []
+
+    def synchronize(self) -> None:
+        """Wait until all that was posted is through."""
+        if self._waits:
+            for posted in self._posted:
+                posted.wait()
+            self._posted.clear()
+
+    def post(self, rendezvous: Rendezvous) -> None:
+        self.synchronize()
+        self._posted.append(rendezvous)
+        rendezvous.arrive()
 
 
 class Wire:
-    """Both ends of a channel without tags: the k-th send meets the k-th receive, whatever they are.
+    """A channel without tags: the k-th send meets the k-th receive, whatever they are."""
 
-    Args:
-        queue: whether posting waits until the poster's previous message is through.
-        patience: seconds until whoever waits raises :class:`StuckError`.
-    """
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._messages: list[tuple[Rendezvous, list[Tensor]]] = []
+        self._ends = [0, 0]
+        self._lock = threading.Lock()
 
-    def __init__(self, queue: bool, patience: float) -> None:
-        self._queue, self._patience = queue, patience
-        self._ends: tuple[list[Tensor], list[Tensor]] = [], []
-        self._through = 0
-        self._changed = threading.Condition()
-
-    def send(self, tensor: Tensor) -> Work:
-        """As :meth:`megatron.schedules.runtime.transport.End.send`."""
-        return self._post(0, tensor)
-
-    def receive(self, tensor: Tensor) -> Work:
-        """As :meth:`megatron.schedules.runtime.transport.End.receive`."""
-        return self._post(1, tensor)
-
-    def wait_for(self, count: int) -> None:
-        """Wait until ``count`` messages are through."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._through >= count, self._patience):
-                raise StuckError
-
-    def is_through(self, count: int) -> bool:
-        return self._through >= count
-
-    def _post(self, end: int, tensor: Tensor) -> Work:
+    def post(self, end: int, tensor: Tensor, device: Device) -> Rendezvous:
         """Post ``tensor`` as a send (``end`` 0) or as a receive (1)."""
-        with self._changed:
-            posted = self._ends[end]
-            if self._queue:
-                self.wait_for(len(posted))
-            posted.append(tensor)
-            while self._through < min(map(len, self._ends)):
-                sent, received = (tensors[self._through] for tensors in self._ends)
+        device.synchronize()
+        with self._lock:
+            number = self._ends[end]
+            self._ends[end] += 1
+            if number == len(self._messages):
+                self._messages.append((Rendezvous(2, self._patience), []))
+            rendezvous, tensors = self._messages[number]
+            tensors.insert(end, tensor)
+            if len(tensors) == 2:
+                sent, received = tensors
                 assert sent.shape == received.shape, f"{sent.shape} arrives in {received.shape}"
                 received.copy_(sent)
-                self._through += 1
-            self._changed.notify_all()
-            return Work(self, len(posted))
+        device.post(rendezvous)
+        return rendezvous
 
 
-class Work:
-    """What posting hands back."""
+class End:
+    """A rank's end of a wire, as :class:`megatron.schedules.runtime.transport.End`."""
 
-    def __init__(self, wire: Wire, count: int) -> None:
-        self._wire, self._count = wire, count
+    def __init__(self, wire: Wire, device: Device) -> None:
+        self._wire, self._device = wire, device
 
-    def wait(self) -> None:
-        self._wire.wait_for(self._count)
+    def send(self, tensor: Tensor) -> Rendezvous:
+        return self._wire.post(0, tensor, self._device)
 
-    def is_completed(self) -> bool:
-        return self._wire.is_through(self._count)
+    def receive(self, tensor: Tensor) -> Rendezvous:
+        return self._wire.post(1, tensor, self._device)
 
 
-def strict_channels(channels: Sequence[Channel], ranks: int, *, queue: bool, patience: float) -> list[Channels]:
+class Waiting:
+    """Stages, before each of whose passes the device is waited for; their reductions meet those of other replicas."""
+
+    def __init__(self, stages: Any, device: Device, reductions: dict[int, Rendezvous] | None = None) -> None:
+        self._stages, self._device, self._reductions = stages, device, reductions or {}
+
+    def __getattr__(self, name: str) -> Any:
+        self._device.synchronize()
+        return getattr(self._stages, name)
+
+    def reduce_gradients(self, stage: int) -> None:
+        if stage in self._reductions:
+            self._device.post(self._reductions[stage])
+
+
+def strict_channels(channels: Sequence[Channel], devices: Sequence[Device], patience: float) -> list[Channels]:
     """Every rank's channels over :class:`Wire`."""
-    wires = {channel: Wire(queue, patience) for channel in channels}
+    wires = {channel: Wire(patience) for channel in channels}
     return [
         Channels(
-            {channel.destination: wire for channel, wire in wires.items() if channel.source == rank},  # type: ignore
-            {channel.source: wire for channel, wire in wires.items() if channel.destination == rank},  # type: ignore
+            {channel.destination: End(wires[channel], device) for channel in wires if channel.source == rank},  # type: ignore
+            {channel.source: End(wires[channel], device) for channel in wires if channel.destination == rank},  # type: ignore
             torch.device("cpu"),
         )
-        for rank in range(ranks)
+        for rank, device in enumerate(devices)
     ]

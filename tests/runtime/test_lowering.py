@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Channel, Op, Program, ProgramError, channels_of
+from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from tests.runtime.messages import messages
 from tests.runtime.random_schedules import forwards_of, random_schedule
 
@@ -34,20 +36,26 @@ def texts(programs: tuple[Program, ...]) -> list[str]:
     return [" ".join(map(str, program.actions)) for program in programs]
 
 
-def test_sends_follow_their_pass_and_receives_stand_one_pass_ahead():
+def test_sends_follow_their_pass_and_receives_come_before_the_pass_in_which_they_are_sent():
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     assert texts(lower(one_f_one_b)) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE1",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1",
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1",
     ]
+
+
+def test_where_a_receive_stands_depends_on_what_passes_take():
+    one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    slow = Costs(stage_weights=(2, 1)).on(sequential(2))
+    assert texts(lower(one_f_one_b, slow))[1] == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
 
 
 def test_the_turn_of_the_v_needs_no_message_and_both_directions_share_a_pair():
     v = schedule(v_shape(2), 1, "0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2I0 1I0 2W0 1W0")
     programs = lower(v)
     assert texts(programs) == [
-        "3RECV_F0 0F0 0SEND_F0 3F0 3I0 3SEND_B0 0RECV_B0 3W0 3REDUCE0 0B0 0REDUCE0",
-        "1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2I0 1I0 1SEND_B0 2W0 2REDUCE0 1W0 1REDUCE0",
+        "0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 3REDUCE0 0RECV_B0 0B0 0REDUCE0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 1I0 1SEND_B0 2W0 2REDUCE0 1W0 1REDUCE0",
     ]
     assert programs[0].splits(3, 0) and not programs[0].splits(0, 0)
 
@@ -56,8 +64,8 @@ def test_wrap_around_between_two_ranks():
     """Both neighbours are the same rank, and every boundary between stages is crossed."""
     passes = schedule(interleaved(2, 2), 1, "0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")
     assert texts(lower(passes)) == [
-        "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2REDUCE0 0B0 0REDUCE0",
-        "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3REDUCE0 1B0 1SEND_B0 1REDUCE0",
+        "0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 2REDUCE0 0RECV_B0 0B0 0REDUCE0",
+        "1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 3REDUCE0 1RECV_B0 1B0 1SEND_B0 1REDUCE0",
     ]
 
 
@@ -112,7 +120,8 @@ def test_any_valid_schedule(seed: int, forward_only: bool):
     assert set(sent) <= set(channels_of(passes.placement))
     for program in programs:
         assert _passes(program) == [str(work) for work in passes.order[program.rank]]
-        _check_places(program)
+        _check_sends(program)
+    _check_receives(passes, programs)
     rank_of = passes.placement.rank_of
     hops = sum(a != b for a, b in pairwise(rank_of)) * passes.microbatches
     assert sum(sent.values()) == hops * (1 if forward_only else 2)
@@ -122,26 +131,33 @@ def _passes(program: Program) -> list[str]:
     return [str(action) for action in program.actions if isinstance(action.op, Kind)]
 
 
-def _check_places(program: Program) -> None:
-    passes_before = 0
-    used_at: dict[tuple[Op, int, int], int] = {}
-    posted: dict[Channel, list[tuple[int, tuple[Op, int, int]]]] = {}
-    for index, action in enumerate(program.actions):
-        op, stage, m, peer = action
-        if op in SENDS:
-            maker = program.actions[index - 1]
-            assert (maker.stage, maker.microbatch) == (stage, m)
-            assert maker.op in ((Kind.F,) if op is Op.SEND_F else (Kind.I, Kind.B))
-        elif op in RECEIVES:
-            assert peer is not None
-            posted.setdefault(Channel(peer, program.rank), []).append((passes_before, action[:3]))
-        elif op is not Op.REDUCE:
-            if op is not Kind.W:
-                used_at[Op.RECV_F if op is Kind.F else Op.RECV_B, stage, m] = passes_before
-            passes_before += 1
-    for receives in posted.values():
-        for k, (place, _) in enumerate(receives):
-            assert place == max(min(used_at[key] for _, key in receives[k:]) - 1, 0)
+def _check_sends(program: Program) -> None:
+    """A result goes out right after the pass that made it."""
+    for before, action in pairwise(program.actions):
+        if action.op in SENDS:
+            assert (before.stage, before.microbatch) == (action.stage, action.microbatch)
+            assert before.op in ((Kind.F,) if action.op is Op.SEND_F else (Kind.I, Kind.B))
+
+
+def _check_receives(passes: Schedule, programs: tuple[Program, ...]) -> None:
+    """A receive stands after all passes that are planned to end before its message is made, and before all others."""
+    timeline = simulate(passes, Costs().on(passes.placement))
+    end = {
+        work: at
+        for row, ends in zip(passes.order, timeline.end, strict=True)
+        for work, at in zip(row, ends, strict=True)
+    }
+    for program in programs:
+        ended, waiting = 0.0, 0.0
+        for op, stage, m, _ in program.actions:
+            if op in RECEIVES:
+                makers = [Pass(stage - 1, Kind.F, m)] if op is Op.RECV_F else [Pass(stage + 1, k, m) for k in "IB"]
+                made = next(end[maker] for maker in makers if maker in end)
+                assert ended <= made
+                waiting = max(waiting, made)
+            elif isinstance(op, Kind):
+                ended = end[Pass(stage, op, m)]
+                assert waiting <= ended
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "file"])

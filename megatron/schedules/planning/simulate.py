@@ -7,7 +7,7 @@ P2P latency later). That is all there is to it, so one sweep over the passes is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,12 +116,15 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     Raises:
         PlanError: where the order cannot finish; it names the pass each blocked rank waits at.
     """
-    start, end = sweep(schedule, costs)
+    start, end, _ = sweep(schedule, costs)
     return Timeline(schedule, costs, start, end)
 
 
-def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times]:
-    """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
+def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times, Sequence[int]]:
+    """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved.
+
+    Also the ranks in an order in which they can do their passes one at a time, each after all that it waits for.
+    """
     n, placement = schedule.microbatches, schedule.placement
     lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
     awaited, ends_as = _awaited(placement, n, costs.comm if costs else 0.0)
@@ -130,6 +133,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     ends: list[list[float]] = [[] for _ in schedule.order]
     clock = [0.0] * schedule.ranks
     waiting: dict[int, list[int]] = {}
+    turns: list[int] = []
     ready = deque(range(schedule.ranks))
 
     while ready:
@@ -145,6 +149,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
                     break
                 begin = max(begin, arrived + latency)
             else:
+                turns.append(rank)
                 starts[rank].append(begin)
                 now = begin + lengths[kind][stage]
                 ends[rank].append(now)
@@ -159,7 +164,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:
         raise PlanError(f"{schedule.name}: the order cannot finish: {', '.join(stuck[:4])} wait for each other")
-    return tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    return tuple(map(tuple, starts)), tuple(map(tuple, ends)), turns
 
 
 def _awaited(

@@ -1,23 +1,20 @@
 """The checker: proves that the programs of all ranks run to their end together, before any of them starts.
 
-The model is what the transport does. A channel is a directed pair of ranks with its own process group. It
-buffers nothing: a message is through when its sender has posted the send and its receiver the receive, and
-the k-th send meets the k-th receive. Posting never waits; a pass waits for the receive it uses; a sent tensor
-is kept until its message is through. So a rank stops only at a pass whose message has not come.
+The model is the strictest there is. A channel is a directed pair of ranks with its own process group. It buffers
+nothing: a message is through when its sender has posted the send and its receiver the receive, and the k-th send meets
+the k-th receive. And before every single action, a pass or the posting of a message, a rank waits until all that it has
+posted is through (``device_sync``).
 
-A stronger model can be asked for. ``single_queue``: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams of a GPU share
-one hardware queue, and a message behind an unfinished one on the same channel keeps back all that is queued after
-it. Nearly every plan holds under it, but not each; where the setting is in force, ask.
-
-Where shapes are not known beforehand, a receive goes on the channel only when a pass uses its message or a later
-one of the channel (``receives_at_use``). Alone this changes nothing, for a rank stops nowhere else; but it keeps
-sends open longer, which matters where something waits for them, as under the stronger model.
+No transport here waits so. But a rank may come to wait for its whole device in any pass, where something synchronises,
+and at any first use of a kernel, whose code is then loaded; with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, and
+more queues may be shared too) whatever is queued waits for the messages before it; and where shapes are not known
+beforehand hosts wait for each other. What ends under this model ends wherever any of that happens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.schedules.planning.kinds import KINDS, Kind
@@ -36,28 +33,11 @@ from megatron.schedules.runtime.program import (
 )
 
 
-class _Message(NamedTuple):
-    """The ``number``-th message of ``channel``."""
-
-    channel: Channel
-    number: int
-
-
-def check(
-    programs: Sequence[Program],
-    *,
-    single_queue: bool = False,
-    receives_at_use: bool = False,
-) -> None:
+def check(programs: Sequence[Program]) -> None:
     """Prove that ``programs`` end and that both ends of every channel agree on order and meaning.
 
     Args:
         programs: one for each pipeline rank, in order.
-        single_queue: ask for more: that they end even where posting on a channel stops a rank until the
-            rank's previous message on that channel is through, as with one hardware queue for all streams of
-            a GPU.
-        receives_at_use: the transport posts a receive not where the program does but at the pass that uses it, as
-            :class:`.variable_transport.VariableTransport` does.
 
     Time is linear in the actions.
 
@@ -66,21 +46,20 @@ def check(
             used, a send that meets another receive, gradients that are added to after their reduction has started, or
             ranks that wait for each other.
     """
-    waits = [_check_rank(rank, program) for rank, program in enumerate(programs)]
+    for rank, program in enumerate(programs):
+        _check_rank(rank, program)
     _check_channels(programs)
-    _Run(programs, waits, single_queue, receives_at_use).to_the_end()
+    _Run(programs).to_the_end()
 
 
-def _check_rank(rank: int, program: Program) -> dict[int, _Message]:
-    """Follow one rank's slots and gradients: the message that the action at an index waits for."""
+def _check_rank(rank: int, program: Program) -> None:
+    """Follow one rank's slots and gradients."""
     if program.rank != rank:
         raise ProgramError(f"the program of rank {program.rank} stands in the place of rank {rank}")
     rank_of, last = program.placement.rank_of, program.placement.last_stage
-    held: dict[Slot, _Message | None] = {}
-    received: dict[Channel, int] = {}
-    waits: dict[int, _Message] = {}
+    held: dict[Slot, Kind | Op] = {}
     reduced: dict[int, Action] = {}
-    for index, action in enumerate(program.actions):
+    for action in program.actions:
         op, stage, _, peer = action
         if not 0 <= stage <= last or rank_of[stage] != rank:
             raise ProgramError(f"rank {rank}: {action}: stage {stage} is not on this rank")
@@ -96,24 +75,14 @@ def _check_rank(rank: int, program: Program) -> dict[int, _Message]:
         if needed is not None:
             if needed not in held:
                 raise ProgramError(f"rank {rank}: {action} needs {needed}, which is not there")
-            message = held.pop(needed)
-            if message is not None:
-                if op in SENDS:
-                    raise ProgramError(f"rank {rank}: {action} sends on what was only received")
-                waits[index] = message
+            if held.pop(needed) in RECEIVES and op in SENDS:
+                raise ProgramError(f"rank {rank}: {action} sends on what was only received")
         if filled is not None:
             if filled in held:
                 raise ProgramError(f"rank {rank}: {action} gives {filled}, which is already there")
-            held[filled] = None
-            if op in RECEIVES:
-                assert peer is not None
-                channel = Channel(peer, rank)
-                number = received.get(channel, 0)
-                received[channel] = number + 1
-                held[filled] = _Message(channel, number)
+            held[filled] = op
     if held:
         raise ProgramError(f"rank {rank}: {next(iter(held))} is never used")
-    return waits
 
 
 def _check_channels(programs: Sequence[Program]) -> None:
@@ -122,12 +91,9 @@ def _check_channels(programs: Sequence[Program]) -> None:
     receives: dict[Channel, list[Action]] = {}
     for program in programs:
         for action in program.actions:
-            if action.peer is None:
-                continue
-            if action.op in SENDS:
-                sends.setdefault(Channel(program.rank, action.peer), []).append(action)
-            else:
-                receives.setdefault(Channel(action.peer, program.rank), []).append(action)
+            channel = _channel(program.rank, action)
+            if channel is not None:
+                (sends if action.op in SENDS else receives).setdefault(channel, []).append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         sent, received = sends.get(channel, []), receives.get(channel, [])
         for index, (send, receive) in enumerate(zip(sent, received, strict=False)):
@@ -142,21 +108,27 @@ def _check_channels(programs: Sequence[Program]) -> None:
             raise ProgramError(f"channel {channel} has {len(sent)} sends and {len(received)} receives: {extra}")
 
 
+def _channel(rank: int, action: Action) -> Channel | None:
+    """The channel that ``action`` of ``rank`` posts on."""
+    if action.peer is None:
+        return None
+    return Channel(rank, action.peer) if action.op in SENDS else Channel(action.peer, rank)
+
+
+class _Message(NamedTuple):
+    """The ``number``-th message of ``channel``."""
+
+    channel: Channel
+    number: int
+
+
 class _Run:
     """The programs followed through: each rank goes on until it must wait, and is woken by what it waits for."""
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        waits: Sequence[Mapping[int, _Message]],
-        single_queue: bool,
-        receives_at_use: bool,
-    ) -> None:
+    def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
-        self._waits = waits
-        self._single_queue = single_queue
-        self._receives_at_use = receives_at_use
         self._next = [0] * len(programs)
+        self._open: list[deque[_Message]] = [deque() for _ in programs]
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
         self._stopped: dict[int, tuple[Action, _Message]] = {}
@@ -171,40 +143,27 @@ class _Run:
 
     def _go_on(self, rank: int) -> list[int]:
         """Follow ``rank`` until it stops; the ranks that this woke."""
-        actions, waits = self._programs[rank].actions, self._waits[rank]
+        actions, posted = self._programs[rank].actions, self._open[rank]
         woken: list[int] = []
         for index in range(self._next[rank], len(actions)):
-            action, needed = actions[index], waits.get(index)
-            message = self._message(rank, action)
-            if self._single_queue and message is not None and message.number:
-                needed = message._replace(number=message.number - 1)
-            if self._receives_at_use and needed is not None and rank == needed.channel.destination:
-                woken += self._post(rank, needed)
-            if needed is not None and not self._through(needed):
-                self._stopped[rank] = action, needed
+            action = actions[index]
+            while posted and self._through(posted[0]):
+                posted.popleft()
+            if posted:
+                self._stopped[rank] = action, posted[0]
                 break
-            if message is not None:
-                woken += self._post(rank, message)
+            channel = _channel(rank, action)
+            if channel is not None:
+                woken += self._post(rank, channel)
             self._next[rank] = index + 1
         return woken
 
-    def _message(self, rank: int, action: Action) -> _Message | None:
-        """The message that ``action`` would post now, None for a pass and for a receive that its use posts."""
-        if action.peer is None:
-            return None
-        if action.op in SENDS:
-            channel = Channel(rank, action.peer)
-            return _Message(channel, self._sent.get(channel, 0))
-        if self._receives_at_use:
-            return None
-        channel = Channel(action.peer, rank)
-        return _Message(channel, self._received.get(channel, 0))
-
-    def _post(self, rank: int, message: _Message) -> list[int]:
-        """Post ``rank``'s end of ``message`` and of all before it on the channel; the other rank where this woke it."""
-        source, destination = channel = message.channel
-        posted, peer = (self._sent, destination) if rank == source else (self._received, source)
-        posted[channel] = max(posted.get(channel, 0), message.number + 1)
+    def _post(self, rank: int, channel: Channel) -> list[int]:
+        """Post ``rank``'s end of the next message of ``channel``; the other rank where this woke it."""
+        ends, peer = (self._sent, channel.destination) if rank == channel.source else (self._received, channel.source)
+        message = _Message(channel, ends.get(channel, 0))
+        ends[channel] = message.number + 1
+        self._open[rank].append(message)
         waiting = self._stopped.get(peer)
         if waiting is None or not self._through(waiting[1]):
             return []
@@ -227,5 +186,5 @@ class _Run:
         lines = []
         for stopped in circle:
             action, message = self._stopped[stopped]
-            lines.append(f"rank {stopped} at {action} for message {message.number} of channel {message.channel}")
+            lines.append(f"rank {stopped} before {action} for message {message.number} of channel {message.channel}")
         return "ranks wait for each other: " + "; ".join(lines)

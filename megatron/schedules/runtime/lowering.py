@@ -1,34 +1,86 @@
-"""Lowering: a schedule's passes become each rank's program, with every message in its place."""
+"""Lowering: a schedule's passes become each rank's program, with every message where it can hold nobody up.
+
+Some day a pass waits for its whole device: a timer synchronises, a library is loaded, memory runs short, a script
+prints a tensor. It then waits for every message that its rank has posted, and so for other ranks. Programs are made so
+that this ends, wherever it happens and however often. All passes of all ranks are put into one line, by the time at
+which they are planned to end, each after all that it waits for. A result is sent right after the pass that made it. Its
+receive is posted before the first pass of the receiver that stands later in that line. So every wait, for a message to
+come or for one to be taken, is for something earlier in the line; and what comes first waits for nothing.
+
+As planned, nothing is lost: when a message is sent its receive is posted already, and the transfer overlaps computing.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.costs import Costs, StageCosts
+from megatron.schedules.planning.kinds import KINDS
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule, gradients_complete
-from megatron.schedules.runtime.program import MESSAGES, TAKEN, Action, Channel, Op, Program, ProgramError
+from megatron.schedules.planning.simulate import sweep
+from megatron.schedules.runtime.program import MESSAGES, Action, Op, Program, ProgramError
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
+def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program, ...]:
     """The program of every rank of ``schedule``, a valid one (:func:`planning.validate.validate`).
 
-    - A result goes out right after the pass that made it.
-    - A receive is posted one pass ahead of the pass that uses it, so that the transfer overlaps computing. It is
-      posted earlier where the channel brings a later message that is used sooner: receives of a channel stand in
-      the order of its sends.
-    - The reduction of a stage's gradients starts once they are complete, after what is then sent.
+    Receives of a channel stand in the order of its sends. The reduction of a stage's gradients starts once they are
+    complete, after what is then sent. Hops within a rank need no action. Forward-only schedules lower too. Time is
+    linear in the passes, but for one sort.
 
-    Hops within a rank need no action. Forward-only schedules lower too. Time is linear in the passes.
+    Args:
+        schedule: what is lowered.
+        costs: what passes are expected to take, where that is not the same for all.
 
     Raises:
         ProgramError: where a result is sent to a rank that never uses it.
     """
-    posted = _post_receives(schedule)
+    places = _line(schedule, costs or Costs().on(schedule.placement))
+    received = _receives(schedule, places)
     return tuple(
-        Program(rank, tuple(_emit(schedule, rank, posted[rank])), schedule.placement, schedule.microbatches)
-        for rank in range(len(schedule.order))
+        Program(
+            rank, tuple(_emit(schedule, rank, received[rank], places[rank])), schedule.placement, schedule.microbatches
+        )
+        for rank in range(schedule.ranks)
     )
+
+
+class _Receive(NamedTuple):
+    """A receive, and the place in the line of the pass that makes what it receives."""
+
+    made: int
+    action: Action
+
+
+def _line(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
+    """For each rank, the places of its passes in the one line of all."""
+    _, ends, turns = sweep(schedule, costs)
+    done = [0] * schedule.ranks
+    passes: list[tuple[float, int, int]] = []
+    for turn, rank in enumerate(turns):
+        # Of equal times the first in turn: it may be what another waits for.
+        passes.append((ends[rank][done[rank]], turn, rank))
+        done[rank] += 1
+    places: list[list[int]] = [[] for _ in schedule.order]
+    for place, (_, _, rank) in enumerate(sorted(passes)):
+        places[rank].append(place)
+    return places
+
+
+def _receives(schedule: Schedule, places: Sequence[Sequence[int]]) -> list[list[_Receive]]:
+    """For each rank what it receives, in the order in which that is made."""
+    rank_of = schedule.placement.rank_of
+    found: list[list[_Receive]] = [[] for _ in schedule.order]
+    for row, line in zip(schedule.order, places, strict=True):
+        for work, place in zip(row, line, strict=True):
+            ends = _sent(work, rank_of)
+            if ends is not None:
+                _, receive = ends
+                found[rank_of[receive.stage]].append(_Receive(place, receive))
+    return [sorted(receives) for receives in found]
 
 
 def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
@@ -43,46 +95,18 @@ def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
     return Action(message.send, stage, m, rank_of[user]), Action(message.receive, user, m, rank_of[stage])
 
 
-def _post_receives(schedule: Schedule) -> list[dict[int, list[Action]]]:
-    """For each rank, the receives to post before the pass at each index of its row."""
-    rank_of, n = schedule.placement.rank_of, schedule.microbatches
-    used_at: dict[Kind | Op, list[int]] = {
-        message.receive: [-1] * (schedule.placement.stages * n) for message in MESSAGES.values()
-    }
-    sent: dict[Channel, list[Action]] = {}
-    for rank, row in enumerate(schedule.order):
-        for index, work in enumerate(row):
-            if work.kind in TAKEN:
-                used_at[MESSAGES[TAKEN[work.kind]].receive][work.stage * n + work.microbatch] = index
-            ends = _sent(work, rank_of)
-            if ends is not None:
-                sent.setdefault(Channel(rank, rank_of[ends[1].stage]), []).append(ends[1])
-
-    posted: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
-    for channel in sorted(sent):
-        used_by = []
-        for receive in sent[channel]:
-            user = used_at[receive.op][receive.stage * n + receive.microbatch]
-            if user < 0:
-                raise ProgramError(f"rank {channel.destination} is sent a message for {receive} and never uses it")
-            used_by.append(user)
-        # Going back from the last message, none may be posted after one that the channel brings later.
-        earliest = len(schedule.order[channel.destination])
-        for index in reversed(range(len(used_by))):
-            earliest = used_by[index] = min(used_by[index], earliest)
-        for receive, user in zip(sent[channel], used_by, strict=True):
-            posted[channel.destination].setdefault(max(user - 1, 0), []).append(receive)
-    return posted
-
-
-def _emit(schedule: Schedule, rank: int, posted: dict[int, list[Action]]) -> Iterable[Action]:
+def _emit(schedule: Schedule, rank: int, receives: Sequence[_Receive], places: Sequence[int]) -> Iterable[Action]:
     row, rank_of = schedule.order[rank], schedule.placement.rank_of
-    complete = set(gradients_complete(row).values())
+    complete, posted = set(gradients_complete(row).values()), 0
     for index, work in enumerate(row):
-        yield from posted.get(index, ())
+        due = bisect(receives, places[index], lo=posted, key=lambda receive: receive.made)
+        yield from (receive.action for receive in receives[posted:due])
+        posted = due
         yield Action(work.kind, work.stage, work.microbatch)
         ends = _sent(work, rank_of)
         if ends is not None:
             yield ends[0]
         if index in complete:
             yield Action(Op.REDUCE, work.stage, work.microbatch)
+    if posted < len(receives):
+        raise ProgramError(f"rank {rank} is sent a message for {receives[posted].action} and never uses it")
