@@ -11,7 +11,7 @@ from megatron.schedules.planning.registry import Request, plan
 
 
 def summary(request: Request) -> str:
-    return Planner(Planned(request, plan(request)), "gloo").summary()
+    return Planner(Planned(request, plan(request))).summary()
 
 
 def test_a_schedule_by_name_is_named():

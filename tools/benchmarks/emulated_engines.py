@@ -44,17 +44,18 @@ class Contestant(NamedTuple):
 
 def ours(request: Request) -> list[Contestant]:
     """Our schedules that have a name, planned for the costs of ``request``."""
-    return [_of_ours(name, plan(replace(request, schedule=name))) for name in OURS]
+    return [_of_ours(name, plan(replace(request, schedule=name)), request.costs) for name in OURS]
 
 
 def adaptive(request: Request) -> list[Contestant]:
     """Our adaptive within each of :data:`LIMITS`, for the costs of ``request``, which may have a P2P latency."""
     asked = replace(request, schedule="adaptive")
-    return [_of_ours(f"adaptive {limit:g}", plan(replace(asked, memory_limit=limit))) for limit in LIMITS]
+    plans = {limit: plan(replace(asked, memory_limit=limit)) for limit in LIMITS}
+    return [_of_ours(f"adaptive {limit:g}", found, request.costs) for limit, found in plans.items()]
 
 
-def _of_ours(name: str, schedule: Schedule) -> Contestant:
-    programs = lower(schedule)
+def _of_ours(name: str, schedule: Schedule, costs: Costs) -> Contestant:
+    programs = lower(schedule, costs.on(schedule.placement))
     check(programs)
     return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
 

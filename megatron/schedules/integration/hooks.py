@@ -75,7 +75,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
             # The layout says it; stock's configuration takes one or the other.
             args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
             args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-        session.args, session.planner = args, Planner(asked, args.distributed_backend)
+        session.args, session.planner = args, Planner(asked)
         return result
 
     return validate_args

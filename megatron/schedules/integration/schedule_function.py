@@ -94,9 +94,7 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
-        program = self._planner.program(
-            num_microbatches, self._rank, forward_only=forward_only, variable_lengths=config.variable_seq_lengths
-        )
+        program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size

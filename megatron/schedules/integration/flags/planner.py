@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,27 +14,26 @@ from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program, ProgramError
+from megatron.schedules.runtime.program import Program
 
 
 class Planner:
     """Makes each plan once. Every rank plans for itself, or finds what another kept: planning is deterministic.
 
+    Making one proves that the first plan's programs end, before there is any process group.
+
     Args:
         asked: the request and the plan for the number of microbatches that the flags give.
-        backend: what carries the messages, as in ``--distributed-backend``.
     """
 
-    def __init__(self, asked: Planned, backend: str) -> None:
+    def __init__(self, asked: Planned) -> None:
         schedule = asked.schedule
         # A run changes its microbatches, not where its stages live.
         self._request = replace(asked.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
-        self._programs: dict[tuple[int, bool, bool], tuple[Program, ...]] = {}
-        # With one hardware queue, which Megatron asks for under tensor parallelism, a GPU starts messages in the order
-        # they were posted, whatever their groups.
-        self._single_queue = backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        self._programs: dict[tuple[int, bool, int], Program] = {}
         self.first = schedule
+        self._first_programs = self._proved(schedule.microbatches, forward_only=False)
 
     @property
     def placement(self) -> Placement:
@@ -49,33 +47,29 @@ class Planner:
 
     @property
     def digest(self) -> str:
-        """Tells the first plan from any other."""
-        return hashlib.sha256(to_csv(self.first).encode()).hexdigest()
+        """Tells the first plan, and the costs by which its messages are placed, from any other."""
+        return hashlib.sha256(f"{to_csv(self.first)}{self._request.costs!r}".encode()).hexdigest()
 
     @cached_property
     def timeline(self) -> Timeline:
         """The first plan, timed under the costs given."""
         return simulate(self.first, self._request.costs.on(self.placement))
 
-    def program(
-        self, num_microbatches: int, rank: int, *, forward_only: bool, variable_lengths: bool = False
-    ) -> Program:
-        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for.
-
-        Raises:
-            ProgramError: where it could stand still for ever.
-        """
-        key = num_microbatches, forward_only, variable_lengths
+    def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
+        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
+        key = num_microbatches, forward_only, rank
         if key not in self._programs:
-            programs = lower(self._schedule(num_microbatches, forward_only))
-            try:
-                check(programs, single_queue=self._single_queue, receives_at_use=variable_lengths)
-            except ProgramError as error:
-                if self._single_queue:
-                    error.add_note("under CUDA_DEVICE_MAX_CONNECTIONS=1: unset it or choose another schedule")
-                raise
-            self._programs[key] = programs
-        return self._programs[key][rank]
+            programs, self._first_programs = self._first_programs, ()  # of other ranks nothing is kept
+            if forward_only or num_microbatches != self.first.microbatches or not programs:
+                programs = self._proved(num_microbatches, forward_only=forward_only)
+            self._programs[key] = programs[rank]
+        return self._programs[key]
+
+    def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
+        schedule = self._schedule(num_microbatches, forward_only)
+        programs = lower(schedule, self._request.costs.on(self.placement))
+        check(programs)
+        return programs
 
     def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
         request = replace(self._request, microbatches=num_microbatches)
