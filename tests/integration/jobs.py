@@ -28,13 +28,14 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
-from megatron.schedules.integration import gpt
+from megatron.schedules.integration import gpt, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
 from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
+from tests.integration.sync_detector import detected
 from tools.benchmarks.quick_start import quick_start
 
 quick_start()
@@ -91,6 +92,11 @@ def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
     """Bytes of all tensors alive on each rank after every tenth iteration."""
     return run_ranks(world, _live_bytes, list(flags))
+
+
+def waits(world: int, flags: Sequence[str]) -> list[list[str]]:
+    """What on each rank would make the host wait for a GPU inside a program, after the first iteration."""
+    return run_ranks(world, _waits, list(flags))
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -178,6 +184,21 @@ def _live_bytes(flags: list[str]) -> list[int]:
     training.training_log = training_log
     _rank_main(flags)
     return sizes
+
+
+def _waits(flags: list[str]) -> list[str]:
+    found: list[str] = []
+    run, runs = schedule_function.run, count()
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        with detected() as detector:
+            run(*args, **kwargs)
+        if next(runs):  # what is made once, in the first iteration, costs nothing
+            found.extend(detector.found)
+
+    schedule_function.run = watched
+    _rank_main(flags)
+    return found
 
 
 def _rank_main(flags: list[str]) -> None:

@@ -45,6 +45,11 @@ def one_rank(order: str, n: int = 1, chunks: int = 1) -> Program:
     return program
 
 
+def in_a_wrong_order(program: Program) -> Program:
+    """Which lowering would not have made."""
+    return replace(program, actions=program.actions[::-1])
+
+
 def check_equal(found: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> None:
     for stage, gradients in found.items():
         for gradient, reference in zip(gradients, expected[stage], strict=True):
@@ -181,7 +186,7 @@ def test_a_stage_that_returns_nothing_is_named():
 
 def test_unsound_programs_end_with_an_error():
     with pytest.raises(ProgramError, match="1F0 needs stage 1's input of microbatch 0, which is not there"):
-        run(one_rank("1F0 0F0", chunks=2), Recorder({0: torch.ones(1)}), NoTransport())
+        run(in_a_wrong_order(one_rank("0F0 1F0", chunks=2)), Recorder({0: torch.ones(1)}), NoTransport())
     with pytest.raises(ProgramError, match="1 tensors were made or received and never used: stage 1's input") as caught:
         run(one_rank("0F0", chunks=2), Recorder({0: torch.ones(1)}), NoTransport())
     assert caught.value.__notes__ == ["on pipeline rank 0 of 1, at the end of the program"]

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
+from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.cpu import standin
@@ -34,7 +36,7 @@ from megatron.schedules.runtime.ranges import ProfilerRanges
 class Hook(NamedTuple):
     """One name of stock's that is replaced: by ``make(stock, session)``."""
 
-    module: ModuleType
+    module: ModuleType | type
     name: str
     why: str
     make: Callable[[Replacement, Session], Replacement]
@@ -90,12 +92,23 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,
+                session.late_checks,
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observer=ProfilerRanges() if session.args.profile else None,
             )
         return session.function
 
     return get_forward_backward_func
+
+
+def _validate_result(stock: Replacement, session: Session) -> Replacement:
+    def validate_result(machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any) -> None:
+        if session.late_checks.waiting and isinstance(result, Tensor):
+            # As it is now: stock goes on to scale the loss in place.
+            result = result.detach().clone()
+        session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
+
+    return validate_result
 
 
 def _placed(build: Replacement, session: Session) -> Replacement:
@@ -181,6 +194,13 @@ HOOKS = (
         "get_forward_backward_func",
         "stock chooses its schedule by pipeline size alone",
         _get_forward_backward_func,
+    ),
+    Hook(
+        RerunStateMachine,
+        "validate_result",
+        "scripts look for NaN in every microbatch's loss, and reading it waits for the device: here, when all passes "
+        "are under way",
+        _validate_result,
     ),
     Hook(
         training,

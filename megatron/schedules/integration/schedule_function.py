@@ -13,11 +13,13 @@ from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
+from megatron.schedules.integration.timers import events_in
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.program import channels_of
@@ -35,6 +37,7 @@ class ScheduleFunction:
     Args:
         planner: gives the program for a number of microbatches.
         running: entered round the forward of every stage.
+        late_checks: what a script wants to know of results while a program runs, which waits for its end.
         report_memory: count activations, and report every rank's peak after the first training call.
         observer: told of every action; None where nobody looks.
     """
@@ -43,11 +46,12 @@ class ScheduleFunction:
         self,
         planner: Planner,
         running: Callable[[int], AbstractContextManager[None]],
+        late_checks: LateChecks,
         *,
         report_memory: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self._planner, self._running, self._observer = planner, running, observer
+        self._planner, self._running, self._late_checks, self._observer = planner, running, late_checks, observer
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._channels = _channels(planner, self._group)
@@ -103,7 +107,8 @@ class ScheduleFunction:
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         stages = MegatronStages(program, chunks, config, call, store, self._running, self._meter)
         try:
-            run(program, stages, self._transport(spec, config.variable_seq_lengths), self._observer)
+            with events_in(timers), self._late_checks.at_the_end():
+                run(program, stages, self._transport(spec, config.variable_seq_lengths), self._observer)
         finally:
             stages.close()
         store.assert_empty()

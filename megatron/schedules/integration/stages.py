@@ -108,8 +108,8 @@ class MegatronStages:
                 vp_stage=chunk if len(self._model) > 1 else None,
                 is_last_stage=is_last,
             )
-            self.tokens += tokens.to(self.tokens.device)
             if is_last:
+                self.tokens += tokens  # elsewhere stock counts none, and in host memory
                 start: GradientEdge | Tensor | None = output
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.

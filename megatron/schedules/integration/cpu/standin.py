@@ -9,6 +9,7 @@ import copy
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,9 +95,11 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._time = 0.0
 
-    def record(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None:
+        self._time = time.perf_counter()
 
     def wait(self, *args: Any) -> None: ...
 
@@ -105,8 +108,8 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    def elapsed_time(self, other: _Event) -> float:
+        return 1000 * (other._time - self._time)
 
 
 class _Properties:

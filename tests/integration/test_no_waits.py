@@ -1,0 +1,73 @@
+"""Inside a program the host never waits for the device: what a GPU has queued lasts while the next pass is prepared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.integration.features import each_schedule
+from tests.integration.results import MODEL, UNTIED
+from tests.integration.server import Megatron
+from tests.integration.sync_detector import detected
+from tests.integration.test_same_result import under
+
+JOB = "--train-iters 2 --global-batch-size 4 --pipeline-model-parallel-size 2".split()
+JOBS = {
+    "with timers in every pass": (2, "--timing-log-level 2"),
+    "bf16 with dropout and recompute": (
+        2,
+        "--bf16 --hidden-dropout .1 --attention-dropout .1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "bf16, multi-token prediction": (2, "--bf16 --mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"),
+    "fp16": (2, "--fp16"),
+    "tensor and sequence parallel": (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "data parallel, overlapped": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+}
+
+
+@pytest.mark.feature("no host synchronisation inside a program")
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("schedule", each_schedule("v-half"))
+def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule: str, job: str) -> None:
+    """NaN in the losses is looked for, as by default."""
+    world, flags = JOBS[job]
+    found = megatron("waits", world, [*MODEL, *UNTIED, *JOB, *under(schedule, "1"), *flags.split()])
+    assert [sorted(set(waits)) for waits in found] == [[]] * world
+
+
+DEVICE = torch.device("cpu")  # a tensor that is put anywhere by name counts as the device's
+
+
+def on_device(*numbers: float) -> torch.Tensor:
+    return torch.zeros(len(numbers), device=DEVICE)
+
+
+WAITS = {
+    "item": lambda: on_device(1).item(),
+    "tolist": lambda: on_device(1, 2).tolist(),
+    "bool": lambda: bool(on_device(1) > 0),
+    "print": lambda: str(on_device(1)),
+    "cpu": lambda: on_device(1).cpu(),
+    "copy to the device": lambda: torch.zeros(2).to(DEVICE),
+    "copy a number to the device": lambda: torch.tensor(1.0, device=DEVICE),
+    "pick by a mask": lambda: on_device(1, 2)[on_device(1, 2) > 1],
+    "nonzero": lambda: on_device(1, 2).nonzero(),
+    "synchronize": lambda: torch.cuda.synchronize(),
+    "of an event": lambda: torch.cuda.Event.synchronize(None),
+}
+FREE = {
+    "read in host memory": lambda: torch.zeros(2).sum().item(),
+    "copy behind the host": lambda: torch.zeros(2).to(DEVICE, non_blocking=True),
+    "take as it is": lambda: torch.as_tensor(on_device(1), device=DEVICE),
+    "make there": lambda: torch.zeros(2, device=DEVICE),
+    "add a number from host memory": lambda: on_device(1).add_(torch.tensor(0)),
+    "state of random numbers": lambda: torch.all(torch.get_rng_state() == torch.get_rng_state()).item(),
+}
+
+
+@pytest.mark.parametrize("what", [*WAITS, *FREE])
+def test_the_detector_knows_what_waits(what: str) -> None:
+    with detected() as detector:
+        (WAITS | FREE)[what]()
+    assert bool(detector.found) == (what in WAITS), detector.found
