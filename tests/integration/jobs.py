@@ -99,6 +99,11 @@ def waits(world: int, flags: Sequence[str]) -> list[list[str]]:
     return run_ranks(world, _waits, list(flags))
 
 
+def message_timeouts(world: int, flags: Sequence[str]) -> list[list[list[float]]]:
+    """For each rank how many seconds its channels may take, out and in, in the first iteration and in the last."""
+    return run_ranks(world, _message_timeouts, list(flags))
+
+
 def stock_flags() -> dict[str, tuple[object, ...]]:
     """How Megatron's own parser reads each of its flags."""
     return flags_of(add_megatron_arguments(ArgumentParser(add_help=False)))
@@ -199,6 +204,22 @@ def _waits(flags: list[str]) -> list[str]:
     schedule_function.run = watched
     _rank_main(flags)
     return found
+
+
+def _message_timeouts(flags: list[str]) -> list[list[float]]:
+    found: list[list[float]] = []
+    run = schedule_function.run
+
+    def watched(program: Any, stages: Any, transport: Any, *args: Any) -> None:
+        channels = transport._channels
+        groups = [end.group for ends in (channels.outgoing, channels.incoming) for end in ends.values()]
+        limits = [group._get_backend(channels.device).options._timeout for group in groups]
+        found.append([limit.total_seconds() for limit in limits])
+        run(program, stages, transport, *args)
+
+    schedule_function.run = watched
+    _rank_main(flags)
+    return [found[0], found[-1]]
 
 
 def _rank_main(flags: list[str]) -> None:

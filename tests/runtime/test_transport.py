@@ -6,21 +6,25 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.placement import interleaved, sequential, v_shape
+from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel, channels_of
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels, rounds
 from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE, PlainStages, without_pipeline
 from tests.runtime.random_schedules import forwards_of, random_schedule
@@ -110,6 +114,40 @@ def test_a_process_must_be_in_one_pipeline():
         "global rank 0 is in 2 of the pipelines [[0], [0]]; it must be in one",
         "global rank 1 is in 0 of the pipelines [[0]]; it must be in one",
     ]
+
+
+@pytest.mark.parametrize("d", [2, 3, 8, 64])
+@pytest.mark.parametrize(("place", "most"), [(sequential, 4), (v_shape, 4), (partial(interleaved, chunks=2), 6)])
+def test_no_rank_meets_two_others_in_a_round(place: Callable[[int], Placement], most: int, d: int):
+    """So a pipeline of 64 ranks is connected as fast as one of four."""
+    channels = channels_of(place(d))
+    found = rounds(reversed(channels))
+    assert sorted(channel for meeting in found for channel in meeting) == sorted(channels)
+    for meeting in found:
+        assert len({end for channel in meeting for end in channel}) == 2 * len(meeting)
+    assert len(found) <= most
+
+
+def _asked_for_body() -> list[tuple[Any, ...]]:
+    asked: list[tuple[Any, ...]] = []
+    made = count()
+
+    def new_group(ranks: list[int], **kwargs: Any) -> dist.ProcessGroup:
+        asked.append((ranks, kwargs.pop("timeout"), kwargs.pop("pg_options"), kwargs.pop("group_desc")))
+        return dist.new_group(ranks, **kwargs)
+
+    options = {"options": lambda: f"options {next(made)}", "new_group": new_group}
+    make_channels([[0, 1], [3, 2]], BOTH_WAYS, timeout=timedelta(seconds=9), **options)
+    return asked
+
+
+def test_every_process_is_told_of_all_groups_in_one_order():
+    """Torch counts them for their names; and each gets options of its own, for torch writes into them."""
+    found = run_ranks(4, _asked_for_body)
+    assert found == [found[0]] * 4
+    groups = [([0, 1], "0->1"), ([3, 2], "0->1"), ([1, 0], "1->0"), ([2, 3], "1->0")]
+    limit = timedelta(seconds=9)
+    assert found[0] == [(ranks, limit, f"options {k}", f"pipeline {way}") for k, (ranks, way) in enumerate(groups)]
 
 
 def _order_body() -> list[float]:

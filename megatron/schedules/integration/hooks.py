@@ -28,6 +28,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.runtime.ranges import ProfilerRanges
@@ -93,6 +94,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 session.planner,
                 session.running,
                 session.late_checks,
+                Messages(session.planner, session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observer=ProfilerRanges() if session.args.profile else None,
             )

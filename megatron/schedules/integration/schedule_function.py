@@ -18,13 +18,12 @@ from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
-from megatron.schedules.runtime.program import channels_of
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
-from megatron.schedules.runtime.variable_transport import VariableTransport
+from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
@@ -38,6 +37,7 @@ class ScheduleFunction:
         planner: gives the program for a number of microbatches.
         running: entered round the forward of every stage.
         late_checks: what a script wants to know of results while a program runs, which waits for its end.
+        messages: between this rank and its neighbours.
         report_memory: count activations, and report every rank's peak after the first training call.
         observer: told of every action; None where nobody looks.
     """
@@ -47,15 +47,15 @@ class ScheduleFunction:
         planner: Planner,
         running: Callable[[int], AbstractContextManager[None]],
         late_checks: LateChecks,
+        messages: Messages,
         *,
         report_memory: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self._planner, self._running, self._late_checks, self._observer = planner, running, late_checks, observer
+        self._planner, self._running, self._late_checks = planner, running, late_checks
+        self._messages, self._observer = messages, observer
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
-        self._channels = _channels(planner, self._group)
-        self._shapes: Channels | None = None
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._report_memory = report_memory
         self._store: WeightGradients | None = None
@@ -108,7 +108,8 @@ class ScheduleFunction:
         stages = MegatronStages(program, chunks, config, call, store, self._running, self._meter)
         try:
             with events_in(timers), self._late_checks.at_the_end():
-                run(program, stages, self._transport(spec, config.variable_seq_lengths), self._observer)
+                transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
+                run(program, stages, transport, self._observer)
         finally:
             stages.close()
         store.assert_empty()
@@ -125,13 +126,6 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
-
-    def _transport(self, spec: MessageSpec, variable_lengths: bool) -> Transport:
-        if not variable_lengths:
-            return GroupTransport(self._channels, spec)
-        if self._shapes is None:
-            self._shapes = make_channels(_pipelines(self._group), channels_of(self._planner.placement), backend="gloo")
-        return VariableTransport(self._channels, self._shapes, spec)
 
     @property
     def peak_activation_bytes(self) -> int:
@@ -170,26 +164,6 @@ class ScheduleFunction:
         dist.all_gather_object(peaks, self._meter.peak, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
-
-
-def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:
-    """The messages' process groups, once every rank is seen to have the same plan."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, planner.digest)
-    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
-    if other is not None:
-        raise RuntimeError(
-            f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
-            "all the same, or one folder for plans in $MEGATRON_SCHEDULES_CACHE"
-        )
-    return make_channels(_pipelines(group), channels_of(planner.placement))
-
-
-def _pipelines(group: dist.ProcessGroup) -> list[list[int]]:
-    """The global ranks of every pipeline of the job; collective over all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tuple(dist.get_process_group_ranks(group)))
-    return [list(ranks) for ranks in sorted(set(found))]
 
 
 def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:

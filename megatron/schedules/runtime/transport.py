@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from itertools import count, product
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,8 +88,8 @@ class Channels:
         device: where the backend takes its tensors from: the CPU for gloo, this process's GPU for NCCL.
     """
 
-    outgoing: Mapping[int, End]
-    incoming: Mapping[int, End]
+    outgoing: dict[int, End]
+    incoming: dict[int, End]
     device: torch.device
 
 
@@ -98,6 +99,8 @@ def make_channels(
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
+    options: Callable[[], Any] = lambda: None,
+    new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
 ) -> Channels:
     """Make a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
@@ -108,7 +111,11 @@ def make_channels(
 
     One number goes over every channel before it is used. NCCL makes a communicator at the first message and
     blocks the host until both ends are there; in a run the first receive is posted ahead of passes that its
-    sender waits for.
+    sender waits for. Pairs that share no rank are greeted at once, so this takes no longer in a long pipeline.
+
+    Every process is told of every group, though it is in a few: torch counts them to name them, unless told to ask
+    only the members (``use_local_synchronization``), and then it counts those of the process, of which stock has made
+    more on some ranks than on others.
 
     Args:
         pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every
@@ -116,6 +123,8 @@ def make_channels(
         channels: as :func:`.program.channels_of` gives them; the same on every process.
         backend: ``gloo`` or ``nccl``; the default group's where None.
         timeout: how long a receive or a send may take before it raises; torch's default where None.
+        options: makes what a group is told of its backend (``pg_options``), anew for each.
+        new_group: as ``torch.distributed.new_group``.
 
     Raises:
         ValueError: where this process is not in exactly one pipeline.
@@ -128,36 +137,50 @@ def make_channels(
             f"global rank {me} is in {len(mine)} of the pipelines {list(map(list, pipelines))}; it must be in one"
         )
     backend = backend or dist.get_backend()
-    order = sorted(set(channels))
-    outgoing: dict[int, End] = {}
-    incoming: dict[int, End] = {}
-    for pipeline in pipelines:
-        for channel in order:
-            ends = pipeline[channel.source], pipeline[channel.destination]
-            group = dist.new_group(list(ends), timeout=timeout, backend=backend, group_desc=f"pipeline {channel}")
-            if me == ends[0]:
-                outgoing[channel.destination] = End(group, dist.get_group_rank(group, ends[1]))
-            elif me == ends[1]:
-                incoming[channel.source] = End(group, dist.get_group_rank(group, ends[0]))
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    made = Channels(outgoing, incoming, device)
-    _greet(made, mine[0].index(me), order)
+    made, numbers = Channels({}, {}, device), count()
+    for meeting in rounds(channels):
+        for pipeline, channel in product(pipelines, meeting):
+            ends = pipeline[channel.source], pipeline[channel.destination]
+            group = new_group(
+                list(ends), timeout=timeout, backend=backend, pg_options=options(), group_desc=f"pipeline {channel}"
+            )
+            if me == ends[0]:
+                made.outgoing[channel.destination] = End(group, dist.get_group_rank(group, ends[1]))
+            elif me == ends[1]:
+                made.incoming[channel.source] = End(group, dist.get_group_rank(group, ends[0]))
+        for channel in meeting:
+            _greet(made, mine[0].index(me), channel, next(numbers))
     return made
 
 
-def _greet(made: Channels, rank: int, order: Sequence[Channel]) -> None:
-    for number, channel in enumerate(order):  # the same order everywhere, so nobody waits in a circle
-        if rank == channel.source:
-            word = torch.tensor([number], device=made.device)
-            made.outgoing[channel.destination].send(word).wait()
-        elif rank == channel.destination:
-            word = torch.tensor([-1], device=made.device)
-            made.incoming[channel.source].receive(word).wait()
-            if word.item() != number:
-                raise RuntimeError(
-                    f"channel {channel} brought {word.item()} instead of {number}: "
-                    "its two ends made their groups in different orders"
-                )
+def rounds(channels: Iterable[Channel]) -> list[list[Channel]]:
+    """``channels`` in rounds in which no rank meets two others: four for neighbours in a line, however long."""
+    found: list[list[Channel]] = []
+    busy: list[set[int]] = []
+    for channel in sorted(set(channels)):
+        ends = {channel.source, channel.destination}
+        at = next((at for at, ranks in enumerate(busy) if not ranks & ends), len(busy))
+        if at == len(busy):
+            busy.append(set())
+            found.append([])
+        busy[at] |= ends
+        found[at].append(channel)
+    return found
+
+
+def _greet(made: Channels, rank: int, channel: Channel, number: int) -> None:
+    if rank == channel.source:
+        word = torch.tensor([number], device=made.device)
+        made.outgoing[channel.destination].send(word).wait()
+    elif rank == channel.destination:
+        word = torch.tensor([-1], device=made.device)
+        made.incoming[channel.source].receive(word).wait()
+        if word.item() != number:
+            raise RuntimeError(
+                f"channel {channel} brought {word.item()} instead of {number}: "
+                "its two ends made their groups in different orders"
+            )
 
 
 class GroupTransport:

@@ -1,0 +1,90 @@
+"""A job's messages between pipeline ranks: process groups made once, as stock's flags ask of its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.runtime.program import channels_of
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
+from megatron.schedules.runtime.variable_transport import VariableTransport
+
+# A posted receive holds its multiprocessors until its message comes. These few still fill a link within a node.
+_MULTIPROCESSORS = 4
+
+
+class Messages:
+    """The channels of one rank; made by all ranks at once, after all are seen to have the same plan.
+
+    ``--distributed-timeout-minutes`` and ``-seconds-after-init``, and for NCCL what ``--nccl-communicator-config-path``
+    and ``--high-priority-stream-groups`` say of ``pp``, hold for them as for stock's own pipeline groups.
+
+    Args:
+        planner: says who talks to whom.
+        args: the job's.
+
+    Raises:
+        RuntimeError: where ranks have different plans.
+    """
+
+    def __init__(self, planner: Planner, args: Any) -> None:
+        _agree(planner.digest)
+        self._make = partial(
+            make_channels,
+            _pipelines(),
+            channels_of(planner.placement),
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            new_group=parallel_state.create_group,  # keeps count of groups, for timeouts that change
+        )
+        if "nccl" in dist.get_backend():
+            self._channels = self._make(options=partial(nccl_options, args))
+        else:
+            self._channels = self._make()
+        self._shapes: Channels | None = None
+
+    def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
+        """For the messages of one run; all ranks ask alike."""
+        if not variable_lengths:
+            return GroupTransport(self._channels, spec)
+        if self._shapes is None:
+            self._shapes = self._make(backend="gloo")
+        return VariableTransport(self._channels, self._shapes, spec)
+
+
+def nccl_options(args: Any) -> Any:
+    """What NCCL is told of one of our groups: as ``pp``, and few multiprocessors where nothing is said of them."""
+    config: dict[str, Any] = {}
+    if args.nccl_communicator_config_path is not None:
+        import yaml  # type: ignore[import-untyped]  # which only this flag needs, here as in stock
+
+        with open(args.nccl_communicator_config_path) as file:
+            config = dict((yaml.safe_load(file) or {}).get("pp") or {})
+    if not {"min_ctas", "max_ctas"} & config.keys():
+        config["max_ctas"] = _MULTIPROCESSORS
+    if "pp" in (args.high_priority_stream_groups or ()):
+        config["is_high_priority_stream"] = True
+    return parallel_state.get_nccl_options("pp", {"pp": config})
+
+
+def _agree(digest: str) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, digest)
+    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
+            "all the same, or one folder for plans in $MEGATRON_SCHEDULES_CACHE"
+        )
+
+
+def _pipelines() -> list[list[int]]:
+    """The global ranks of every pipeline of the job; collective over all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    dist.all_gather_object(found, tuple(mine))
+    return [list(ranks) for ranks in sorted(set(found))]
