@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import training
@@ -85,7 +86,7 @@ def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
-    """What each rank does in its first iteration, in order: passes by kind and chunk, and "reduce" with the chunk."""
+    """What each rank does, in order: passes by kind and chunk, as they begin and end, and "reduce" for each bucket."""
     return run_ranks(world, _reductions, list(flags))
 
 
@@ -154,20 +155,29 @@ def _reductions(flags: list[str]) -> list[tuple[str, int]]:
         run = getattr(stages, name)
 
         def act(self: Any, stage: int, *args: Any, **kwargs: Any) -> Any:
-            seen.append((kinds[name], self._placement.chunk_of(stage)))
-            return run(self, stage, *args, **kwargs)
+            chunk = self._placement.chunk_of(stage)
+            seen.append((kinds[name], chunk))
+            result = run(self, stage, *args, **kwargs)
+            seen.append((f"end of {kinds[name]}", chunk))
+            return result
 
         return act
 
     for name in kinds:
         setattr(MegatronStages, name, noted(MegatronStages, name))
-    start = DistributedDataParallel.start_grad_sync
+    chunks: dict[Any, int] = {}
+    build, start = DistributedDataParallel.__init__, _ParamAndGradBucketGroup.start_grad_sync
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        chunks.update(dict.fromkeys(self.bucket_groups, get_attr_wrapped_model(self, "vp_stage") or 0))
 
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(("reduce", get_attr_wrapped_model(self, "vp_stage") or 0))
+        seen.append(("reduce", chunks[self]))
         return start(self, *args, **kwargs)
 
-    DistributedDataParallel.start_grad_sync = start_grad_sync
+    DistributedDataParallel.__init__ = built
+    _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _rank_main(flags)
     return seen
 

@@ -110,6 +110,7 @@ class ScheduleFunction:
             with events_in(timers), self._late_checks.at_the_end():
                 transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
                 run(program, stages, transport, self._observer)
+                stages.finish()
         finally:
             stages.close()
         store.assert_empty()

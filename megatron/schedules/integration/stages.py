@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.schedules.integration.gradient_reduction import GradientReduction
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program
@@ -76,11 +77,16 @@ class MegatronStages:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._placement: Placement = program.placement
+        self._completing = program.completing
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
         self._running = running
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        self._reduction = _GradientReduction(config, call.forward_only)
+        self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
+
+    def finish(self) -> None:
+        """Start what gradients' reductions have not started; to be called once the program has ended well."""
+        self._reduction.finish()
 
     def close(self) -> None:
         """Let stock reduce gradients again; to be called however the program ended."""
@@ -88,6 +94,7 @@ class MegatronStages:
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._reduction.begin_pass()
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
         training = not self._call.forward_only
         if activation is not None and training:
@@ -121,20 +128,30 @@ class MegatronStages:
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin_backward(stage, microbatch, None)
         return self._backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._reduction.begin_pass()
         with self._store.split(stage, microbatch):
             return self._backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin_backward(stage, microbatch, self._store.parameters(stage, microbatch))
         self._store.run(stage, microbatch)
 
     def reduce_gradients(self, stage: int) -> None:
         """See :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._reduction.start(self._model[self._placement.chunk_of(stage)])
+        self._reduction.complete(self._placement.chunk_of(stage))
+
+    def _begin_backward(self, stage: int, microbatch: int, late: Collection[Tensor] | None) -> None:
+        """Before a pass that may be the last to add to its chunk's gradients, to those of ``late``."""
+        self._reduction.begin_pass()
+        passes_left = self._completing.get((stage, microbatch))
+        if passes_left is not None:
+            self._reduction.completing(self._placement.chunk_of(stage), late, passes_left)
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers = self._config.timers
@@ -164,27 +181,3 @@ class MegatronStages:
         if self._call.forward_only and self._call.first_val_step is not None:
             return self._call.first_val_step and first
         return first
-
-
-class _GradientReduction:
-    """Leaves it to the program when the data-parallel reduction of each chunk's gradients starts.
-
-    Stock leaves ``no_sync`` for the last microbatch's backward and lets every parameter's hook count itself ready. With
-    a split backward the last microbatch's I comes before earlier ones' W, so hooks would count too early. Here the
-    hooks never count; the chunk's reduction is started as a whole, and overlaps the rest of the schedule.
-    """
-
-    def __init__(self, config: Any, forward_only: bool) -> None:
-        no_sync = config.no_sync_func
-        self._open = ExitStack()
-        self._held_back = no_sync is not None and not forward_only
-        if self._held_back:
-            for enter in no_sync if isinstance(no_sync, (list, tuple)) else [no_sync]:
-                self._open.enter_context(enter())
-
-    def start(self, chunk: Any) -> None:
-        if self._held_back:
-            chunk.start_grad_sync()
-
-    def close(self) -> None:
-        self._open.close()

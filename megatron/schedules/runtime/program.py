@@ -166,6 +166,17 @@ class Program:
             Instruction(action, slot_needed(action, last), slot_filled(action, last)) for action in self.actions
         )
 
+    @cached_property
+    def completing(self) -> Mapping[tuple[int, int], int]:
+        """For each stage and microbatch whose last pass completes the stage's gradients, how many passes follow it."""
+        found: dict[tuple[int, int], int] = {}
+        left = 0
+        for action in reversed(self.actions):
+            if action.op is Op.REDUCE:
+                found[action.stage, action.microbatch] = left
+            left += isinstance(action.op, Kind)
+        return found
+
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split

@@ -37,5 +37,5 @@ class Stages(Protocol):
         ...
 
     def reduce_gradients(self, stage: int) -> None:
-        """Start the data-parallel reduction of the stage's gradients, which are complete; it overlaps what follows."""
+        """The stage's gradients are complete: let their data-parallel reduction start, and overlap what follows."""
         ...

@@ -118,6 +118,10 @@ class WeightGradients:
         """How many closures are queued for (stage, microbatch)."""
         return len(self._waiting.get((stage, microbatch), ()))
 
+    def parameters(self, stage: int, microbatch: int) -> set[Tensor]:
+        """The parameters that the W of (stage, microbatch) gives gradients to."""
+        return {parameter for item in self._waiting.get((stage, microbatch), ()) for parameter in item.parameters}
+
     def assert_empty(self) -> None:
         """Raise RuntimeError if any opened (stage, microbatch) has not had its W."""
         if self._waiting:
