@@ -163,7 +163,11 @@ WRONG = {
     "too few weights": ([*ADAPTIVE, "--stage-weights", "1,1,1"], "3 stage weights given"),
     "too few activations": ([*PLAN, "--stage-activations", "1,1,1"], "3 stage activations given"),
     "a negative weight": ([*PLAN, "--stage-weights", "1,-2,1,1,1,1,1,1"], "--stage-weights -2 is below zero"),
-    "a share above all": ([*PLAN, "--weight-share", "1.5"], "--weight-share: the share of memory held until W must be"),
+    "a share below none": ([*PLAN, "--weight-share", "-1"], "--weight-share: the share of memory held until W must be"),
+    "no such share": (
+        [*PLAN, "--weight-share", "150"],
+        "--weight-share: the share of memory held until W must be from",
+    ),
     "more recomputed than there is": (
         [*PLAN, "--recompute", "2"],
         "--recompute: the share of the forward that is recompu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def test_every_call_ends_soon_and_a_refusal_is_one_line_that_names_the_flag(
         status = main(arguments)
         took = time.monotonic() - begun
         _, err = capsys.readouterr()
+        err = re.sub(r"^planning .* after \d+ s\n", "", err, flags=re.MULTILINE)  # a busy machine has time to say it
         call = " ".join(argument[:50] for argument in arguments)
         assert took < LONGEST_S, call
         if status == 0:

@@ -108,8 +108,9 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--weight-share",
                 metavar="X",
-                help="The part of the activation memory that an input gradient leaves to its weight gradient, from 0 "
-                "to 1 (all of it without this flag): give it where it was measured, and weight gradients may wait.",
+                help="What an input gradient leaves to its weight gradient, as a part of the activation memory (all "
+                "of it without this flag; more than 1 where gradients that wait outweigh it): give it where it was "
+                "measured, and weight gradients may wait.",
             ),
             click.option(
                 "--recompute",
@@ -207,7 +208,7 @@ class Ask:
         self.ranks, self.microbatches = d, n
         texts = {"weight_share": weight_share, "recompute": recompute, "kept": kept}
         shares = {
-            part: number(FLAGS[part], text, "a share from 0 to 1") for part, text in texts.items() if text is not None
+            part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
         self.costs = replace(
             _times(costs, costs_file, d),

@@ -105,6 +105,11 @@ def message_timeouts(world: int, flags: Sequence[str]) -> list[list[list[float]]
     return run_ranks(world, _message_timeouts, list(flags))
 
 
+def counted(world: int, flags: Sequence[str]) -> list[list[bool]]:
+    """For each rank and iteration whether tensors were counted, which is slow."""
+    return run_ranks(world, _counted, list(flags))
+
+
 def stock_flags() -> dict[str, tuple[object, ...]]:
     """How Megatron's own parser reads each of its flags."""
     return flags_of(add_megatron_arguments(ArgumentParser(add_help=False)))
@@ -230,6 +235,19 @@ def _message_timeouts(flags: list[str]) -> list[list[float]]:
     schedule_function.run = watched
     _rank_main(flags)
     return [found[0], found[-1]]
+
+
+def _counted(flags: list[str]) -> list[bool]:
+    found: list[bool] = []
+    run = schedule_function.run
+
+    def watched(program: Any, stages: Any, *args: Any) -> None:
+        found.append((stages._meter or stages._store._meter) is not None)
+        run(program, stages, *args)
+
+    schedule_function.run = watched
+    _rank_main(flags)
+    return found
 
 
 def _rank_main(flags: list[str]) -> None:

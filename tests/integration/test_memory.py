@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.schedules.planning.registry import Request, plan
 from tests.integration.results import MODEL, UNTIED
@@ -56,3 +57,24 @@ def test_memory_stays_flat_over_100_iterations(megatron):
         assert len(sizes) == 10
         # The first iterations make the optimizer's state and fill caches.
         assert max(sizes) <= sizes[0], f"bytes of tensors after every tenth iteration: {sizes}"
+
+
+def test_measuring_ends_with_its_report(megatron):
+    flags = "--global-batch-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule v-half --train-iters 3".split()
+    flags += ["--pipeline-schedule-report-memory", "--eval-iters", "0"]
+    assert megatron("counted", 2, [*MODEL, *UNTIED, *flags]) == [[True, False, False]] * 2
+
+
+def test_on_a_gpu_its_allocator_is_asked(monkeypatch):
+    from megatron.schedules.integration.cpu import standin
+    from megatron.schedules.integration.peak_memory import PeakMemory
+
+    allocated = {"now": 100, "most": 5000}
+    monkeypatch.setattr(standin, "enabled", lambda: False)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: allocated.update(most=allocated["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocated["most"])
+    measured = PeakMemory([])
+    assert measured.meter is None, "nothing is counted tensor by tensor"
+    allocated.update(now=150, most=170)
+    assert measured.bytes == 70

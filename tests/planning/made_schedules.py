@@ -83,9 +83,11 @@ def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
 
 @st.composite
 def recomputing(draw: st.DrawFn) -> Costs:
-    """Unit costs that recompute nothing, all, or a part, and keep for W what they may."""
-    share = st.sampled_from((0.0, 0.25, 1.0))
-    return draw(st.sampled_from((Costs(), Costs(recompute=draw(share), kept=draw(share), weight_share=draw(share)))))
+    """Unit costs that recompute nothing, all, or a part, and keep for W what they may, or more than F left."""
+    share, left_to_w = st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.0, 0.25, 1.0, 1.75))
+    return draw(
+        st.sampled_from((Costs(), Costs(recompute=draw(share), kept=draw(share), weight_share=draw(left_to_w))))
+    )
 
 
 @st.composite

@@ -39,6 +39,12 @@ def test_half_a_ranks_layers_take_their_measured_milliseconds(tmp_path: Path):
     assert (costs.comm, costs.weight_share) == (0, 0.75)
 
 
+def test_more_may_wait_for_a_w_than_for_its_i(tmp_path: Path):
+    chunk = {"layers": 2, "activation_bytes": 4000, "weight_bytes": 5000}
+    times = {name: {"median": 0.02, "low": 0.02, "high": 0.02} for name in PASSES}
+    assert read_profile(written(tmp_path / "p.json", chunk=chunk | times)).costs(4).weight_share == 1.25
+
+
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_commands_read_it(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = str(written(tmp_path / "p.json"))

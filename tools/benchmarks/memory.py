@@ -125,6 +125,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
     def noted(self: ScheduleFunction, **asked: Any) -> list[Any]:
         step(self, **asked | {"num_microbatches": 1})
         one = self.peak_activation_bytes
+        self.measure_next_call()
         losses = step(self, **asked)
         schedule = self._planner.first
         whole, shared = (

@@ -19,6 +19,7 @@ from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.peak_memory import PeakMemory
 from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -38,7 +39,7 @@ class ScheduleFunction:
         running: entered round the forward of every stage.
         late_checks: what a script wants to know of results while a program runs, which waits for its end.
         messages: between this rank and its neighbours.
-        report_memory: count activations, and report every rank's peak after the first training call.
+        report_memory: measure and report every rank's peak in the first training call.
         observer: told of every action; None where nobody looks.
     """
 
@@ -57,9 +58,9 @@ class ScheduleFunction:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
-        self._report_memory = report_memory
+        self._measure_next = report_memory
         self._store: WeightGradients | None = None
-        self._meter: ActivationMeter | None = None
+        self.peak_activation_bytes = 0
 
     def __call__(
         self,
@@ -103,9 +104,13 @@ class ScheduleFunction:
         call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
         )
-        store = self._bound_store(chunks)
+        measured, meter = None, None
+        if self._measure_next and not forward_only:
+            measured = PeakMemory(parameter for chunk in chunks for parameter in chunk.parameters())
+            meter = measured.meter
+        store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
-        stages = MegatronStages(program, chunks, config, call, store, self._running, self._meter)
+        stages = MegatronStages(program, chunks, config, call, store, self._running, meter)
         try:
             with events_in(timers), self._late_checks.at_the_end():
                 transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
@@ -123,22 +128,20 @@ class ScheduleFunction:
                 mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         if not forward_only:
             self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
-            self._report_peak()
+        if measured is not None:
+            self._report(measured)
         if timers is not None:
             timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
 
-    @property
-    def peak_activation_bytes(self) -> int:
-        """The most this rank has held, where it is counted; else 0."""
-        return 0 if self._meter is None else self._meter.peak
+    def measure_next_call(self) -> None:
+        """Measure and report what the next training call holds: :attr:`peak_activation_bytes`, 0 before."""
+        self._measure_next = True
 
-    def _bound_store(self, chunks: Sequence[torch.nn.Module]) -> WeightGradients:
-        """The queue of weight gradients, which the model's linears know; made at the first call."""
-        if self._store is None:
-            if self._report_memory:
-                self._meter = ActivationMeter(p for chunk in chunks for p in chunk.parameters())
-            self._store = WeightGradients(self._meter)
+    def _bound_store(self, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> WeightGradients:
+        """The queue of weight gradients, which the model's linears know; one for all calls but those measured."""
+        if self._store is None or meter is not None:
+            self._store = WeightGradients(meter)
             for chunk in chunks:
                 split_linears(chunk, self._store)
                 split_te_linears(chunk, self._store)
@@ -157,12 +160,12 @@ class ScheduleFunction:
         )
         tied.sum_gradients(chunks)
 
-    def _report_peak(self) -> None:
-        if self._meter is None or not self._report_memory:
-            return
-        self._report_memory = False
+    def _report(self, measured: PeakMemory) -> None:
+        self._measure_next, self.peak_activation_bytes = False, measured.bytes
+        if measured.meter is not None:
+            self._store = None  # the next one counts nothing
         peaks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(peaks, self._meter.peak, group=self._group)
+        dist.all_gather_object(peaks, measured.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
 

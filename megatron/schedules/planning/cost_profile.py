@@ -55,7 +55,7 @@ class CostProfile:
         scale = 1e3 * self.model_layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
-        return Costs(forward, input_grad, weight_grad, weight_share=min(1.0, share))
+        return Costs(forward, input_grad, weight_grad, weight_share=share)
 
 
 def read_profile(path: Path) -> CostProfile:

@@ -13,6 +13,8 @@ from megatron.schedules.planning.placement import Placement
 
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
 _LEAST, _MOST = 1e-100, 1e100
+# No linear's W needs so much more than its I: a slip.
+_MOST_SHARE = 100
 # Times further apart than this are lost in each other's rounding.
 _APART = 1e15
 
@@ -79,7 +81,8 @@ class Costs:
     the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
     the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
     multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
-    ``weight_share`` is the part of the activations that stays from I until W is done: all of it unless measured.
+    ``weight_share`` is what I leaves to W, against what F leaves to I: as much unless measured. It may be more, since I
+    makes gradients that W needs.
     ``recompute`` is the part of the forward that I does again, and ``kept`` the part of the activations that F leaves
     to it: less than all where the rest is recomputed. Memory counts whole activations, so 1F1B that recomputes nothing
     holds d microbatches.
@@ -108,9 +111,10 @@ class Costs:
                 raise PlanError(f"per-stage weights must be {fault}", part)
         if self.stage_weights is not None and not any(self.stage_weights):
             raise PlanError("at least one stage must take time", "stage_weights")
-        if not 0 <= self.weight_share <= 1:
+        if not 0 <= self.weight_share <= _MOST_SHARE:
             raise PlanError(
-                f"the share of memory held until W must be from 0 to 1, not {self.weight_share:g}", "weight_share"
+                f"the share of memory held until W must be from 0 to {_MOST_SHARE}, not {self.weight_share:g}",
+                "weight_share",
             )
         if not 0 <= self.recompute <= 1:
             raise PlanError(

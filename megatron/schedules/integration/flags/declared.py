@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule-report-memory",
         action="store_true",
-        help="Count the bytes of activations each rank really holds and print every rank's peak after the first "
-        "iteration: to check a plan on your model. Costs a little host time.",
+        help="Print after the first iteration how many bytes each rank held at most, as a GPU's allocator says or, "
+        "without one, counted tensor by tensor: to check a plan on your model. Later iterations are not measured.",
     )
     return parser
 
