@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -31,7 +32,7 @@ import pretrain_gpt
 from megatron.schedules.integration import gpt, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
-from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
+from tests.integration import conversations, fake_wandb, low_rank, plain_attention, standing_step, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -97,6 +98,11 @@ def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
 def waits(world: int, flags: Sequence[str]) -> list[list[str]]:
     """What on each rank would make the host wait for a GPU inside a program, after the first iteration."""
     return run_ranks(world, _waits, list(flags))
+
+
+def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
+    """A job whose rank 1 may not come out of its sixth forward step (:mod:`.standing_step`); each rank's threads."""
+    return run_ranks(world, _standing, list(flags), how, timeout=60.0)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -199,6 +205,12 @@ def _waits(flags: list[str]) -> list[str]:
     schedule_function.run = watched
     _rank_main(flags)
     return found
+
+
+def _standing(flags: list[str], how: str) -> list[str]:
+    standing_step.put_in_place(how)
+    _rank_main(flags)
+    return [thread.name for thread in threading.enumerate()]
 
 
 def _rank_main(flags: list[str]) -> None:

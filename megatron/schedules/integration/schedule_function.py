@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
@@ -22,7 +24,9 @@ from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.place import Place
 from megatron.schedules.runtime.program import channels_of
+from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
 from megatron.schedules.runtime.variable_transport import VariableTransport
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -38,6 +42,7 @@ class ScheduleFunction:
         planner: gives the program for a number of microbatches.
         running: entered round the forward of every stage.
         late_checks: what a script wants to know of results while a program runs, which waits for its end.
+        stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: count activations, and report every rank's peak after the first training call.
         observer: told of every action; None where nobody looks.
     """
@@ -48,6 +53,7 @@ class ScheduleFunction:
         running: Callable[[int], AbstractContextManager[None]],
         late_checks: LateChecks,
         *,
+        stall_seconds: float = 0.0,
         report_memory: bool = False,
         observer: Observer | None = None,
     ) -> None:
@@ -60,6 +66,7 @@ class ScheduleFunction:
         self._report_memory = report_memory
         self._store: WeightGradients | None = None
         self._meter: ActivationMeter | None = None
+        self._place = _watched(stall_seconds) if stall_seconds else Place()
 
     def __call__(
         self,
@@ -106,24 +113,26 @@ class ScheduleFunction:
         store = self._bound_store(chunks)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         stages = MegatronStages(program, chunks, config, call, store, self._running, self._meter)
-        try:
-            with events_in(timers), self._late_checks.at_the_end():
-                run(program, stages, self._transport(spec, config.variable_seq_lengths), self._observer)
-        finally:
-            stages.close()
-        store.assert_empty()
-
-        losses, tokens = stages.losses, stages.tokens
+        transport = self._transport(spec, config.variable_seq_lengths)
         last_rank = self._group.size() - 1
-        if self._planner.last_stage_rank != last_rank:
-            losses, tokens = self._relay(losses, tokens)
-            if config.mtp_num_layers and not forward_only:
-                mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
-        if not forward_only:
-            self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
-            self._report_peak()
-        if timers is not None:
-            timers("forward-backward").stop()
+        with self._place.under_way():
+            try:
+                with events_in(timers), self._late_checks.at_the_end():
+                    run(program, stages, transport, self._observer, self._place)
+            finally:
+                stages.close()
+            store.assert_empty()
+
+            losses, tokens = stages.losses, stages.tokens
+            if self._planner.last_stage_rank != last_rank:
+                losses, tokens = self._relay(losses, tokens)
+                if config.mtp_num_layers and not forward_only:
+                    mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+            if not forward_only:
+                self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
+                self._report_peak()
+            if timers is not None:
+                timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
 
     def _transport(self, spec: MessageSpec, variable_lengths: bool) -> Transport:
@@ -170,6 +179,25 @@ class ScheduleFunction:
         dist.all_gather_object(peaks, self._meter.peak, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+
+
+def _watched(stall_seconds: float) -> Place:
+    """A place whose standing still for so long ends this process."""
+    place = Place(_mark)
+    StallWatch(
+        place,
+        stall_seconds,
+        global_rank=dist.get_rank(),
+        advice=f"docs/gpu.md lists causes; where it is only slow, raise {FLAGS['stall_seconds']} ({stall_seconds:g})",
+        in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
+    ).start()
+    return place
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _channels(planner: Planner, group: dist.ProcessGroup) -> Channels:
