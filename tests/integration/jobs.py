@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -32,7 +33,7 @@ import pretrain_gpt
 from megatron.schedules.integration import gpt, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
-from tests.integration import conversations, fake_wandb, low_rank, plain_attention, stock_script
+from tests.integration import conversations, fake_wandb, low_rank, plain_attention, standing_step, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -108,6 +109,11 @@ def message_timeouts(world: int, flags: Sequence[str]) -> list[list[list[float]]
 def counted(world: int, flags: Sequence[str]) -> list[list[bool]]:
     """For each rank and iteration whether tensors were counted, which is slow."""
     return run_ranks(world, _counted, list(flags))
+
+
+def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
+    """A job whose rank 1 may not come out of its sixth forward step (:mod:`.standing_step`); each rank's threads."""
+    return run_ranks(world, _standing, list(flags), how, timeout=60.0)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -248,6 +254,12 @@ def _counted(flags: list[str]) -> list[bool]:
     schedule_function.run = watched
     _rank_main(flags)
     return found
+
+
+def _standing(flags: list[str], how: str) -> list[str]:
+    standing_step.put_in_place(how)
+    _rank_main(flags)
+    return [thread.name for thread in threading.enumerate()]
 
 
 def _rank_main(flags: list[str]) -> None:

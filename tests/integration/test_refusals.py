@@ -41,6 +41,22 @@ REFUSED = {
         "--pipeline-schedule-report-memory",
         "--pipeline-schedule-report-memory goes with --pipeline-schedule: name one of 1f1b",
     ),
+    "a stall limit without a schedule": (
+        "--pipeline-schedule-stall-seconds 5",
+        "--pipeline-schedule-stall-seconds goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a stall limit below zero": (
+        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds -1",
+        "--pipeline-schedule-stall-seconds -1 is below zero: a number of seconds, or 0 for no limit, is needed",
+    ),
+    "a stall limit that is no number": (
+        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds nan",
+        "--pipeline-schedule-stall-seconds 'nan' is not a number: a number of seconds, or 0",
+    ),
+    "a word for a stall limit": (
+        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds never",
+        "--pipeline-schedule-stall-seconds 'never' is not a number",
+    ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),
@@ -278,6 +294,6 @@ def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
 def test_help_says_what_our_flags_are_for(megatron):
     ((code, text),) = megatron("outputs", 1, ["--help"])
     assert code == 0
-    for flag in ("", "-file", "-chunks", "-costs", "-report-memory"):
+    for flag in ("", "-file", "-chunks", "-costs", "-stall-seconds", "-report-memory"):
         assert re.search(rf"--pipeline-schedule{flag}\s", text)
     assert "v-half: half of" in text

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.flags.check import check, refuse
+from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
@@ -95,6 +95,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 session.running,
                 session.late_checks,
                 Messages(session.planner, session.args),
+                stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observer=ProfilerRanges() if session.args.profile else None,
             )

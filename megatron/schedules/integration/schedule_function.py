@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.training import print_rank_last
 
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
@@ -24,6 +26,8 @@ from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
@@ -39,6 +43,7 @@ class ScheduleFunction:
         running: entered round the forward of every stage.
         late_checks: what a script wants to know of results while a program runs, which waits for its end.
         messages: between this rank and its neighbours.
+        stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observer: told of every action; None where nobody looks.
     """
@@ -50,6 +55,7 @@ class ScheduleFunction:
         late_checks: LateChecks,
         messages: Messages,
         *,
+        stall_seconds: float = 0.0,
         report_memory: bool = False,
         observer: Observer | None = None,
     ) -> None:
@@ -61,6 +67,7 @@ class ScheduleFunction:
         self._measure_next = report_memory
         self._store: WeightGradients | None = None
         self.peak_activation_bytes = 0
+        self._place = _watched(stall_seconds) if stall_seconds else Place()
 
     def __call__(
         self,
@@ -111,27 +118,28 @@ class ScheduleFunction:
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         stages = MegatronStages(program, chunks, config, call, store, self._running, meter)
-        try:
-            with events_in(timers), self._late_checks.at_the_end():
-                transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
-                run(program, stages, transport, self._observer)
-                stages.finish()
-        finally:
-            stages.close()
-        store.assert_empty()
-
-        losses, tokens = stages.losses, stages.tokens
+        transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         last_rank = self._group.size() - 1
-        if self._planner.last_stage_rank != last_rank:
-            losses, tokens = self._relay(losses, tokens)
-            if config.mtp_num_layers and not forward_only:
-                mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
-        if not forward_only:
-            self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
-        if measured is not None:
-            self._report(measured)
-        if timers is not None:
-            timers("forward-backward").stop()
+        with self._place.under_way():
+            try:
+                with events_in(timers), self._late_checks.at_the_end():
+                    run(program, stages, transport, self._observer, self._place)
+                    stages.finish()
+            finally:
+                stages.close()
+            store.assert_empty()
+
+            losses, tokens = stages.losses, stages.tokens
+            if self._planner.last_stage_rank != last_rank:
+                losses, tokens = self._relay(losses, tokens)
+                if config.mtp_num_layers and not forward_only:
+                    mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+            if not forward_only:
+                self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
+            if measured is not None:
+                self._report(measured)
+            if timers is not None:
+                timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
 
     def measure_next_call(self) -> None:
@@ -168,6 +176,25 @@ class ScheduleFunction:
         dist.all_gather_object(peaks, measured.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+
+
+def _watched(stall_seconds: float) -> Place:
+    """A place whose standing still for so long ends this process."""
+    place = Place(_mark)
+    StallWatch(
+        place,
+        stall_seconds,
+        global_rank=dist.get_rank(),
+        advice=f"docs/gpu.md lists causes; where it is only slow, raise {FLAGS['stall_seconds']} ({stall_seconds:g})",
+        in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
+    ).start()
+    return place
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:

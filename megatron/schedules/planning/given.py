@@ -67,6 +67,16 @@ def positive(flag: str, text: str | None, what: str) -> float | None:
     return value
 
 
+def not_negative(flag: str, text: str | None, what: str) -> float | None:
+    """The number from zero up given for ``flag``, None where there is none."""
+    if text is None:
+        return None
+    value = number(flag, text, what)
+    if value < 0:
+        raise PlanError(f"{flag} {text} is below zero: {what} is needed")
+    return value
+
+
 def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
     """The list of numbers given for ``flag``, none below zero; None where there is none."""
     if text is None:

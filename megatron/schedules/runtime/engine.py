@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.runtime.place import End, Place
 from megatron.schedules.runtime.program import (
     Action,
     Instruction,
@@ -30,11 +31,17 @@ class Observer(Protocol):
     def ended(self, action: Action) -> None: ...
 
 
-def run(program: Program, stages: Stages, transport: Transport, observer: Observer | None = None) -> None:
+def run(
+    program: Program,
+    stages: Stages,
+    transport: Transport,
+    observer: Observer | None = None,
+    place: Place | None = None,
+) -> None:
     """Carry out ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
 
     A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send
-    has completed.
+    has completed. ``place`` says at every moment where this is.
 
     Raises:
         ProgramError: where a pass has no input, returns no output although another stage needs it, or where
@@ -43,17 +50,22 @@ def run(program: Program, stages: Stages, transport: Transport, observer: Observ
         Exception: whatever a stage or the transport raises, at once, with a note naming the rank and the
             action.
     """
-    mailbox = _Mailbox()
+    place = place or Place()
+    mailbox = _Mailbox(place)
     handle = _handlers(program, stages, transport, mailbox)
     if observer is not None:
         handle = _observed(handle, observer)
     instruction: Instruction | None = None
+    place.begin(program)
     try:
         for instruction in program.instructions:
+            place.reach(instruction)
             handle[instruction.action.op](instruction)
         instruction = None
+        place.reach(End.SENDS)
         transport.finish()
         mailbox.check_empty()
+        place.reach(End.AFTER)
     except Exception as error:
         at = "at the end of the program" if instruction is None else f"at {instruction.action}"
         error.add_note(f"on pipeline rank {program.rank} of {program.placement.ranks}, {at}")
@@ -123,7 +135,8 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 class _Mailbox:
     """The tensors between this rank's passes and messages, each put once and taken once."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._held: dict[Slot, Tensor | Pending] = {}
 
     def put(self, instruction: Instruction, result: Tensor | None) -> None:
@@ -146,7 +159,11 @@ class _Mailbox:
         held = self._held.pop(instruction.needed, None)
         if held is None:
             raise ProgramError(f"{instruction.action} needs {instruction.needed}, which is not there")
-        return held if isinstance(held, Tensor) else held.wait()
+        if isinstance(held, Tensor):
+            return held
+        tensor = held.wait()
+        self._place.arrived()
+        return tensor
 
     def check_empty(self) -> None:
         if self._held:

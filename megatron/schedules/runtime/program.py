@@ -177,6 +177,14 @@ class Program:
             left += isinstance(action.op, Kind)
         return found
 
+    def sender(self, instruction: Instruction) -> int | None:
+        """The rank whose message brings what ``instruction`` needs; None where no message does."""
+        if instruction.needed is None or instruction.action.op in SENDS:
+            return None
+        result, stage, _ = instruction.needed
+        rank = self.placement.rank_of[stage - MESSAGES[result].step]
+        return None if rank == self.rank else rank
+
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split

@@ -18,12 +18,15 @@ from megatron.schedules.integration.layers.by_stage import estimated_loads, plac
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError, one_line
-from megatron.schedules.planning.given import integer, numbers, positive, read_text
+from megatron.schedules.planning.given import integer, not_negative, numbers, positive, read_text
 from megatron.schedules.planning.keeping import folder
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan, takes_long
 from megatron.schedules.report.progress import shown
+
+# Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
+_STALL_SECONDS = 120.0
 
 
 class Planned(NamedTuple):
@@ -74,6 +77,7 @@ def _checked(args: Any) -> Planned | None:
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
+    stall_seconds(args)  # refused before anything is announced
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     request = _request(args)
@@ -98,6 +102,17 @@ def planned(request: Request) -> Schedule:
         sys.stdout.flush()
     with shown(what, sys.stdout if _is_first() else None) as progress:
         return kept_plan(request, progress)
+
+
+def stall_seconds(args: Any) -> float:
+    """How long a pipeline may stand still, 0 for ever.
+
+    Raises:
+        PlanError: where that cannot be read.
+    """
+    text = args.pipeline_schedule_stall_seconds
+    seconds = not_negative(FLAGS["stall_seconds"], text, "a number of seconds, or 0 for no limit,")
+    return _STALL_SECONDS if seconds is None else seconds
 
 
 def _is_first() -> bool:

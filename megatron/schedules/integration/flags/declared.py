@@ -17,6 +17,7 @@ FLAGS = {
     "memory_limit": "--pipeline-memory-limit",
     "search_seconds": "--pipeline-search-seconds",
     "stage_weights": "--pipeline-schedule-stage-weights",
+    "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
 }
 
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="X,X,...",
         help="Where some layers take longer, as those beside the embedding and the output layer do: the model cut into "
         "equal slices (as many as stages, or a multiple), how long each takes against the average, in model order.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-stall-seconds",
+        metavar="S",
+        help="How long a rank may stand at one pass or message before the job ends with a line that says where; 120 "
+        "without this flag. Give more where a pass, or what one rank does between two iterations, may take longer: "
+        "large compilations, slow file systems. 0 turns it off, for a debugger.",
     )
     group.add_argument(
         "--pipeline-schedule-report-memory",

@@ -1,0 +1,412 @@
+"""The stall watch: what moves is left alone; what stands still is named, on the host and on the device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.place import End, Place
+from megatron.schedules.runtime.program import Instruction, Program
+from megatron.schedules.runtime.stall import StallWatch
+from megatron.schedules.runtime.transport import Transport
+from tests.runtime.plain_stages import PlainStages
+from tests.runtime.test_engine import NoTransport, Recorder, one_rank
+from tests.runtime.thread_ranks import run_threads
+
+LIMIT, GRACE = 100.0, 12.5
+
+
+class Mark:
+    """An event that a test completes."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.passed
+
+
+class Device:
+    """Makes the marks of a device, which comes to them when a test says so."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.marks: list[Mark] = []
+        self._at_once = at_once
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark())
+        self.marks[-1].passed = self._at_once
+        return self.marks[-1]
+
+    def passes(self, count: int) -> None:
+        for mark in [each for each in self.marks if not each.passed][:count]:
+            mark.passed = True
+
+
+def watching(place: Place) -> StallWatch:
+    return StallWatch(place, LIMIT, global_rank=7, advice="raise --the-flag")
+
+
+def program_of(rank: int, name: str = "1f1b", ranks: int = 2, n: int = 4) -> Program:
+    return lower(plan(Request(name, ranks, n)))[rank]
+
+
+def step(program: Program, action: str) -> Instruction:
+    return next(each for each in program.instructions if str(each.action) == action)
+
+
+def at(program: Program, *actions: str, place: Place | None = None) -> Place:
+    """A place whose host has gone through ``actions`` to the last of them, messages being there."""
+    place = place or Place()
+    place.begin(program)
+    for action in actions:
+        place.reach(step(program, action))
+        if place.spot is not None and place.spot.awaited is not None and action is not actions[-1]:
+            place.arrived()
+    return place
+
+
+def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
+    """The line, where nothing moves for ``seconds``."""
+    return next((line for _ in range(looks) if (line := watch.look(seconds / looks))), None)
+
+
+def test_a_pass_that_waits_for_a_message_names_it_and_its_sender():
+    place = at(program_of(1), "1F0")
+    watch = watching(place)
+    assert stand(watch, LIMIT + GRACE - 3) is None, "ranks that stand in a pass of their own speak first"
+    line = stand(watch, 6)
+    assert line is not None and "\n" not in line
+    assert "error: pipeline rank 1 of 2 (global rank 7) has stood still for 11" in line
+    assert "s at 1F0: stage 1's input of microbatch 0 has not come from pipeline rank 0, which has died" in line
+    assert line.endswith("; raise --the-flag")
+
+
+@pytest.mark.parametrize(
+    ("rank", "actions", "waits", "said"),
+    [
+        (0, ["0F0"], False, "in 0F0, which takes longer than that (a first compilation, loading of data) or waits"),
+        (0, ["0F0", "0SEND_F0"], True, "at 0SEND_F0, a message to pipeline rank 1, which has died"),
+        (1, ["1RECV_F0"], True, "at 1RECV_F0, a message from pipeline rank 0, which has died"),
+        (
+            0,
+            ["0B0"],
+            True,
+            "at 0B0: stage 0's output's gradient of microbatch 0 has not come from pipeline rank 1, which",
+        ),
+        (0, ["0REDUCE3"], False, "in 0REDUCE3, which starts a reduction of gradients or waits for what does not come"),
+    ],
+)
+def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str], waits: bool, said: str):
+    watch = watching(at(program_of(rank), *actions))
+    line = stand(watch, LIMIT + 3)
+    assert (line is None) == waits, "who waits for another rank lets it speak first"
+    line = line or stand(watch, GRACE)
+    assert line is not None and said in line
+
+
+def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
+    place = at(program_of(1), "1F0")
+    place.arrived()
+    watch = watching(place)
+    assert stand(watch, LIMIT - 3) is None
+    line = watch.look(4)
+    assert line is not None and "has stood still for 101 s in 1F0, which takes longer than that" in line
+
+
+def test_chunks_of_one_rank_wait_for_no_message():
+    """In a V the rank at its turn hands a tensor on to itself."""
+    place = at(program_of(1, "v-half"), "2F0")
+    assert place.spot is not None and place.spot.awaited is None
+
+
+def test_the_end_names_who_takes_the_last_messages():
+    place = at(program_of(1, "1f1b", ranks=3))
+    place.reach(End.SENDS)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None
+    assert "at the end of its program: its last messages are not taken by pipeline rank 0 or 2, which has" in line
+    place.reach(End.AFTER)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "after its program, where all ranks exchange results and gradients" in line
+
+
+def test_whatever_moves_begins_the_count_again():
+    """Passes of nearly the limit each, and the same instruction in run after run, are no stall."""
+    program, place = program_of(1), Place()
+    watch = watching(place)
+    for _ in range(3):
+        with place.under_way():
+            place.begin(program)
+            for each in program.instructions[:6]:
+                place.reach(each)
+                assert stand(watch, LIMIT - 2) is None
+                if place.spot is not None and place.spot.awaited is not None:
+                    place.arrived()
+                    assert stand(watch, LIMIT - 2) is None
+    for _ in range(10):
+        place.begin(program)
+        place.reach(program.instructions[0])
+        assert stand(watch, LIMIT - 2) is None
+
+
+def test_between_programs_nothing_is_watched():
+    place = Place()
+    watch = watching(place)
+    assert stand(watch, 10 * LIMIT) is None
+    with place.under_way():
+        at(program_of(0), "0F0", place=place)
+    assert stand(watch, 10 * LIMIT) is None
+
+
+def test_what_an_error_left_undone_is_not_watched():
+    place = Place(Device().mark)
+    with pytest.raises(ValueError), place.under_way():
+        at(program_of(0), "0F0", "0SEND_F0", place=place)
+        raise ValueError
+    assert stand(watching(place), 10 * LIMIT) is None
+
+
+def test_the_engine_notes_each_step_and_that_its_message_has_come():
+    programs = lower(plan(Request("v-half", 2, 3)))
+    places = [Place() for _ in programs]
+    seen: list[list[tuple[str, int | None]]] = [[] for _ in programs]
+
+    def body(program: Program, transport: Transport) -> None:
+        place = places[program.rank]
+
+        class Noting(PlainStages):
+            def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+                spot = place.spot
+                assert spot is not None and isinstance(spot.step, Instruction)
+                seen[program.rank].append((str(spot.step.action), spot.awaited))
+                return super().forward(stage, microbatch, activation, split=split)
+
+        placement = program.placement
+        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, None, place)
+
+    run_threads(programs, body)
+    for program, forwards in zip(programs, seen, strict=True):
+        assert forwards == [(str(action), None) for action in program.actions if action.op is Kind.F]
+    assert [place.spot and place.spot.step for place in places] == [End.AFTER] * 2
+
+
+# --- the device ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(1), "1F0", "1F1", "1F2", place=place)
+        device.passes(2)  # 1F0: its message, and itself
+        line = stand(watch, 2 * LIMIT)
+        assert line is not None and "the GPU of pipeline rank 1 of 2 (global rank 7) has stood still for" in line
+        assert "at 1F1: stage 1's input of microbatch 1 has not come from pipeline rank 0" in line
+        device.passes(1)
+        line = stand(watch, 2 * LIMIT)
+        assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
+
+
+def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
+    device = Device()
+    place = Place(device.mark)
+    at(program_of(1), "1F0", "1F1", place=place)
+    device.passes(9)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "error: pipeline rank 1" in line and "at 1F1: stage 1's input" in line
+
+
+def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(1), "1F0", place=place)
+        place.reach(End.SENDS)
+        place.reach(End.AFTER)
+    device.passes(1)
+    line = stand(watch, 2 * LIMIT)
+    assert line is not None and "the GPU of" in line and "at the end of its program" in line
+    device.passes(1)
+    line = stand(watch, 2 * LIMIT)
+    assert line is not None and "after its program" in line
+    device.passes(1)
+    assert stand(watch, 10 * LIMIT) is None
+
+
+def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
+    """Between programs, while a checkpoint is written perhaps."""
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(0), "0F0", place=place)
+    (mark,) = device.marks
+    mark.passed, mark.asked = True, 0
+    assert stand(watch, LIMIT - 1) is None and mark.asked == 0
+    assert stand(watch, 3 * LIMIT) is None and mark.asked == 3
+
+
+def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    program = program_of(1, n=64)
+    at(program, *(f"1F{m}" for m in range(64)), place=place)
+    for _ in range(len(device.marks) - 1):
+        assert stand(watch, GRACE - 1) is None
+        device.passes(1)
+
+
+def test_a_device_that_fails_is_left_to_the_host():
+    class Broken:
+        def query(self) -> bool:
+            if threading.current_thread() is threading.main_thread() and not looking:
+                return False
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    looking: list[bool] = []
+    place = Place(Broken)
+    with place.under_way():
+        at(program_of(1), "1F0", "1F1", place=place)
+    looking.append(True)
+    assert stand(watching(place), 10 * LIMIT) is None
+
+
+def test_marks_do_not_pile_up():
+    device = Device(at_once=True)
+    place = Place(device.mark)
+    at(program_of(1), "1F0", "1F1", "1F2", place=place)
+    assert len(device.marks) == 4  # of each pass that it left: its message, and itself
+    assert not place.device_is_behind
+
+
+# --- in its thread ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[list[str], Callable[[Place, float], StallWatch]]]:
+    """Lines that watches end with, and how to start one."""
+    lines: list[str] = []
+    started: list[StallWatch] = []
+
+    def start(place: Place, limit: float) -> StallWatch:
+        watch = StallWatch(place, limit, global_rank=0, advice="raise --the-flag", end=lines.append)
+        watch.start()
+        started.append(watch)
+        return watch
+
+    yield lines, start
+    for watch in started:
+        watch.close()
+
+
+class Sleeping(Recorder):
+    """Stages whose forwards take time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+        time.sleep(self._seconds)
+        return super().forward(stage, microbatch, activation, split=split)
+
+
+def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_frame(told):
+    lines, start = told
+    place = Place()
+    start(place, 1.5)
+    with place.under_way():
+        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.4), NoTransport(), None, place)
+    assert lines == []
+    with place.under_way():
+        run(one_rank("0F0 0B0"), Sleeping(4), NoTransport(), None, place)
+    (line,) = lines
+    assert "pipeline rank 0 of 1 (global rank 0) has stood still for" in line and "in 0F0" in line
+    number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "sleep(self._sec" in text)
+    assert f"; host at {__file__}:{number} (forward); raise" in line
+
+
+def test_frames_of_torch_and_of_python_itself_are_passed_over(told):
+    lines, start = told
+    place = Place()
+    start(place, 0.1)
+
+    class Waiting(Recorder):
+        def forward(self, *args: object, **named: object) -> Tensor | None:
+            return torch.overrides.wrap_torch_function(lambda: ())(partial(threading.Event().wait, 1.0))()
+
+    with place.under_way():
+        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), None, place)
+    assert f"{__file__}:" in lines[0] and "(forward)" in lines[0]
+
+
+def test_a_process_that_stands_ends_with_a_status_and_one_line():
+    script = """
+        import time
+        from megatron.schedules.runtime.engine import run
+        from megatron.schedules.runtime.place import Place
+        from megatron.schedules.runtime.stall import StallWatch
+        from tests.runtime.test_engine import NoTransport, one_rank
+        from tests.runtime.test_stall import Sleeping
+        print("said before")
+        place = Place()
+        StallWatch(place, 0.2, global_rank=0, advice="raise --the-flag").start()
+        run(one_rank("0F0 0B0"), Sleeping(60), NoTransport(), None, place)
+    """
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert done.stdout == "said before\n"
+    assert done.stderr.count("\n") == 1 and "in 0F0" in done.stderr, done.stderr
+    assert time.monotonic() - began < 40
+
+
+def test_a_process_ends_even_where_nobody_reads_what_it_says():
+    script = """
+        import sys, time
+        from megatron.schedules.runtime import stall
+        stall._LAST_WORDS_S = 0.2
+        sys.stdout.flush = lambda: time.sleep(60)  # as into a pipe that is full
+        stall.end_process("the line")
+    """
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
+    assert time.monotonic() - began < 40
+    assert done.returncode == 1
+    assert done.stderr.startswith("the line\n")
+
+
+def test_watching_costs_next_to_nothing(told):
+    """At most 100 microseconds a pass, as without it; the median over runs."""
+    _, start = told
+    n = 64
+    program = one_rank(" ".join([f"0F{m}" for m in range(n)] + [f"0{kind}{m}" for kind in "IW" for m in range(n)]), n=n)
+    place = Place(Device(at_once=True).mark)
+    start(place, 2.0)
+    times = []
+    for _ in range(5):
+        started = time.process_time()
+        with place.under_way():
+            run(program, Recorder(), NoTransport(), None, place)
+        times.append((time.process_time() - started) / len(program.actions))
+    assert sorted(times)[2] < 100e-6
