@@ -58,6 +58,7 @@ def test_real_text_trains_under_v_half_on_four_ranks(text: Path) -> None:
     assert run.returncode == 0, output[-4000:]
     assert "planned bubble" in output
     assert "planned peak activation memory 75.0 % of 1F1B" in output
+    assert output.count("pipeline schedule: found ") == 1, "one rank says which GPU libraries there are"
     seen = losses(output)
     assert len(seen) == 20
     assert sum(seen[-5:]) / 5 < seen[0] - 0.5, "it does not learn"

@@ -25,6 +25,7 @@ from megatron.schedules.integration.flags.check import check, refuse, stall_seco
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
@@ -89,7 +90,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
         if session.planner is None:
             return stock(*args, **kwargs)
         if session.function is None:
-            training.print_rank_0(session.planner.summary())
+            training.print_rank_0(f"{session.planner.summary()}\n{found()}")
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.edge import edge_of
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
@@ -121,7 +122,7 @@ class MegatronStages:
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
                 output = output.to(self._config.pipeline_dtype)
-                start = get_gradient_edge(output) if output.requires_grad else None
+                start = edge_of(output) if output.requires_grad else None
         if training:
             self._in_flight[stage, microbatch] = _InFlight(activation, start)
         return None if is_last else output

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from importlib.util import find_spec
 
 from megatron.schedules.integration.flags.later import TooEarlyError, after_megatron
+from megatron.schedules.integration.gpu_libraries import TRANSFORMER_ENGINE, is_there
 
 ENGINE = "transformer_engine.pytorch"
 LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
+OLDEST = "2.3"
+"""The first version in which all of these can delay their weight gradients."""
 
 
 def te_fault() -> str | None:
@@ -18,7 +20,7 @@ def te_fault() -> str | None:
     Raises:
         TooEarlyError: where that can only be said once it is imported.
     """
-    if ENGINE.partition(".")[0] not in sys.modules and find_spec(ENGINE.partition(".")[0]) is None:
+    if not is_there(TRANSFORMER_ENGINE):
         return "Transformer Engine is not installed"
     try:
         engine = after_megatron(ENGINE)
@@ -32,7 +34,8 @@ def te_fault() -> str | None:
         linear = getattr(engine, name, None)
         if linear is None or "delay_wgrad_compute" not in inspect.signature(linear.__init__).parameters:
             return (
-                f"Transformer Engine {te_version()} has no {name} that can delay weight gradients, as 2.3 and later do"
+                f"Transformer Engine {te_version()} has no {name} that can delay weight gradients, "
+                f"as {OLDEST} and later do"
             )
     return None
 
