@@ -18,7 +18,7 @@ def test_a_schedule_by_name_is_named():
     said = summary(Request("v-half", 4, 8))
     assert said == (
         "pipeline schedule v-half: 4 ranks, 8 microbatches, planned bubble 9.4 %, "
-        "planned peak activation memory 75.0 % of 1F1B"
+        "planned peak activation memory 75.0 % of 1F1B, beside 3 messages at most"
     )
 
 

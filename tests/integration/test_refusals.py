@@ -143,7 +143,11 @@ REFUSED = {
         "neither a fraction such as 0.5 nor such as 20GiB",
     ),
     "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.25 is the smallest"),
-    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB", "0.25 is the smallest"),
+    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.25 is the smallest"),
+    "no room for messages": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB",
+        "--pipeline-memory-limit 0.00001GiB is less than what messages between ranks take",
+    ),
     "no time to search": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 0",
         "a positive number of seconds",

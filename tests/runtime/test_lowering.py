@@ -50,6 +50,15 @@ def test_where_a_receive_stands_depends_on_what_passes_take():
     assert texts(lower(one_f_one_b, slow))[1] == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
 
 
+def test_messages_that_a_rank_holds():
+    """Ahead of the pass that uses them, and one that was sent while the next pass runs."""
+    one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    first, second = lower(one_f_one_b)
+    assert [first.messages_held, second.messages_held] == [1, 1], "the second input is there before the first's B"
+    v = lower(plan(Request("v-half", 4, 8)))
+    assert max(program.messages_held for program in v) == 3
+
+
 def test_the_turn_of_the_v_needs_no_message_and_both_directions_share_a_pair():
     v = schedule(v_shape(2), 1, "0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2I0 1I0 2W0 1W0")
     programs = lower(v)

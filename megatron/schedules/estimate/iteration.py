@@ -25,7 +25,8 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 
-# The CUDA context, NCCL's buffers, cuBLAS's workspace, and what the allocator cannot use: an assumption.
+# The CUDA context, NCCL's buffers and messages on their way, cuBLAS's workspace, what the allocator cannot use: an
+# assumption.
 RESERVED = 4 * GIB
 # Of a linear layer's 34 bytes a token and unit of width, inputs (14) and outputs' gradients (18) wait for W.
 _WAITS_FOR_WEIGHTS = 32 / 34

@@ -177,6 +177,19 @@ class Program:
             left += isinstance(action.op, Kind)
         return found
 
+    @cached_property
+    def messages_held(self) -> int:
+        """The most messages that are held at once: posted ahead and not yet used, or sent since the pass before."""
+        most = ahead = sent = 0
+        for instruction in self.instructions:
+            op = instruction.action.op
+            ahead += op in RECEIVES
+            sent += op in SENDS
+            if isinstance(op, Kind):
+                ahead -= self.sender(instruction) is not None
+                most, sent = max(most, ahead + sent), 0
+        return most
+
     def sender(self, instruction: Instruction) -> int | None:
         """The rank whose message brings what ``instruction`` needs; None where no message does."""
         if instruction.needed is None or instruction.action.op in SENDS:

@@ -10,13 +10,16 @@ from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.planning.errors import PlanError
 
 _GIB = 2**30
+# Of a rank's messages, received ahead or not known to be sent, no plan that we have seen holds more at once. They are
+# small beside activations, and a plan's own number is known only once it is made.
+_MESSAGES = 8
 
 
 def memory_limit(args: Any) -> float:
     """``--pipeline-memory-limit`` as a fraction of what 1F1B holds with d microbatches at once.
 
     GiB are turned into one by stock's own estimate of 1F1B's activations (arXiv 2205.05198), for half precision; it
-    knows neither fused attention nor every kind of layer.
+    knows neither fused attention nor every kind of layer. Room for messages is set aside.
 
     Raises:
         PlanError: where it is neither.
@@ -29,7 +32,22 @@ def memory_limit(args: Any) -> float:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise PlanError(f"--pipeline-memory-limit {text!r} is neither a fraction such as 0.5 nor such as 20GiB")
-    return value if unit == 1 else value * unit / bytes_of_1f1b(args)
+    if unit == 1:
+        return value
+    left = value * unit - _MESSAGES * _message_bytes(args)
+    if left <= 0:
+        raise PlanError(f"--pipeline-memory-limit {text} is less than what messages between ranks take")
+    return left / bytes_of_1f1b(args)
+
+
+def _message_bytes(args: Any) -> float:
+    """One microbatch's hidden states on one rank."""
+    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * (2 if _half(args) else 4))
+
+
+def _half(args: Any) -> bool:
+    return bool(args.bf16 or args.fp16)
 
 
 def bytes_of_1f1b(args: Any) -> float:
@@ -40,5 +58,4 @@ def bytes_of_1f1b(args: Any) -> float:
     known.padded_vocab_size = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
     lean = args.sequence_parallel and args.recompute_granularity == "selective"
     of = estimate.compute_activation_memory if lean else estimate.compute_activation_memory_without_sp
-    half = args.bf16 or args.fp16
-    return float(of(known, num_microbatches=None)) * (1 if half else 2)
+    return float(of(known, num_microbatches=None)) * (1 if _half(args) else 2)

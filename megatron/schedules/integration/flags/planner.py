@@ -34,6 +34,7 @@ class Planner:
         self._programs: dict[tuple[int, bool, int], Program] = {}
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
+        self._messages = max(program.messages_held for program in self._first_programs)
 
     @property
     def placement(self) -> Placement:
@@ -89,5 +90,5 @@ class Planner:
         return (
             f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
-            f"planned peak activation memory {100 * share:.1f} % of 1F1B"
+            f"planned peak activation memory {100 * share:.1f} % of 1F1B, beside {self._messages} messages at most"
         )
