@@ -19,8 +19,12 @@ are not plain parameters (quantised, grouped in one, sharded over a rematerialis
 or are several in one product (``parameters_split``); modules whose ``forward`` someone else has replaced. The norm's
 gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron builds.
 
-Read in the sources of Transformer Engine 2.3.0, 2.8.0, 2.12.0 and 2.20.2, ``pytorch/module/``, and of megatron-core
-0.19.2, ``extensions/transformer_engine.py``.
+Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
+compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
+W gathers the input, once. Where no such flag is found, the backward gathers and only this rank's part is kept.
+
+Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and of megatron-core 0.19.2,
+``extensions/transformer_engine.py``.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
 # Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
 _QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+# That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
+_TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
+_RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -116,7 +123,19 @@ class _Forward:
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
         del accumulators
+        if call.group is not None:
+            _leave_input_in_parts(output)
         return output
+
+
+def _leave_input_in_parts(output: Any) -> None:
+    """Keep the backward of this call from gathering its input, which its W gathers for itself."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    for holder in (node, getattr(node, "backward_objects", None)):  # the second for Linear, from 2.16 on
+        for flag in _TO_BE_GATHERED:
+            relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
+            if getattr(holder, flag, None) is True and not relied_on:
+                setattr(holder, flag, False)
 
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -212,6 +231,23 @@ class _Call:
         )
 
 
+def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
+    """This rank's part of ``input``, which is that or gathered, as its rows tell.
+
+    Whole, it would take as much from I to W as all the layer's other activations.
+    """
+    rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
+    if rows * group.size() == whole:
+        return input
+    if rows == whole:
+        return input.chunk(group.size())[group.rank()].clone()
+    raise RuntimeError(
+        f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
+        f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
+        "splitting its backward was written for; use --transformer-impl local, or a schedule that does not split it"
+    )
+
+
 class _WeightGradient:
     """W of one use of a linear: the closure that waits in the store."""
 
@@ -227,9 +263,7 @@ class _WeightGradient:
         self._gathering: Any = None
         self._gathers = call.group is not None and type(input) is Tensor
         if self._gathers:
-            # Whole, the gathered input would take as much from I to W as all the layer's other activations; so
-            # only this rank's part is kept, and gathered again for W.
-            input = input.chunk(call.group.size())[call.group.rank()].clone()
+            input = _part_of(input, self._grad_output, call.group)
         self._input = input
 
     @property
@@ -243,6 +277,7 @@ class _WeightGradient:
         group, part = self._call.group, self._input
         if not self._gathers:
             return
+        part = part.contiguous()
         self._input = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
         self._gathering = torch.distributed.all_gather_into_tensor(self._input, part, group=group, async_op=True)
 
