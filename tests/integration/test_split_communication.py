@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import fake_te
 import pytest
 import split_helpers as helpers
 import torch
 from recorded_collectives import recorded
-from split_helpers import SEVERAL_I_AHEAD
+from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from split_te_helpers import Block, bound, compare, tensor_parallel
 from torch import Tensor
+
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 FORMS = ({}, {"older": True}, {"debug": True})
 """Of Transformer Engine: how a backward knows that it gathers; in the last it may not be told otherwise."""
@@ -47,7 +54,7 @@ def _te_gathers() -> None:
                 in_i = 3 if form.get("debug") else 1
                 assert log.count("blocking gather") == in_i, form
                 store.run(0, 0)
-        assert log.count("gather") == log.count("wait gather") == 2, form
+        assert log.count("gather") == log.count("wait gather") == 3, form
 
 
 def test_transformer_engine_gathers_an_input_once_in_its_w():
@@ -77,3 +84,65 @@ def _another_make() -> None:
 
 def test_another_transformer_engine_that_gathers_otherwise_is_an_error():
     helpers.run_ranks(2, _another_make, tensor_model_parallel_size=2)
+
+
+def _local_block() -> Any:
+    return helpers.block(sequence_parallel=True)
+
+
+def _held(make: Callable[[], Any], bind: Callable[..., int]) -> None:
+    model = make()
+    meter = ActivationMeter(model.parameters())
+    store = WeightGradients(meter)
+    bind(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32, True)
+    with store.split(0, 0):
+        helpers.loss(model(x)).backward()
+    tokens = SEQUENCE * BATCH * 4
+    # Of this rank's tokens: the input and output's gradient of up, down and head, of which those of all ranks' tokens
+    # have half of the columns each.
+    assert meter.current == tokens * ((8 + 2 * 16) + (2 * 16 + 8) + (8 + 2 * 8))
+    log: list[str] = []
+    with recorded(log):
+        store.prefetch(0, 0)
+        assert log == ["gather"], "ahead of W"
+        store.run(0, 0)
+    assert log == ["gather", "gather", "wait gather", "gather", "wait gather", "wait gather"]
+    assert meter.current == 0
+
+
+@pytest.mark.parametrize("make", [_local_block, partial(_te_block, {})])
+def test_under_sequence_parallelism_nothing_gathered_waits_for_its_weight_gradient(make: Callable[[], Any]):
+    from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+
+    bind = split_linears if make is _local_block else split_te_linears
+    helpers.run_ranks(2, _held, make, bind, tensor_model_parallel_size=2)
+
+
+def _prefetch_ahead() -> None:
+    from megatron.schedules.integration.linears.local import split_linears
+
+    log: list[str] = []
+    product = torch.Tensor.matmul
+    model, store = helpers.block(sequence_parallel=True), WeightGradients()
+    split_linears(model, store)
+    (x,) = helpers.inputs_of(1, torch.float32, True)
+    with store.split(0, 0):
+        helpers.loss(model(x)).backward()
+
+    def logged_product(*arguments: Any) -> Tensor:
+        log.append("product")
+        return product(*arguments)
+
+    with recorded(log), mock.patch.object(torch.Tensor, "matmul", logged_product):
+        store.prefetch(0, 0)
+        assert log == ["gather"]
+        store.run(0, 0)
+    # Queued from the top: the input of head, the output's gradient of down, which is row parallel, the input of up.
+    launched = [entry for entry in log if entry != "wait gather"]
+    assert launched == ["gather", "gather", "product", "gather", "product", "product"]
+
+
+def test_what_a_w_gathers_is_gathered_ahead_of_its_product():
+    helpers.run_ranks(2, _prefetch_ahead, tensor_model_parallel_size=2)

@@ -11,8 +11,6 @@ import torch
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
 from torch import Tensor
 
-from megatron.schedules.runtime.weight_gradients import WeightGradients
-
 
 def _matrix(sequence_parallel: bool) -> None:
     for bias, order, (dtype, main_grad) in itertools.product(
@@ -94,44 +92,6 @@ def _expert() -> None:
 
 def test_expert_linears_split_too():
     helpers.run_ranks(2, _expert, expert_model_parallel_size=2)
-
-
-def _prefetch_ahead() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    from megatron.schedules.integration.linears.local import split_linears
-
-    log: list[str] = []
-    gather, product = layers.dist_all_gather_func, torch.Tensor.matmul
-    model, store = helpers.block(sequence_parallel=True), WeightGradients()
-    split_linears(model, store)
-    (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
-        y = model(x)
-    helpers.loss(y).backward()
-
-    def logged_gather(*arguments: Any, **settings: Any) -> Any:
-        log.append("gather" if settings.get("async_op") else "blocking gather")
-        return gather(*arguments, **settings)
-
-    def logged_product(*arguments: Any) -> Tensor:
-        log.append("product")
-        return product(*arguments)
-
-    layers.dist_all_gather_func = logged_gather
-    torch.Tensor.matmul = logged_product  # type: ignore[method-assign]
-    try:
-        store.prefetch(0, 0)
-        assert log == ["gather"]
-        store.run(0, 0)
-    finally:
-        layers.dist_all_gather_func, torch.Tensor.matmul = gather, product  # type: ignore[method-assign]
-    # Queued from the top: head (gathers), down (row parallel: nothing to gather), up (gathers).
-    assert log == ["gather", "product", "gather", "product", "product"]
-
-
-def test_sequence_parallel_inputs_are_gathered_ahead_of_their_product():
-    helpers.run_ranks(2, _prefetch_ahead, tensor_model_parallel_size=2)
 
 
 def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:

@@ -63,35 +63,6 @@ def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(over
     helpers.run_ranks(2, _data_parallel, overlap, distributed_optimizer)
 
 
-def _gathered_again() -> None:
-    fake_te.install()
-    model = Block(sequence_parallel=True, **tensor_parallel())
-    meter = ActivationMeter(model.parameters())
-    store = bound(model, meter)
-    (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
-        helpers.loss(model(x)).backward()
-    tokens = SEQUENCE * BATCH * 4
-    # A rank's parts of what the column parallel linears (up, head) gathered, where the whole would be twice that;
-    # and output gradients, that of a row parallel linear gathered.
-    assert meter.current == tokens * ((8 + 2 * 16) + (2 * 16 + 2 * 8) + (8 + 2 * 8))
-    calls, gather = [], torch.distributed.all_gather_into_tensor
-
-    def logged(*arguments: Any, **settings: Any) -> Any:
-        calls.append(settings.get("async_op"))
-        return gather(*arguments, **settings)
-
-    torch.distributed.all_gather_into_tensor = logged
-    store.prefetch(0, 0)
-    assert calls == [True], "ahead of W"
-    store.run(0, 0)
-    assert calls == [True, True], "those of the column parallel linears, each once"
-
-
-def test_under_sequence_parallelism_no_gathered_input_waits_for_its_weight_gradient():
-    helpers.run_ranks(2, _gathered_again, tensor_model_parallel_size=2)
-
-
 def grouped_linears() -> None:
     for bias, early, fused, order in itertools.product(
         (True, False), (True, False), (True, False), (SEVERAL_I_AHEAD, LAST_W_FIRST)

@@ -35,6 +35,7 @@ from megatron.core.utils import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
@@ -64,7 +65,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         )
         if own:
             continue
-        module._forward_impl = _ForwardImpl(module._forward_impl, store)
+        module._forward_impl = _ForwardImpl(module, store)
         bound += 1
     return bound
 
@@ -77,8 +78,9 @@ def is_split(linear: torch.nn.Module) -> bool:
 class _ForwardImpl:
     """Stands for one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
 
-    def __init__(self, whole: Any, store: WeightGradients) -> None:
-        self._whole = whole
+    def __init__(self, module: Any, store: WeightGradients) -> None:
+        self._module = module
+        self._whole = module._forward_impl
         self._store = store
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,12 +119,19 @@ class _ForwardImpl:
         if allreduce_dgrad or sequence_parallel:
             tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         fusion = gradient_accumulation_fusion
-        call = _Call(self._store, key, weight, bias, fusion, allreduce_dgrad, sequence_parallel, tp_group)
+        rows = _scattered_over(self._module)
+        call = _Call(self._store, key, weight, bias, fusion, allreduce_dgrad, sequence_parallel, tp_group, rows)
         # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks
         # alone. If the input needs no gradient either (everything below is frozen), something else has to
         # bring I here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
+
+
+def _scattered_over(linear: Any) -> ProcessGroup | None:
+    """The ranks over which stock reduces and scatters what the linear gives, by its rows; None where it does not."""
+    scatters = isinstance(linear, stock.RowParallelLinear) and linear.sequence_parallel
+    return linear.tp_group if scatters and not linear.explicit_expert_comm and linear.tp_group.size() > 1 else None
 
 
 class _Call(NamedTuple):
@@ -136,6 +145,8 @@ class _Call(NamedTuple):
     allreduce: bool
     sequence_parallel: bool
     group: ProcessGroup | None
+    gathered_over: ProcessGroup | None
+    """The ranks whose rows of the output's gradient are gathered before it gets here."""
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -171,13 +182,7 @@ class _SplitLinear(torch.autograd.Function):
             grad_input = _reduced(_product(grad_output, weight), input, call)
         work = _WeightGradient(call, input, grad_output)
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
-        call.store.defer(
-            call.key,
-            work,
-            (input, grad_output),
-            parameters=parameters,
-            prefetch=work.gather if call.sequence_parallel else None,
-        )
+        defer(call.store, call.key, work.product, work, parameters)
         return grad_input, None, None, None, None
 
 
@@ -218,38 +223,23 @@ class _WeightGradient:
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
         self._call = call
-        self._input = input
-        self._grad_output = grad_output
-        self._gathered: Tensor | None = None
-        self._gathering: Any = None
+        over = call.group if call.sequence_parallel else None
+        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=call.gathered_over)
         # Inside backward, where custom_bwd has set the forward's autocast state again.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
-    def gather(self) -> None:
-        """Start gathering the input along the sequence over the tensor-parallel ranks."""
-        group = self._call.group
-        assert group is not None
-        # A buffer of its own: it is filled while another W still reads its gathered input.
-        shape = _gathered_shape(self._input, group)
-        self._gathered = torch.empty(shape, dtype=self._input.dtype, device=self._input.device)
-        self._gathering = stock.dist_all_gather_func(self._gathered, self._input, group=group, async_op=True)
-
-    def __call__(self) -> list[Tensor | None]:
+    def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
         call = self._call
-        total_input = self._input
-        if self._gathered is not None:
-            self._gathering.wait()
-            total_input = self._gathered
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
+        grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
         with autocast:
-            if call.fusion:
-                gradients = [_fused(call.weight, total_input, grad_output)]
-            else:
-                gradients = [grad_output.t().matmul(total_input)]
+            gradients = [_fused(call.weight, input, grad_output) if call.fusion else grad_output.t().matmul(input)]
             if call.bias is not None:
                 gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
         return gradients
+
+    def __call__(self) -> list[Tensor | None]:
+        return self.product.result()
 
 
 def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:

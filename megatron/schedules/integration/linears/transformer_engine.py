@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.integration.linears.te_found import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -123,7 +124,7 @@ class _Forward:
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
         del accumulators
-        if call.group is not None:
+        if call.input_over is not None:
             _leave_input_in_parts(output)
         return output
 
@@ -184,9 +185,10 @@ class _Call:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy for it.
                 self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
-        # Where the backward gathers the input along the sequence for this product.
-        gathers = module.parallel_mode == "column" and module.sequence_parallel and module.tp_size > 1
-        self.group: Any = module.tp_group if gathers else None
+        # The ranks over which the backward gathers, by their rows, the input or the output's gradient.
+        gathers = module.parallel_mode if module.sequence_parallel and module.tp_size > 1 else None
+        self.input_over: Any = module.tp_group if gathers == "column" else None
+        self.gradient_over: Any = module.tp_group if gathers == "row" else None
         self._store, self._key, self._name = store, key, type(module).__name__
         self._deferred = False
 
@@ -222,25 +224,17 @@ class _Call:
         """
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
-        self._store.defer(
-            self._key,
-            work,
-            work.held,
-            parameters=[*self.weights.values(), *self.biases.values()],
-            prefetch=work.gather,
-        )
+        parameters = [*self.weights.values(), *self.biases.values()]
+        defer(self._store, self._key, work.product, work, parameters)
 
 
 def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
-    """This rank's part of ``input``, which is that or gathered, as its rows tell.
-
-    Whole, it would take as much from I to W as all the layer's other activations.
-    """
+    """This rank's part of ``input``, which is that or gathered, as its rows tell."""
     rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
     if rows * group.size() == whole:
         return input
     if rows == whole:
-        return input.chunk(group.size())[group.rank()].clone()
+        return part_of(input, group)
     raise RuntimeError(
         f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
         f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
@@ -253,45 +247,31 @@ class _WeightGradient:
 
     def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         self._call, self._func = call, func
-        input, self._grad_output, *outputs = tensor_list
+        input, grad_output, *outputs = tensor_list
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
             # Whole weights' worth of empty memory: not to be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        self._gathering: Any = None
-        self._gathers = call.group is not None and type(input) is Tensor
-        if self._gathers:
-            input = _part_of(input, self._grad_output, call.group)
-        self._input = input
+        plain = type(input) is type(grad_output) is Tensor
+        over, gathered_over = (call.input_over, call.gradient_over) if plain else (None, None)
+        if over is not None:
+            input = _part_of(input, grad_output, over)
+        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over)
 
-    @property
-    def held(self) -> list[Tensor]:
-        """The activations and gradients that wait for W, as far as they are plain tensors."""
-        each = [x if isinstance(x, (list, tuple)) else [x] for x in (self._input, self._grad_output)]
-        return [tensor for group in each for tensor in group if type(tensor) is Tensor]
-
-    def gather(self) -> None:
-        """Start gathering the input along the sequence over the tensor-parallel ranks, where I had it gathered."""
-        group, part = self._call.group, self._input
-        if not self._gathers:
-            return
-        part = part.contiguous()
-        self._input = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
-        self._gathering = torch.distributed.all_gather_into_tensor(self._input, part, group=group, async_op=True)
+    def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """The gradients of the weights, and those of the biases as far as they are computed here."""
+        if self._outputs is None:
+            weight_gradient, bias_gradient, *_ = self._func(input, grad_output)
+            return [weight_gradient], [bias_gradient]
+        gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
+        _, bias_gradients, *_ = self._func(input, grad_output, gradients)
+        return gradients, bias_gradients
 
     def __call__(self) -> list[Tensor | None]:
         call = self._call
-        if self._gathering is not None:
-            self._gathering.wait()
-        gradients: Sequence[Tensor | None]
-        if self._outputs is None:
-            weight_gradient, bias_gradient, *_ = self._func(self._input, self._grad_output)
-            gradients, bias_gradients = [weight_gradient], [bias_gradient]
-        else:
-            gradients = self._outputs = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
-            _, bias_gradients, *_ = self._func(self._input, self._grad_output, self._outputs)
+        gradients, bias_gradients = self.product.result()
         if call.fused:
             gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights.values()]
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
