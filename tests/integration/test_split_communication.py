@@ -12,6 +12,7 @@ import fake_te
 import pytest
 import split_helpers as helpers
 import torch
+from fused_kernels import fused_kernels
 from recorded_collectives import recorded
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from split_te_helpers import Block, bound, compare, tensor_parallel
@@ -88,6 +89,79 @@ def test_another_transformer_engine_that_gathers_otherwise_is_an_error():
 
 def _local_block() -> Any:
     return helpers.block(sequence_parallel=True)
+
+
+def _local_fused(sequence_parallel: bool) -> None:
+    def twice(module: Any, x: Tensor) -> Tensor:
+        return module(x) * module(x.cos())
+
+    for order, (dtype, main_grad), forward in itertools.product(
+        (helpers.TOGETHER, SEVERAL_I_AHEAD),
+        ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)),
+        (None, twice),
+    ):
+        with fused_kernels():
+            block = helpers.block(dtype=dtype, sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True)
+            assert helpers.compare(block, order, main_grad=main_grad, forward=forward).split == 3
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_are_bit_equal_where_a_product_is_computed_in_i(sequence_parallel: bool):
+    helpers.run_ranks(2, _local_fused, sequence_parallel, tensor_model_parallel_size=2)
+
+
+def _hidden(te: bool, sequence_parallel: bool) -> None:
+    from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+
+    log: list[str] = []
+    written = fake_te._written
+
+    def logged(*arguments: Any) -> Tensor:
+        log.append("product")
+        return written(*arguments)
+
+    with fused_kernels(log), mock.patch.object(fake_te, "_written", logged):
+        if te:
+            fake_te.install()
+            model: Any = Block(
+                bias=False, sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=True, **tensor_parallel()
+            )
+        else:
+            model = helpers.block(bias=False, sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True)
+        meter = ActivationMeter(model.parameters())
+        store = WeightGradients(meter)
+        (split_te_linears if te else split_linears)(model, store)
+        hooks = helpers.MainGrads(model, torch.float32)
+        (x,) = helpers.inputs_of(1, torch.float32, sequence_parallel)
+        with store.split(0, 0):
+            loss = helpers.loss(model(x))
+            with recorded(log):
+                loss.backward()
+        sent = "scatter" if sequence_parallel else "reduce"
+        ours = [entry for entry in log if "blocking" not in entry]
+        # head has nothing before it to hide behind; up hides behind down.
+        assert ours == [sent, f"wait {sent}", sent, "product", f"wait {sent}"]
+        assert model.down.weight.main_grad.any() and not hooks.fired["down.weight"], "the hooks fire in W"
+        tokens, times = SEQUENCE * BATCH * 4, 2 if sequence_parallel else 1
+        # Nothing of down; of head and up the input, and half of the columns of the output's gradient.
+        assert meter.current == tokens * ((8 + times * 16) + (8 + times * 8))
+        log.clear()
+        with recorded(log):
+            store.prefetch(0, 0)
+            store.run(0, 0)
+        # In W the gathers are each ahead of a product: that of head's input, and behind head's product that of up's.
+        gathered = ["gather", "gather", "wait gather", "product", "wait gather", "product"]
+        assert log == (gathered if sequence_parallel else ["product"] * 2)
+        assert set(hooks.fired.values()) == {1} and meter.current == 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("te", [False, True])
+def test_i_hides_the_reduction_behind_the_weight_gradient_of_the_row_parallel_linear_before(
+    te: bool, sequence_parallel: bool
+):
+    helpers.run_ranks(2, _hidden, te, sequence_parallel, tensor_model_parallel_size=2)
 
 
 def _held(make: Callable[[], Any], bind: Callable[..., int]) -> None:

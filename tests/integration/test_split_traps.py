@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import split_helpers as helpers
 import torch
+from fused_kernels import fused_kernels
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from torch import Tensor
 
@@ -124,35 +125,13 @@ def recomputed_once() -> None:
     assert calls.count(False) == calls.count(True) == 6
 
 
-class _Kernels:
-    """Stand for the fused CUDA kernels: the same sum, and a count of the calls."""
-
-    def __init__(self) -> None:
-        self.calls = {"fp32": 0, "fp16": 0}
-
-    def wgrad_gemm_accum_fp32(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        assert main_grad.dtype is torch.float32
-        self.calls["fp32"] += 1
-        main_grad.add_(grad_output.t().float() @ total_input.float())
-
-    def wgrad_gemm_accum_fp16(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        self.calls["fp16"] += 1
-        main_grad.add_(grad_output.t() @ total_input)
-
-
 def fused_accumulation_adds_once() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    found = layers._grad_accum_fusion_available
     for dtype, zero_out in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        kernels = _Kernels()
-        layers.fused_weight_gradient_mlp_cuda = kernels
-        layers._grad_accum_fusion_available = True
-        model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
-        helpers.compare(model, SEVERAL_I_AHEAD, main_grad=dtype, zero_out=zero_out)
+        with fused_kernels() as kernels:
+            model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+            helpers.compare(model, SEVERAL_I_AHEAD, main_grad=dtype, zero_out=zero_out)
         # Twice 3 linears x 3 microbatches. Run twice within a split, main_grad would be doubled in silence.
         assert kernels.calls["fp32" if dtype is torch.float32 else "fp16"] == 18
-    layers._grad_accum_fusion_available = found
 
 
 def memory_is_flat() -> None:

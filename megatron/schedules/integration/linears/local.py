@@ -22,7 +22,6 @@ Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +118,18 @@ class _ForwardImpl:
         if allreduce_dgrad or sequence_parallel:
             tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         fusion = gradient_accumulation_fusion
-        rows = _scattered_over(self._module)
-        call = _Call(self._store, key, weight, bias, fusion, allreduce_dgrad, sequence_parallel, tp_group, rows)
+        call = _Call(
+            self._store,
+            key,
+            weight,
+            bias,
+            fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            tp_group,
+            row_parallel=isinstance(self._module, stock.RowParallelLinear),
+            gathered_over=_scattered_over(self._module),
+        )
         # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks
         # alone. If the input needs no gradient either (everything below is frozen), something else has to
         # bring I here.
@@ -145,6 +154,7 @@ class _Call(NamedTuple):
     allreduce: bool
     sequence_parallel: bool
     group: ProcessGroup | None
+    row_parallel: bool
     gathered_over: ProcessGroup | None
     """The ranks whose rows of the output's gradient are gathered before it gets here."""
 
@@ -179,7 +189,12 @@ class _SplitLinear(torch.autograd.Function):
         call: _Call = ctx.call
         grad_input = None
         if ctx.needs_input_grad[0]:
-            grad_input = _reduced(_product(grad_output, weight), input, call)
+            # Until it is reduced, this rank's own is to stay.
+            own = _product(grad_output, weight)
+            grad_input, reducing = _reduced(own, input, call)
+            if reducing is not None:
+                call.store.compute_ahead(call.key)
+                reducing.wait()
         work = _WeightGradient(call, input, grad_output)
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
         defer(call.store, call.key, work.product, work, parameters)
@@ -202,47 +217,57 @@ def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
     return [input.size(0) * group.size(), *input.shape[1:]]
 
 
-def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> Tensor:
+def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
     """The input gradient summed over the tensor-parallel ranks, and scattered if the input was gathered.
 
-    I waits here: stock hides this behind its weight gradient, which I does not have. The schedule hides it
-    instead.
+    Comes with what is to be waited for first, or None.
     """
     if call.sequence_parallel:
         assert not call.allreduce
         scattered = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group)
-        return scattered
+        return scattered, stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group, async_op=True)
     if call.allreduce:
-        torch.distributed.all_reduce(grad_input, group=call.group)
-    return grad_input
+        return grad_input, torch.distributed.all_reduce(grad_input, group=call.group, async_op=True)
+    return grad_input, None
 
 
 class _WeightGradient:
     """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
-        self._call = call
-        over = call.group if call.sequence_parallel else None
-        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=call.gathered_over)
+        self._call, self._dtype = call, input.dtype
+        self.product = Product(
+            self._compute,
+            input,
+            grad_output,
+            over=call.group if call.sequence_parallel else None,
+            gathered_over=call.gathered_over,
+            ahead=call.row_parallel and call.fusion,
+        )
         # Inside backward, where custom_bwd has set the forward's autocast state again.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
     def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
+        """The gradients; none for a weight whose ``main_grad`` has it."""
         call = self._call
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
-        autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
-        with autocast:
-            gradients = [_fused(call.weight, input, grad_output) if call.fusion else grad_output.t().matmul(input)]
+        # Its own state, not that of the backward it may run in.
+        with torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None):
+            if call.fusion:
+                _add_to_main_grad(call.weight, input, grad_output)
+            gradients = [None if call.fusion else grad_output.t().matmul(input)]
             if call.bias is not None:
                 gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
         return gradients
 
     def __call__(self) -> list[Tensor | None]:
-        return self.product.result()
+        gradient, *others = self.product.result()
+        if self._call.fusion:
+            gradient = fused_gradient(self._call.weight, self._dtype)
+        return [gradient, *others]
 
 
-def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:
+def _add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
     """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad
@@ -252,7 +277,6 @@ def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | No
         kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
     else:
         raise RuntimeError(f"gradient accumulation fusion cannot add to a main_grad of {main_grad.dtype}")
-    return fused_gradient(weight, total_input.dtype)
 
 
 def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:

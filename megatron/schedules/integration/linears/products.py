@@ -4,6 +4,15 @@ Under sequence parallelism a weight gradient is a product of rows of all tensor-
 comes from a gather: the input of a column parallel linear, the output's gradient of a row parallel one. That one would
 take as much memory from I to W as all else that the layer holds; so only this rank's rows of it are kept, and W gathers
 the rest, which the store has it start behind the W before.
+
+A column parallel linear's input gradient is reduced over the tensor-parallel ranks. A whole backward hides that behind
+the linear's own weight gradient; I hides it behind that of the row parallel linear which came just before it (that out
+of attention behind that into it, and so in the MLP), whose product needs nothing from other ranks as long as what I
+gathered is still there. So of that pair nothing is left to be exposed in either pass, and of the row parallel linear
+nothing waits for W; I takes longer by the product, and W shorter. This is done where the product adds to ``main_grad``
+itself, under gradient accumulation fusion; elsewhere its result, the size of the weight, would have to wait. Only the
+product moves: parameters get their gradients, and their hooks fire, in W. That kernels of the product do not keep the
+reduction from starting takes CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell, as in a whole backward.
 """
 
 from __future__ import annotations
@@ -27,6 +36,7 @@ class Product:
         grad_output: the rows of all ranks.
         over: the tensor-parallel ranks whose rows of ``input`` are gathered; None: none are.
         gathered_over: those whose rows of ``grad_output`` I has gathered; None: it has not.
+        ahead: whether this may be computed in I already: of a row parallel linear, and adds to ``main_grad``.
     """
 
     def __init__(
@@ -37,15 +47,17 @@ class Product:
         *,
         over: ProcessGroup | None = None,
         gathered_over: ProcessGroup | None = None,
+        ahead: bool = False,
     ) -> None:
-        self._compute = compute
+        self._compute: Callable[[Any, Any], Any] | None = compute
         self._operands = [input, grad_output]
         # Which operand is in parts, and over which ranks.
         self._in_parts = (0, over) if over is not None else None
         self._gathering: Any = None
-        if gathered_over is not None:
-            self._operands[1] = part_of(grad_output, gathered_over)
-            self._in_parts = (1, gathered_over)
+        self._gathered_over, self._result = gathered_over, None
+        self.ahead = ahead
+        if not ahead:
+            self.settle(False)
 
     @property
     def held(self) -> list[Tensor]:
@@ -64,12 +76,28 @@ class Product:
         self._gathering = torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
         self._operands[which] = whole
 
+    def settle(self, ahead: bool) -> list[Tensor]:
+        """Compute ahead of W, or else let go of what I has gathered; returns what is held from then on."""
+        if ahead:
+            self._result = self._computed()
+        elif self._gathered_over is not None:
+            self._operands[1] = part_of(self._operands[1], self._gathered_over)
+            self._in_parts = (1, self._gathered_over)
+        return self.held
+
     def result(self) -> Any:
         """What ``compute`` gives; to be asked once, for nothing is kept."""
+        if self._compute is not None:
+            return self._computed()
+        result, self._result = self._result, None
+        return result
+
+    def _computed(self) -> Any:
         if self._gathering is not None:
             self._gathering.wait()
+        assert self._compute is not None
         compute, operands = self._compute, self._operands
-        del self._compute, self._operands
+        self._compute, self._operands = None, []
         return compute(*operands)
 
 
@@ -80,4 +108,5 @@ def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 def defer(store: WeightGradients, key: Key, product: Product, closure: Closure, parameters: Sequence[Tensor]) -> None:
     """Put ``closure``, which asks for the result of ``product``, off to the W of ``key``."""
-    store.defer(key, closure, product.held, parameters=parameters, prefetch=product.gather)
+    settle = product.settle if product.ahead else None
+    store.defer(key, closure, product.held, parameters=parameters, prefetch=product.gather, settle=settle)

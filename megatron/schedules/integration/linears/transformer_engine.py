@@ -185,10 +185,12 @@ class _Call:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy for it.
                 self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
+        parallel = module.parallel_mode if module.tp_size > 1 else None
+        self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
         # The ranks over which the backward gathers, by their rows, the input or the output's gradient.
-        gathers = module.parallel_mode if module.sequence_parallel and module.tp_size > 1 else None
-        self.input_over: Any = module.tp_group if gathers == "column" else None
-        self.gradient_over: Any = module.tp_group if gathers == "row" else None
+        gathers = module.sequence_parallel
+        self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
+        self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
         self._store, self._key, self._name = store, key, type(module).__name__
         self._deferred = False
 
@@ -222,6 +224,9 @@ class _Call:
             func: computes from them; returns the weight gradient and the bias gradient, and perhaps more. For
                 ``GroupedLinear`` the second is a list, and the first nothing.
         """
+        if self.column_parallel:
+            # The input's gradient has been sent on its way to the other ranks, and will be waited for after this.
+            self._store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
         parameters = [*self.weights.values(), *self.biases.values()]
@@ -258,15 +263,18 @@ class _WeightGradient:
         over, gathered_over = (call.input_over, call.gradient_over) if plain else (None, None)
         if over is not None:
             input = _part_of(input, grad_output, over)
-        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over)
+        ahead = plain and call.fused and call.row_parallel
+        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The gradients of the weights, and those of the biases as far as they are computed here."""
+        func = self._func
+        del self._func  # which knows the backward that it comes from
         if self._outputs is None:
-            weight_gradient, bias_gradient, *_ = self._func(input, grad_output)
+            weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
         gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
-        _, bias_gradients, *_ = self._func(input, grad_output, gradients)
+        _, bias_gradients, *_ = func(input, grad_output, gradients)
         return gradients, bias_gradients
 
     def __call__(self) -> list[Tensor | None]:
