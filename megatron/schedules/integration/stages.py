@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -75,7 +75,7 @@ class MegatronStages:
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
-        self._placement: Placement = program.placement
+        self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
         self._running = running
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -88,6 +88,7 @@ class MegatronStages:
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._prefetch_after(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
         training = not self._call.forward_only
         if activation is not None and training:
@@ -121,20 +122,32 @@ class MegatronStages:
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._prefetch_after(Kind.B, stage, microbatch)
         return self._backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._prefetch_after(Kind.I, stage, microbatch)
         with self._store.split(stage, microbatch):
             return self._backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._store.run(stage, microbatch)
+        self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
 
     def reduce_gradients(self, stage: int) -> None:
         """See :class:`megatron.schedules.runtime.stages.Stages`."""
         self._reduction.start(self._model[self._placement.chunk_of(stage)])
+
+    def _prefetch_after(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """As a pass begins: have what the W right after it waits for first gathered meanwhile.
+
+        All ranks of a tensor-parallel group do so at the same point, for they have one program. For the length of that
+        pass one operand is held as a whole, gathered over the tensor-parallel ranks.
+        """
+        after = self._program.weight_after(kind, stage, microbatch)
+        if after is not None:
+            self._store.prefetch(*after)
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers = self._config.timers

@@ -121,8 +121,12 @@ class WeightGradients:
         """
         _prefetch_first(self._queue((stage, microbatch)))
 
-    def run(self, stage: int, microbatch: int) -> None:
+    def run(self, stage: int, microbatch: int, then: Key | None = None) -> None:
         """W: compute and accumulate all gradients queued for (stage, microbatch), in queued order, and close it.
+
+        Args:
+            stage, microbatch: whose W.
+            then: whose W comes next, if that is known: prefetched behind the last that this one computes.
 
         Raises:
             RuntimeError: the key is not open, or a held tensor was modified in place between I and W.
@@ -130,8 +134,10 @@ class WeightGradients:
         """
         key = (stage, microbatch)
         queue = self._queue(key)
+        if then is not None and all(item.computed for item in queue):
+            self.prefetch(*then)
         if queue:
-            self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue))
+            self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue, then))
         del self._waiting[key]
 
     def waiting(self, stage: int, microbatch: int) -> int:
@@ -144,13 +150,14 @@ class WeightGradients:
             left = ", ".join(f"{s}W{m} ({len(queue)} queued)" for (s, m), queue in self._waiting.items())
             raise RuntimeError(f"weight gradients not computed: {left}")
 
-    def _take_first(self, queue: deque[_Deferred]) -> Sequence[Tensor | None] | None:
+    def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
         """The gradients of the first closure of ``queue``, which is then gone with all it held."""
         item = queue.popleft()
         if not item.computed:
             self._adding.subtract(map(id, item.parameters))
             item.prefetch()
-            _prefetch_first(queue)
+            if not _prefetch_first(queue) and then is not None:
+                self.prefetch(*then)
         item.check_versions()
         gradients = item.closure()
         item.release()
@@ -166,12 +173,14 @@ class WeightGradients:
             ) from None
 
 
-def _prefetch_first(queue: deque[_Deferred]) -> None:
-    """Start the communication of the first closure that still has to compute."""
+def _prefetch_first(queue: deque[_Deferred]) -> bool:
+    """Start the communication of the first closure that still has to compute; whether there is such a one."""
     first = next((item for item in queue if not item.computed), None)
-    if first is not None:
-        with torch.no_grad():
-            first.prefetch()
+    if first is None:
+        return False
+    with torch.no_grad():
+        first.prefetch()
+    return True
 
 
 class _Once:
