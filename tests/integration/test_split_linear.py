@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import split_helpers as helpers
 import torch
-from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from small_gpt import small_gpt
+from split_helpers import SEVERAL_I_AHEAD, TOGETHER
 from torch import Tensor
 
 
@@ -28,37 +29,9 @@ def test_gradients_are_bit_equal_to_stock(tp: int, sequence_parallel: bool):
 
 
 def _gpt(sequence_parallel: bool) -> None:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    torch.manual_seed(1)
-    # torch's norm is all that stock finds here, and it refuses sequence parallelism for the sake of the
-    # norms' own gradients (summed over ranks at the end of the iteration), which is no matter for this test.
-    WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
-    settings = helpers.config(
-        num_layers=2, sequence_parallel=sequence_parallel, attention_dropout=0.0, hidden_dropout=0.0
-    )
-    model = GPTModel(
-        settings,
-        get_gpt_layer_local_spec(),
-        vocab_size=32,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-
-    def tokens(microbatches: int, *_: Any) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        return [torch.randint(32, (BATCH, SEQUENCE), generator=generator) for _ in range(microbatches)]
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        return module(x, positions, mask, labels=x.roll(-1, 1))
-
-    # Per layer qkv, proj, fc1, fc2, and the output layer.
-    assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=tokens).split == 9
+    model, tokens, forward = small_gpt(sequence_parallel)
+    # Per layer qkv, proj, fc1, fc2; the output layer stays whole.
+    assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=tokens).split == 8
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])

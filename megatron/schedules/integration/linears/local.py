@@ -6,6 +6,7 @@ it can take them apart; an instance attribute is the smallest thing that puts an
 
 Stays whole (stock's Function runs, its weight gradient comes with I) even where a split is asked for:
 
+- output layers: see :mod:`.output_layers`;
 - frozen weights: there is no weight gradient; stock saves no input for them either;
 - ``defer_embedding_wgrad_compute``: stock defers that gradient by itself, to the end of the iteration;
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient
@@ -34,6 +35,7 @@ from megatron.core.utils import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -53,9 +55,9 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     Returns:
         The number of linears now bound to ``store``.
     """
-    bound = 0
+    bound, ends = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, _LINEARS):
+        if not isinstance(module, _LINEARS) or module in ends:
             continue
         if is_split(module):
             del module.__dict__["_forward_impl"]

@@ -14,10 +14,11 @@ order it was filled, and its gradients pass the parameters' hooks by. So for the
 The first microbatch of all would overwrite ``main_grad`` rather than add to it, which loses whatever a W out of
 order had added; binding switches that off, where stock does not need it for caching quantised weights.
 
-Stays whole (the gradients come with I) even where a split is asked for: modules with a frozen weight; weights that
-are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are Megatron-FSDP's,
-or are several in one product (``parameters_split``); modules whose ``forward`` someone else has replaced. The norm's
-gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron builds.
+Stays whole (the gradients come with I) even where a split is asked for: output layers (:mod:`.output_layers`); modules
+with a frozen weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation
+group), are Megatron-FSDP's, or are several in one product (``parameters_split``); modules whose ``forward`` someone else
+has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron
+builds.
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
 compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.integration.linears.te_found import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
@@ -75,9 +77,9 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
     if engine is None:
         return 0
     linears = tuple(getattr(engine, name) for name in LINEARS)
-    bound = 0
+    bound, ends = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, linears):
+        if not isinstance(module, linears) or module in ends:
             continue
         if is_split(module):
             del module.__dict__["forward"]
