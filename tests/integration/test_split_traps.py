@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -134,6 +135,32 @@ def fused_accumulation_adds_once() -> None:
         assert kernels.calls["fp32" if dtype is torch.float32 else "fp16"] == 18
 
 
+def hooks_fire_under_fused_accumulation_while_a_meter_counts() -> None:
+    from megatron.schedules.integration.linears.local import split_linears
+
+    found = []
+    for metered, zero_out, whole in itertools.product((False, True), (False, True), (False, True)):
+        with fused_kernels() as kernels:
+            model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+            hooks = helpers.MainGrads(model, torch.float32, zero_out)
+            meter = ActivationMeter(model.parameters())
+            store = WeightGradients(meter if metered else None)
+            split_linears(model, store)
+            for m, x in enumerate(helpers.inputs_of(2, torch.bfloat16)):
+                with meter.recording() if metered else nullcontext():
+                    with nullcontext() if whole else store.split(0, m):
+                        loss = helpers.loss(model(x))
+                    loss.backward()
+                if not whole:
+                    store.run(0, m)
+            assert kernels.calls == {"fp32": 6, "fp16": 0} and meter.current == 0
+        assert set(hooks.fired.values()) == {2}
+        assert all(linear.weight.grad_added_to_main_grad for linear in (model.up, model.down, model.head))
+        found.append([parameter.main_grad for parameter in model.parameters()])
+    for each in found[1:]:
+        helpers.assert_same("main_grad", each, found[0])
+
+
 def memory_is_flat() -> None:
     from megatron.schedules.integration.linears.local import split_linears
 
@@ -252,6 +279,7 @@ TRAPS = (
     weight_used_several_times,
     recomputed_once,
     fused_accumulation_adds_once,
+    hooks_fire_under_fused_accumulation_while_a_meter_counts,
     memory_is_flat,
     kept_whole,
     the_class_is_left_alone,

@@ -53,6 +53,11 @@ class WeightGradients:
         """The (stage, microbatch) whose backward will be split, or None outside :meth:`split`."""
         return self._current
 
+    @property
+    def metered(self) -> bool:
+        """Whether a meter counts, whose hooks may be round any forward."""
+        return self._meter is not None
+
     @contextmanager
     def split(self, stage: int, microbatch: int) -> Iterator[None]:
         """Make (stage, microbatch) current and open it: a :meth:`run` is owed, even with nothing deferred."""

@@ -57,7 +57,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     """
     bound, ends = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, _LINEARS) or module in ends:
+        if not isinstance(module, _LINEARS):
             continue
         if is_split(module):
             del module.__dict__["_forward_impl"]
@@ -66,7 +66,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         )
         if own:
             continue
-        module._forward_impl = _ForwardImpl(module, store)
+        module._forward_impl = _ForwardImpl(module, store, splits=module not in ends)
         bound += 1
     return bound
 
@@ -79,18 +79,24 @@ def is_split(linear: torch.nn.Module) -> bool:
 class _ForwardImpl:
     """Stands for one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
 
-    def __init__(self, module: Any, store: WeightGradients) -> None:
+    def __init__(self, module: Any, store: WeightGradients, *, splits: bool) -> None:
         self._module = module
-        self._whole = module._forward_impl
+        self._stocks = module._forward_impl
         self._store = store
+        self._splits = splits
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key = self._store.current
         # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
-        if key is None or not torch.is_grad_enabled():
-            return self._whole(*args, **kwargs)
-        output = self._split(key, *args, **kwargs)
-        return self._whole(*args, **kwargs) if output is None else output
+        if torch.is_grad_enabled():
+            split = self._split(key, input, weight, *args, **kwargs) if self._splits and key is not None else None
+            if split is not None:
+                return split
+            fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
+            if fuses and self._store.metered and hasattr(weight, "main_grad"):
+                weight = _delivered_for(weight)
+        whole: Tensor = self._stocks(input, weight, *args, **kwargs)
+        return whole
 
     def _split(
         self,
@@ -137,6 +143,30 @@ class _ForwardImpl:
         # bring I here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
+
+
+def _delivered_for(weight: Any) -> Tensor:
+    """What a whole linear may save in place of ``weight`` under a meter, whose hooks take attributes from it.
+
+    Without them stock's backward still knows where to add the gradient, but not that a dummy is to fire the hooks.
+    """
+    alias: Any = _Alias.apply(weight)
+    alias.main_grad = weight.main_grad
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    """The same weight, which gets stock's dummy where its user has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return fused_gradient(ctx.weight, ctx.weight.dtype) if gradient is None else gradient
 
 
 def _scattered_over(linear: Any) -> ProcessGroup | None:

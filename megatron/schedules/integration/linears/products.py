@@ -61,9 +61,11 @@ class Product:
 
     @property
     def held(self) -> list[Tensor]:
-        """The operands as they wait, as far as they are plain tensors."""
+        """The operands as they wait, as far as they are plain tensors or lie in one."""
         each = [x if isinstance(x, (list, tuple)) else [x] for x in self._operands]
-        return [tensor for group in each for tensor in group if type(tensor) is Tensor]
+        # Transformer Engine's grouped tensors, from 2.17 on, are no tensors but have one.
+        found = (getattr(operand, "rowwise_data", operand) for group in each for operand in group)
+        return [tensor for tensor in found if type(tensor) is Tensor]
 
     def gather(self) -> None:
         """Start gathering the operand that is in parts, if one is."""

@@ -16,9 +16,9 @@ order had added; binding switches that off, where stock does not need it for cac
 
 Stays whole (the gradients come with I) even where a split is asked for: output layers (:mod:`.output_layers`); modules
 with a frozen weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation
-group), are Megatron-FSDP's, or are several in one product (``parameters_split``); modules whose ``forward`` someone else
-has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron
-builds.
+group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
+``forward`` someone else has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP``
+is no class that Megatron builds.
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
 compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
@@ -157,6 +157,7 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
         and all(weight.requires_grad for weight in weights.values())
         and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
         and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
+        and not any(getattr(weight, "is_distributed_weight", False) for weight in weights.values())
     )
 
 
