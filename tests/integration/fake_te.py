@@ -10,7 +10,9 @@ depends on it:
 - a weight gradient that is put off comes back as none, as a dummy under fused accumulation, and from
   ``GroupedLinear`` as the memory that is still to be filled (here: with NaN in it);
 - the first microbatch of an iteration overwrites ``main_grad``;
-- a column-parallel input is gathered along the sequence for its weight gradient, in I;
+- a column-parallel input is gathered along the sequence for its weight gradient, in I, where a flag on the autograd
+  node (``LayerNormLinear``'s; ``Linear``'s before 2.16) or on its ``backward_objects`` says so;
+- a column-parallel input gradient is on its way to the other ranks while the weight gradient is put off;
 - biases that are handed on, or added after a row-parallel reduction, stay outside the product.
 
 The norm is a step of its own here: its gradients come with I there too.
@@ -58,6 +60,14 @@ def summed(x: Tensor, group: Any) -> Tensor:
     return x
 
 
+def reduction(x: Tensor, call: Any) -> tuple[Tensor, Any]:
+    """What a column-parallel input gradient will be once the work, which is on its way, is done."""
+    if not call.sequence:
+        return x, dist.all_reduce(x, group=call.group, async_op=True)
+    out = torch.empty((x.size(0) // call.group.size(), *x.shape[1:]), dtype=x.dtype)
+    return out, dist.reduce_scatter_tensor(out, x.contiguous(), group=call.group, async_op=True)
+
+
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1))
 
@@ -100,7 +110,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, call: Any) -> Tensor:
         ctx.save_for_backward(weight, x, bias)
         _remember(ctx, [weight], call)
-        total = gathered(x, call.group) if call.sequence and call.column else x
+        gathers = call.sequence and call.column
+        holder = ctx
+        if call.flag == "backward_input_needs_gather" and not call.older:
+            holder = ctx.backward_objects = SimpleNamespace()
+        vars(holder).update({call.flag: gathers, "fp8": False, "debug": call.debug, "ub_bulk_dgrad": False})
+        total = gathered(x, call.group) if gathers else x
         out = total @ weight.t()
         if bias is not None:
             out = out + bias
@@ -115,14 +130,17 @@ class _Linear(torch.autograd.Function):
         (origin,), (main_grad,) = _recall(ctx, 1)
         if call.row and call.sequence:
             dy = gathered(dy, call.group)
-        dx = None
+        holder = getattr(ctx, "backward_objects", ctx)
+        total = gathered(x, call.group) if wants[0] and getattr(holder, call.flag) else x
+        dx = work = None
         if wants[1]:
             dx = dy @ weight
             if call.column:
-                dx = scattered(dx, call.group) if call.sequence else summed(dx, call.group)
+                dx, work = reduction(dx, call)
         if not wants[0]:
+            if work is not None:
+                work.wait()
             return None, dx, dy.sum(dim=(0, 1)) if wants[2] else None, None
-        total = gathered(x, call.group) if call.sequence and call.column else x
         accumulate = call.fused and not call.first
         early = bias is not None and call.early_bias
 
@@ -137,6 +155,8 @@ class _Linear(torch.autograd.Function):
         else:
             dw, late = product(total, dy)
             db = late if db is None else db
+        if work is not None:
+            work.wait()
         return _reported(origin, dw, call.fused), dx, db, None
 
 
@@ -185,6 +205,9 @@ class _GroupedLinear(torch.autograd.Function):
 class _Base(torch.nn.Module):
     gemm_bias_unfused_add = False
     early_bias = False
+    flag = "backward_input_needs_gather"
+    older = False  # than 2.16
+    debug = False
 
     def _start(self, bias: bool, return_bias: bool, settings: dict[str, Any]) -> None:
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
@@ -210,6 +233,9 @@ class _Base(torch.nn.Module):
             column=parallel and self.parallel_mode == "column",
             row=parallel and self.parallel_mode == "row",
             early_bias=self.early_bias,
+            flag=self.flag,
+            older=self.older,
+            debug=self.debug,
             bias=self.apply_bias,
         )
 
@@ -250,6 +276,8 @@ class Linear(_Base):
 
 
 class LayerNormLinear(Linear):
+    flag = "ln_out_needs_gather"
+
     def __init__(self, in_features: int, out_features: int, delay_wgrad_compute: bool = False, **settings: Any) -> None:
         super().__init__(in_features, out_features, **settings)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=self.dtype))

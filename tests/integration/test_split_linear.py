@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import split_helpers as helpers
 import torch
-from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from small_gpt import small_gpt
+from split_helpers import SEVERAL_I_AHEAD, TOGETHER
 from torch import Tensor
-
-from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 def _matrix(sequence_parallel: bool) -> None:
@@ -30,36 +29,8 @@ def test_gradients_are_bit_equal_to_stock(tp: int, sequence_parallel: bool):
 
 
 def _gpt(sequence_parallel: bool) -> None:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    torch.manual_seed(1)
-    # torch's norm is all that stock finds here, and it refuses sequence parallelism for the sake of the
-    # norms' own gradients (summed over ranks at the end of the iteration), which is no matter for this test.
-    WrappedTorchNorm.__new__ = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)
-    settings = helpers.config(
-        num_layers=2, sequence_parallel=sequence_parallel, attention_dropout=0.0, hidden_dropout=0.0
-    )
-    model = GPTModel(
-        settings,
-        get_gpt_layer_local_spec(),
-        vocab_size=32,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-
-    def tokens(microbatches: int, *_: Any) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        return [torch.randint(32, (BATCH, SEQUENCE), generator=generator) for _ in range(microbatches)]
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        return module(x, positions, mask, labels=x.roll(-1, 1))
-
-    # Per layer qkv, proj, fc1, fc2, and the output layer.
+    model, tokens, forward = small_gpt(sequence_parallel)
+    # Per layer qkv, proj, fc1, fc2, and the output layer, which stays whole.
     assert helpers.compare(model, SEVERAL_I_AHEAD, forward=forward, inputs=tokens).split == 9
 
 
@@ -94,44 +65,6 @@ def _expert() -> None:
 
 def test_expert_linears_split_too():
     helpers.run_ranks(2, _expert, expert_model_parallel_size=2)
-
-
-def _prefetch_ahead() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    from megatron.schedules.integration.linears.local import split_linears
-
-    log: list[str] = []
-    gather, product = layers.dist_all_gather_func, torch.Tensor.matmul
-    model, store = helpers.block(sequence_parallel=True), WeightGradients()
-    split_linears(model, store)
-    (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
-        y = model(x)
-    helpers.loss(y).backward()
-
-    def logged_gather(*arguments: Any, **settings: Any) -> Any:
-        log.append("gather" if settings.get("async_op") else "blocking gather")
-        return gather(*arguments, **settings)
-
-    def logged_product(*arguments: Any) -> Tensor:
-        log.append("product")
-        return product(*arguments)
-
-    layers.dist_all_gather_func = logged_gather
-    torch.Tensor.matmul = logged_product  # type: ignore[method-assign]
-    try:
-        store.prefetch(0, 0)
-        assert log == ["gather"]
-        store.run(0, 0)
-    finally:
-        layers.dist_all_gather_func, torch.Tensor.matmul = gather, product  # type: ignore[method-assign]
-    # Queued from the top: head (gathers), down (row parallel: nothing to gather), up (gathers).
-    assert log == ["gather", "product", "gather", "product", "product"]
-
-
-def test_sequence_parallel_inputs_are_gathered_ahead_of_their_product():
-    helpers.run_ranks(2, _prefetch_ahead, tensor_model_parallel_size=2)
 
 
 def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:

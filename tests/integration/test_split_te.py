@@ -1,16 +1,14 @@
 """Transformer Engine's linears with a split backward give, bit for bit, the gradients of their whole backward.
 
-On CPUs against ``fake_te``, which follows Transformer Engine's sources; where there is a GPU with Transformer
-Engine also against itself.
+On CPUs against ``fake_te``, which follows Transformer Engine's sources; where there is a GPU see
+``test_te_itself.py``.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,66 +17,11 @@ import pytest
 import split_helpers as helpers
 import torch
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from split_te_helpers import EXPERTS, LAST_W_FIRST, Block, Experts, bound, compare, tensor_parallel
 from torch import Tensor
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.weight_gradients import WeightGradients
-
-# Sums of two are the same in both orders, so that gradients must be the same bits though the W change places.
-LAST_W_FIRST = "F0 F1 I0 I1 W1 W0"
-EXPERTS = 3
-
-
-class Block(torch.nn.Module):
-    """Norm with a column parallel linear, a row parallel one, a head: (s, b, 8) -> (s, b, 16 / tp)."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.sequence_parallel = settings.get("sequence_parallel", False)
-        normed, plain = (fake_te.megatrons(linear) for linear in (fake_te.LayerNormLinear, fake_te.Linear))
-        self.up = normed(8, 32, parallel_mode="column", **settings)
-        self.down = plain(32, 8, parallel_mode="row", **settings)
-        self.head = plain(8, 16, parallel_mode="column", **settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.down(torch.nn.functional.gelu(self.up(x))))
-
-
-class Experts(torch.nn.Module):
-    """Two grouped linears, so many tokens to the second expert and five to the first: (s, b, 8) -> (s * b, 8)."""
-
-    def __init__(self, second: int = 2, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.splits = [5, second, SEQUENCE * BATCH - 5 - second]
-        grouped = fake_te.megatrons(fake_te.GroupedLinear)
-        self.up, self.down = grouped(EXPERTS, 8, 16, **settings), grouped(EXPERTS, 16, 8, **settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x.reshape(-1, 8), self.splits).tanh(), self.splits)
-
-
-def compare(model: Any, order: str = SEVERAL_I_AHEAD, **settings: Any) -> Any:
-    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-
-    return helpers.compare(model, order, bind=split_te_linears, **settings)
-
-
-def bound(model: Any, meter: ActivationMeter | None = None) -> WeightGradients:
-    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-
-    store = WeightGradients(meter)
-    split_te_linears(model, store)
-    return store
-
-
-def tensor_parallel() -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group()
-    return {} if group.size() == 1 else {"tp_group": group}
 
 
 def _matrix(sequence_parallel: bool) -> None:
@@ -112,35 +55,6 @@ def _data_parallel(overlap: bool, distributed_optimizer: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_megatron_data_parallel_reduces_once_after_the_last_weight_gradient(overlap: bool, distributed_optimizer: bool):
     helpers.run_ranks(2, _data_parallel, overlap, distributed_optimizer)
-
-
-def _gathered_again() -> None:
-    fake_te.install()
-    model = Block(sequence_parallel=True, **tensor_parallel())
-    meter = ActivationMeter(model.parameters())
-    store = bound(model, meter)
-    (x,) = helpers.inputs_of(1, torch.float32, True)
-    with store.split(0, 0):
-        helpers.loss(model(x)).backward()
-    tokens = SEQUENCE * BATCH * 4
-    # A rank's parts of what the column parallel linears (up, head) gathered, where the whole would be twice that;
-    # and output gradients, that of a row parallel linear gathered.
-    assert meter.current == tokens * ((8 + 2 * 16) + (2 * 16 + 2 * 8) + (8 + 2 * 8))
-    calls, gather = [], torch.distributed.all_gather_into_tensor
-
-    def logged(*arguments: Any, **settings: Any) -> Any:
-        calls.append(settings.get("async_op"))
-        return gather(*arguments, **settings)
-
-    torch.distributed.all_gather_into_tensor = logged
-    store.prefetch(0, 0)
-    assert calls == [True], "ahead of W"
-    store.run(0, 0)
-    assert calls == [True, True], "those of the column parallel linears, each once"
-
-
-def test_under_sequence_parallelism_no_gathered_input_waits_for_its_weight_gradient():
-    helpers.run_ranks(2, _gathered_again, tensor_model_parallel_size=2)
 
 
 def grouped_linears() -> None:
@@ -181,6 +95,41 @@ def grouped_memory_to_be_filled_is_not_held() -> None:
     assert len(calls) == 2
     assert all(call.leaves[name].grad is None for call in calls for name in call.weights)
     store.run(0, 0)
+
+
+def grouped_tensors_are_counted_and_watched() -> None:
+    class Grouped(fake_te.GroupedLinear):
+        """Hands over one storage of all experts' rows, as 2.17 and later can."""
+
+        def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
+            output = super().forward(x, m_splits, is_first_microbatch)
+            call = output.grad_fn.call
+            put = call.store.put
+
+            def in_storages(operands: Any, product: Any) -> None:
+                xs, dys, outs = operands
+                stored = [SimpleNamespace(rowwise_data=torch.cat(each)) for each in (xs, dys)]
+                seen.extend(each.rowwise_data for each in stored)
+
+                def unpacked(x: Any, dy: Any, outs: Any) -> Any:
+                    return product(x.rowwise_data.split(m_splits), dy.rowwise_data.split(m_splits), outs)
+
+                put([*stored, outs], unpacked)
+
+            call.store.put = in_storages
+            return output
+
+    seen: list[Tensor] = []
+    model = Grouped(2, 8, 16)
+    meter = ActivationMeter(model.parameters())
+    store = bound(model, meter)
+    rows = SEQUENCE * BATCH
+    with store.split(0, 0):
+        helpers.loss(model(*(x.view(-1, 8) for x in helpers.inputs_of(1, torch.float32)), [5, rows - 5])).backward()
+    assert meter.current == 4 * rows * (8 + 16)
+    seen[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified in place after its I"):
+        store.run(0, 0)
 
 
 def bias_gradients_that_come_with_i() -> None:
@@ -327,6 +276,14 @@ def the_schedule_function_binds_them() -> None:
 def kept_whole() -> None:
     from megatron.schedules.integration.linears.transformer_engine import is_split
 
+    distributed = fake_te.Linear(8, 8)
+    distributed.weight.is_distributed_weight = True
+    store = bound(distributed)
+    with store.split(0, 0):
+        helpers.loss(distributed(*helpers.inputs_of(1, torch.float32))).backward()
+    assert store.waiting(0, 0) == 0
+    store.run(0, 0)
+
     model = Block()
     model.up.weight.overwrite_main_grad = True
     model.down.weight.__fsdp_param__ = True
@@ -439,6 +396,7 @@ CHECKS = (
     grouped_linears,
     the_idle_expert_gets_zeros,
     grouped_memory_to_be_filled_is_not_held,
+    grouped_tensors_are_counted_and_watched,
     bias_gradients_that_come_with_i,
     biases_handed_on,
     hooks_fire_in_w,
@@ -474,51 +432,3 @@ def failures() -> dict[str, str]:
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_check(check: str, failures: dict[str, str]):
     assert check not in failures, failures[check]
-
-
-class _Real(torch.nn.Module):
-    """Transformer Engine's own: a normed linear, a linear, and two experts; (s, b, 64) -> (s * b, 64)."""
-
-    def __init__(self, te: Any, fused: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        settings = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused, "device": "cuda"}
-        self.up = te.LayerNormLinear(64, 128, **settings)
-        self.down = te.Linear(128, 64, **settings)
-        self.experts = te.GroupedLinear(2, 64, 64, **settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.down(torch.nn.functional.gelu(self.up(x))).reshape(-1, 64)
-        return self.experts(hidden, [16, hidden.size(0) - 16])
-
-
-@pytest.mark.parametrize("order", [SEVERAL_I_AHEAD, LAST_W_FIRST])
-@pytest.mark.parametrize("fused", [False, True])
-def test_transformer_engine_itself(fused: bool, order: str):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
-    from megatron.schedules.integration.linears.te_found import te_fault
-    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-
-    assert te_fault() is None
-    count = order.count("F")
-    generator = torch.Generator("cuda").manual_seed(5)
-    drawn = torch.randn(count, 8, 4, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
-
-    def inputs() -> list[Tensor]:
-        return [x.clone().requires_grad_() for x in drawn]
-
-    whole = _Real(te, fused)
-    ours, store = copy.deepcopy(whole), WeightGradients()
-    assert split_te_linears(ours, store) == 3
-    hooks, our_hooks = (helpers.MainGrads(model, torch.float32) for model in (whole, ours))
-    xs, our_xs = inputs(), inputs()
-    outputs = helpers.stock(whole, xs)
-    helpers.assert_same("output", helpers.split(partial(ours), our_xs, store, order), outputs)
-    helpers.assert_same("input gradient", [x.grad for x in our_xs], [x.grad for x in xs])
-    parameters, our_parameters = dict(whole.named_parameters()), dict(ours.named_parameters())
-    for name, parameter in parameters.items():
-        assert parameter.main_grad.abs().sum() > 0
-        helpers.assert_same(name, [our_parameters[name].main_grad], [parameter.main_grad])
-    assert our_hooks.fired == hooks.fired == dict.fromkeys(parameters, count)

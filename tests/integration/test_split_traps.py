@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import split_helpers as helpers
 import torch
+from fused_kernels import fused_kernels
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
 from torch import Tensor
 
@@ -124,35 +126,39 @@ def recomputed_once() -> None:
     assert calls.count(False) == calls.count(True) == 6
 
 
-class _Kernels:
-    """Stand for the fused CUDA kernels: the same sum, and a count of the calls."""
-
-    def __init__(self) -> None:
-        self.calls = {"fp32": 0, "fp16": 0}
-
-    def wgrad_gemm_accum_fp32(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        assert main_grad.dtype is torch.float32
-        self.calls["fp32"] += 1
-        main_grad.add_(grad_output.t().float() @ total_input.float())
-
-    def wgrad_gemm_accum_fp16(self, total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        self.calls["fp16"] += 1
-        main_grad.add_(grad_output.t() @ total_input)
-
-
 def fused_accumulation_adds_once() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    found = layers._grad_accum_fusion_available
     for dtype, zero_out in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        kernels = _Kernels()
-        layers.fused_weight_gradient_mlp_cuda = kernels
-        layers._grad_accum_fusion_available = True
-        model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
-        helpers.compare(model, SEVERAL_I_AHEAD, main_grad=dtype, zero_out=zero_out)
+        with fused_kernels() as kernels:
+            model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+            helpers.compare(model, SEVERAL_I_AHEAD, main_grad=dtype, zero_out=zero_out)
         # Twice 3 linears x 3 microbatches. Run twice within a split, main_grad would be doubled in silence.
         assert kernels.calls["fp32" if dtype is torch.float32 else "fp16"] == 18
-    layers._grad_accum_fusion_available = found
+
+
+def hooks_fire_under_fused_accumulation_while_a_meter_counts() -> None:
+    from megatron.schedules.integration.linears.local import split_linears
+
+    found = []
+    for metered, zero_out, whole in itertools.product((False, True), (False, True), (False, True)):
+        with fused_kernels() as kernels:
+            model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
+            hooks = helpers.MainGrads(model, torch.float32, zero_out)
+            meter = ActivationMeter(model.parameters())
+            store = WeightGradients(meter if metered else None)
+            split_linears(model, store)
+            for m, x in enumerate(helpers.inputs_of(2, torch.bfloat16)):
+                with meter.recording() if metered else nullcontext():
+                    with nullcontext() if whole else store.split(0, m):
+                        loss = helpers.loss(model(x))
+                    loss.backward()
+                if not whole:
+                    store.run(0, m)
+            assert kernels.calls == {"fp32": 6, "fp16": 0} and meter.current == 0
+        assert set(hooks.fired.values()) == {2}
+        assert all(linear.weight.grad_added_to_main_grad for linear in (model.up, model.down, model.head))
+        found.append([parameter.main_grad for parameter in model.parameters()])
+    for each in found[1:]:
+        helpers.assert_same("main_grad", each, found[0])
 
 
 def memory_is_flat() -> None:
@@ -273,6 +279,7 @@ TRAPS = (
     weight_used_several_times,
     recomputed_once,
     fused_accumulation_adds_once,
+    hooks_fire_under_fused_accumulation_while_a_meter_counts,
     memory_is_flat,
     kept_whole,
     the_class_is_left_alone,

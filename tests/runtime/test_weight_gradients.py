@@ -126,6 +126,25 @@ def test_prefetch_runs_once_and_ahead_of_the_closure_before_it():
     assert log == ["get a", "get b", "run a", "get c", "run b", "run c"]
 
 
+def test_the_next_w_is_prefetched_behind_the_last_product_of_this_one():
+    store, log = WeightGradients(), []
+    for microbatch in range(4):
+        with store.split(0, microbatch):
+            pass
+    for name, microbatch in (("a", 0), ("b", 0), ("c", 1), ("d", 3)):
+        store.defer(
+            (0, microbatch),
+            lambda name=name: log.append(f"run {name}"),
+            prefetch=lambda name=name: log.append(f"get {name}"),
+        )
+    store.run(0, 0, (0, 1))
+    assert log == ["get a", "get b", "run a", "get c", "run b"]
+    store.run(0, 1, (0, 2))
+    store.run(0, 2, (0, 3))
+    store.run(0, 3)
+    assert log[5:] == ["run c", "get d", "run d"], "an empty W prefetches as it begins"
+
+
 @pytest.mark.parametrize("call", ["run", "prefetch", "defer"])
 def test_a_key_that_is_not_open_is_an_error(call: str):
     store = WeightGradients()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
-from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.edge import edge_of
 from megatron.schedules.runtime.program import Program
@@ -77,8 +77,7 @@ class MegatronStages:
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
-        self._placement: Placement = program.placement
-        self._completing = program.completing
+        self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
         self._running = running
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -95,7 +94,7 @@ class MegatronStages:
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._reduction.begin_pass()
+        self._begin(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
         training = not self._call.forward_only
         if activation is not None and training:
@@ -129,30 +128,39 @@ class MegatronStages:
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._begin_backward(stage, microbatch, None)
+        self._begin(Kind.B, stage, microbatch)
         return self._backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._reduction.begin_pass()
+        self._begin(Kind.I, stage, microbatch)
         with self._store.split(stage, microbatch):
             return self._backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
-        self._begin_backward(stage, microbatch, self._store.parameters(stage, microbatch))
-        self._store.run(stage, microbatch)
+        self._begin(Kind.W, stage, microbatch)
+        self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
 
     def reduce_gradients(self, stage: int) -> None:
         """See :class:`megatron.schedules.runtime.stages.Stages`."""
         self._reduction.complete(self._placement.chunk_of(stage))
 
-    def _begin_backward(self, stage: int, microbatch: int, late: Collection[Tensor] | None) -> None:
-        """Before a pass that may be the last to add to its chunk's gradients, to those of ``late``."""
+    def _begin(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Have the messages among replicas and among tensor-parallel ranks under way that may be so during this pass.
+
+        All ranks of their groups do so at the same point, for they have one program. What a W right after this pass
+        waits for first is gathered meanwhile; for the length of this pass one operand is so held as a whole.
+        """
         self._reduction.begin_pass()
-        passes_left = self._completing.get((stage, microbatch))
-        if passes_left is not None:
+        passes_left = self._program.completing.get((stage, microbatch))
+        if passes_left is not None and KINDS[kind].ends_gradients:
+            late = self._store.parameters(stage, microbatch) if kind is Kind.W else None
             self._reduction.completing(self._placement.chunk_of(stage), late, passes_left)
+        if kind is not Kind.W:
+            after = self._program.weight_after(kind, stage, microbatch)
+            if after is not None:
+                self._store.prefetch(*after)
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers = self._config.timers

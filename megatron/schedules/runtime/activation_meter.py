@@ -22,9 +22,9 @@ class ActivationMeter:
     only).
 
     Meant for tests and measurements, not for training: every saved tensor costs two calls into Python. It
-    also takes the Python identity from saved parameters, as any such hook does, so stock Megatron's fused
-    gradient accumulation, which writes attributes to the saved weight, must be off; the split linears do not
-    depend on it.
+    also takes the Python identity from saved parameters, as any such hook does: autograd hands out a copy of what
+    a hook gives back, without attributes. A backward that looks for them on the weight it saved, as those of fused
+    gradient accumulation do, has to be told otherwise; the local linears are.
 
     Args:
         exclude: tensors whose storages never count, usually ``model.parameters()`` and ``model.buffers()``.

@@ -198,6 +198,22 @@ class Program:
         rank = self.placement.rank_of[stage - MESSAGES[result].step]
         return None if rank == self.rank else rank
 
+    @cached_property
+    def _weights_after(self) -> Mapping[Action, Action]:
+        """The pass that a W comes right after, and that W."""
+        passes = [action for action in self.actions if isinstance(action.op, Kind)]
+        return {before: after for before, after in pairwise(passes) if after.op is Kind.W}
+
+    def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
+        """Stage and microbatch of the W that this rank does right after that pass; None where it does something else.
+
+        None for a W that follows its own I, too: before that it has no operands.
+        """
+        after = self._weights_after.get(Action(kind, stage, microbatch))
+        if after is None or (kind is Kind.I and (stage, microbatch) == (after.stage, after.microbatch)):
+            return None
+        return after.stage, after.microbatch
+
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ Key = tuple[int, int]
 
 Closure = Callable[[], Sequence[Tensor | None] | None]
 """Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
+
+Settle = Callable[[bool], Iterable[Tensor]]
+"""With True computes all of a closure that takes long, with False has it wait; returns what it holds from then on."""
 
 # How many graphs are kept. A stage queues the same closures for each microbatch, but for experts that get no token.
 _GRAPHS = 64
@@ -38,6 +41,8 @@ class WeightGradients:
     def __init__(self, meter: ActivationMeter | None = None) -> None:
         self._meter = meter
         self._waiting: dict[Key, deque[_Deferred]] = {}
+        # How many closures wait to add to a parameter.
+        self._adding: Counter[int] = Counter()
         self._graph = lru_cache(_GRAPHS)(_Graph)
         # An attribute, not thread-local or context-local: on a GPU autograd recomputes forwards in a thread
         # of its own, and they must see the key too. Passes of one rank never run at the same time.
@@ -48,6 +53,11 @@ class WeightGradients:
         """The (stage, microbatch) whose backward will be split, or None outside :meth:`split`."""
         return self._current
 
+    @property
+    def metered(self) -> bool:
+        """Whether a meter counts, whose hooks may be round any forward."""
+        return self._meter is not None
+
     @contextmanager
     def split(self, stage: int, microbatch: int) -> Iterator[None]:
         """Make (stage, microbatch) current and open it: a :meth:`run` is owed, even with nothing deferred."""
@@ -56,6 +66,7 @@ class WeightGradients:
         self._waiting.setdefault(self._current, deque())
         try:
             yield
+            self._settle_newest(self._waiting.get((stage, microbatch), deque()))
         finally:
             self._current = outer
 
@@ -67,6 +78,7 @@ class WeightGradients:
         *,
         parameters: Sequence[Tensor] = (),
         prefetch: Callable[[], None] | None = None,
+        settle: Settle | None = None,
     ) -> None:
         """Queue ``closure`` for the W of ``key``.
 
@@ -81,28 +93,45 @@ class WeightGradients:
                 their sum in one piece, so that its hooks fire once a microbatch, as in a whole backward.
             prefetch: starts whatever communication ``closure`` waits for. Called once, without grad mode,
                 before ``closure``; in :meth:`run` before the closure ahead of it computes.
+            settle: may compute ahead of W, see :meth:`compute_ahead`. Called once, no later than the end of I.
 
         Raises:
             RuntimeError: ``key`` is not open: its W has already run, or its forward was not under
                 :meth:`split`.
         """
-        tensors = tuple(held_tensors)
-        versions = tuple(tensor._version for tensor in tensors)
-        hold = self._meter.hold(tensors) if self._meter is not None else None
-        self._queue(key).append(_Deferred(closure, tuple(parameters), tensors, versions, hold, _Once(prefetch)))
+        queue = self._queue(key)
+        self._settle_newest(queue)
+        queue.append(_Deferred(key, closure, tuple(parameters), _Once(prefetch), settle, self._meter))
+        queue[-1].keep(held_tensors)
+        self._adding.update(map(id, queue[-1].parameters))
+
+    def compute_ahead(self, key: Key) -> None:
+        """In I, while the input's gradient is on its way to other ranks: compute the W queued last, where that can be.
+
+        It can where the closure was deferred with ``settle``. The sums of gradients keep their order of addition: where
+        another closure waits to add to the same parameter, of whichever microbatch, this one waits behind it.
+        """
+        queue = self._queue(key)
+        if queue and all(self._adding[id(parameter)] == 1 for parameter in queue[-1].parameters):
+            self._settle_newest(queue, ahead=True)
+
+    def _settle_newest(self, queue: deque[_Deferred], *, ahead: bool = False) -> None:
+        if queue and queue[-1].settle(ahead):
+            self._adding.subtract(map(id, queue[-1].parameters))
 
     def prefetch(self, stage: int, microbatch: int) -> None:
-        """Start the communication of the first closure of a coming :meth:`run`; may be left out.
+        """Start the first communication of a coming :meth:`run`; may be left out.
 
         All ranks of a tensor-parallel group must call it at the same point of their programs.
         """
-        queue = self._queue((stage, microbatch))
-        if queue:
-            with torch.no_grad():
-                queue[0].prefetch()
+        _prefetch_first(self._queue((stage, microbatch)))
 
-    def run(self, stage: int, microbatch: int) -> None:
+    def run(self, stage: int, microbatch: int, then: Key | None = None) -> None:
         """W: compute and accumulate all gradients queued for (stage, microbatch), in queued order, and close it.
+
+        Args:
+            stage, microbatch: whose W.
+            then: whose W comes next, if that is known: prefetched behind the last that this one computes.
 
         Raises:
             RuntimeError: the key is not open, or a held tensor was modified in place between I and W.
@@ -110,8 +139,10 @@ class WeightGradients:
         """
         key = (stage, microbatch)
         queue = self._queue(key)
+        if then is not None and all(item.computed for item in queue):
+            self.prefetch(*then)
         if queue:
-            self._graph(tuple(item.parameters for item in queue)).backward(partial(_take_first, key, queue))
+            self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue, then))
         del self._waiting[key]
 
     def waiting(self, stage: int, microbatch: int) -> int:
@@ -128,6 +159,19 @@ class WeightGradients:
             left = ", ".join(f"{s}W{m} ({len(queue)} queued)" for (s, m), queue in self._waiting.items())
             raise RuntimeError(f"weight gradients not computed: {left}")
 
+    def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
+        """The gradients of the first closure of ``queue``, which is then gone with all it held."""
+        item = queue.popleft()
+        if not item.computed:
+            self._adding.subtract(map(id, item.parameters))
+            item.prefetch()
+            if not _prefetch_first(queue) and then is not None:
+                self.prefetch(*then)
+        item.check_versions()
+        gradients = item.closure()
+        item.release()
+        return gradients
+
     def _queue(self, key: Key) -> deque[_Deferred]:
         try:
             return self._waiting[key]
@@ -138,17 +182,14 @@ class WeightGradients:
             ) from None
 
 
-def _take_first(key: Key, queue: deque[_Deferred]) -> Sequence[Tensor | None] | None:
-    """The gradients of the first closure of ``queue``, which is then gone with all it held."""
-    item = queue.popleft()
-    item.prefetch()
-    if queue:
-        queue[0].prefetch()
-    item.check_versions(key)
-    gradients = item.closure()
-    if item.hold is not None:
-        item.hold.release()
-    return gradients
+def _prefetch_first(queue: deque[_Deferred]) -> bool:
+    """Start the communication of the first closure that still has to compute; whether there is such a one."""
+    first = next((item for item in queue if not item.computed), None)
+    if first is None:
+        return False
+    with torch.no_grad():
+        first.prefetch()
+    return True
 
 
 class _Once:
@@ -165,23 +206,55 @@ class _Once:
             call()
 
 
-class _Deferred(NamedTuple):
-    """One operation's weight gradients, waiting."""
+class _Deferred:
+    """One operation's weight gradients, waiting; :meth:`WeightGradients.defer` says what each part is."""
 
-    closure: Closure
-    parameters: tuple[Tensor, ...]
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    hold: Hold | None
-    prefetch: _Once
+    def __init__(
+        self,
+        key: Key,
+        closure: Closure,
+        parameters: tuple[Tensor, ...],
+        prefetch: _Once,
+        settle: Settle | None,
+        meter: ActivationMeter | None,
+    ) -> None:
+        self.closure, self.parameters, self.prefetch = closure, parameters, prefetch
+        # Whether all that takes long has been done, in I.
+        self.computed = False
+        self._key, self._settle, self._meter = key, settle, meter
+        self._held: list[tuple[Tensor, int]] = []
+        self._hold: Hold | None = None
 
-    def check_versions(self, key: Key) -> None:
-        for tensor, version in zip(self.tensors, self.versions, strict=True):
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Count and watch these from now on, in place of those before."""
+        self.release()
+        self._held = [(tensor, tensor._version) for tensor in tensors]
+        if self._meter is not None:
+            self._hold = self._meter.hold(tensor for tensor, _ in self._held)
+
+    def settle(self, ahead: bool) -> bool:
+        """Compute now what can be computed ahead of W, or let it wait; returns whether it was computed by this call."""
+        if self._settle is None:
+            return False
+        self.check_versions()
+        settle, self._settle = self._settle, None
+        with torch.no_grad():
+            self.keep(settle(ahead))
+        self.computed = ahead
+        return ahead
+
+    def check_versions(self) -> None:
+        for tensor, version in self._held:
             if tensor._version != version:
+                stage, microbatch = self._key
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} held for {key[0]}W{key[1]} was modified "
+                    f"a tensor of shape {tuple(tensor.shape)} held for {stage}W{microbatch} was modified "
                     f"in place after its I: version {version} then, {tensor._version} now"
                 )
+
+    def release(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
 
 
 class _Graph:

@@ -6,6 +6,7 @@ it can take them apart; an instance attribute is the smallest thing that puts an
 
 Stays whole (stock's Function runs, its weight gradient comes with I) even where a split is asked for:
 
+- output layers: see :mod:`.output_layers`;
 - frozen weights: there is no weight gradient; stock saves no input for them either;
 - ``defer_embedding_wgrad_compute``: stock defers that gradient by itself, to the end of the iteration;
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient
@@ -22,7 +23,6 @@ Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ from megatron.core.utils import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.schedules.integration.linears.output_layers import output_layers
+from megatron.schedules.integration.linears.products import Product, defer
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
@@ -53,7 +55,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     Returns:
         The number of linears now bound to ``store``.
     """
-    bound = 0
+    bound, ends = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
         if not isinstance(module, _LINEARS):
             continue
@@ -64,7 +66,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         )
         if own:
             continue
-        module._forward_impl = _ForwardImpl(module._forward_impl, store)
+        module._forward_impl = _ForwardImpl(module, store, splits=module not in ends)
         bound += 1
     return bound
 
@@ -77,17 +79,24 @@ def is_split(linear: torch.nn.Module) -> bool:
 class _ForwardImpl:
     """Stands for one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
 
-    def __init__(self, whole: Any, store: WeightGradients) -> None:
-        self._whole = whole
+    def __init__(self, module: Any, store: WeightGradients, *, splits: bool) -> None:
+        self._module = module
+        self._stocks = module._forward_impl
         self._store = store
+        self._splits = splits
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key = self._store.current
         # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
-        if key is None or not torch.is_grad_enabled():
-            return self._whole(*args, **kwargs)
-        output = self._split(key, *args, **kwargs)
-        return self._whole(*args, **kwargs) if output is None else output
+        if torch.is_grad_enabled():
+            split = self._split(key, input, weight, *args, **kwargs) if self._splits and key is not None else None
+            if split is not None:
+                return split
+            fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
+            if fuses and self._store.metered and hasattr(weight, "main_grad"):
+                weight = _delivered_for(weight)
+        whole: Tensor = self._stocks(input, weight, *args, **kwargs)
+        return whole
 
     def _split(
         self,
@@ -117,12 +126,53 @@ class _ForwardImpl:
         if allreduce_dgrad or sequence_parallel:
             tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         fusion = gradient_accumulation_fusion
-        call = _Call(self._store, key, weight, bias, fusion, allreduce_dgrad, sequence_parallel, tp_group)
+        call = _Call(
+            self._store,
+            key,
+            weight,
+            bias,
+            fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            tp_group,
+            row_parallel=isinstance(self._module, stock.RowParallelLinear),
+            gathered_over=_scattered_over(self._module),
+        )
         # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks
         # alone. If the input needs no gradient either (everything below is frozen), something else has to
         # bring I here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
+
+
+def _delivered_for(weight: Any) -> Tensor:
+    """What a whole linear may save in place of ``weight`` under a meter, whose hooks take attributes from it.
+
+    Without them stock's backward still knows where to add the gradient, but not that a dummy is to fire the hooks.
+    """
+    alias: Any = _Alias.apply(weight)
+    alias.main_grad = weight.main_grad
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    """The same weight, which gets stock's dummy where its user has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return fused_gradient(ctx.weight, ctx.weight.dtype) if gradient is None else gradient
+
+
+def _scattered_over(linear: Any) -> ProcessGroup | None:
+    """The ranks over which stock reduces and scatters what the linear gives, by its rows; None where it does not."""
+    scatters = isinstance(linear, stock.RowParallelLinear) and linear.sequence_parallel
+    return linear.tp_group if scatters and not linear.explicit_expert_comm and linear.tp_group.size() > 1 else None
 
 
 class _Call(NamedTuple):
@@ -136,6 +186,9 @@ class _Call(NamedTuple):
     allreduce: bool
     sequence_parallel: bool
     group: ProcessGroup | None
+    row_parallel: bool
+    gathered_over: ProcessGroup | None
+    """The ranks whose rows of the output's gradient are gathered before it gets here."""
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -168,16 +221,15 @@ class _SplitLinear(torch.autograd.Function):
         call: _Call = ctx.call
         grad_input = None
         if ctx.needs_input_grad[0]:
-            grad_input = _reduced(_product(grad_output, weight), input, call)
+            # Until it is reduced, this rank's own is to stay.
+            own = _product(grad_output, weight)
+            grad_input, reducing = _reduced(own, input, call)
+            if reducing is not None:
+                call.store.compute_ahead(call.key)
+                reducing.wait()
         work = _WeightGradient(call, input, grad_output)
         parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
-        call.store.defer(
-            call.key,
-            work,
-            (input, grad_output),
-            parameters=parameters,
-            prefetch=work.gather if call.sequence_parallel else None,
-        )
+        defer(call.store, call.key, work.product, work, parameters)
         return grad_input, None, None, None, None
 
 
@@ -197,62 +249,57 @@ def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
     return [input.size(0) * group.size(), *input.shape[1:]]
 
 
-def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> Tensor:
+def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
     """The input gradient summed over the tensor-parallel ranks, and scattered if the input was gathered.
 
-    I waits here: stock hides this behind its weight gradient, which I does not have. The schedule hides it
-    instead.
+    Comes with what is to be waited for first, or None.
     """
     if call.sequence_parallel:
         assert not call.allreduce
         scattered = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group)
-        return scattered
+        return scattered, stock.dist_reduce_scatter_func(scattered, grad_input, group=call.group, async_op=True)
     if call.allreduce:
-        torch.distributed.all_reduce(grad_input, group=call.group)
-    return grad_input
+        return grad_input, torch.distributed.all_reduce(grad_input, group=call.group, async_op=True)
+    return grad_input, None
 
 
 class _WeightGradient:
     """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
-        self._call = call
-        self._input = input
-        self._grad_output = grad_output
-        self._gathered: Tensor | None = None
-        self._gathering: Any = None
+        self._call, self._dtype = call, input.dtype
+        self.product = Product(
+            self._compute,
+            input,
+            grad_output,
+            over=call.group if call.sequence_parallel else None,
+            gathered_over=call.gathered_over,
+            ahead=call.row_parallel and call.fusion,
+        )
         # Inside backward, where custom_bwd has set the forward's autocast state again.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
-    def gather(self) -> None:
-        """Start gathering the input along the sequence over the tensor-parallel ranks."""
-        group = self._call.group
-        assert group is not None
-        # A buffer of its own: it is filled while another W still reads its gathered input.
-        shape = _gathered_shape(self._input, group)
-        self._gathered = torch.empty(shape, dtype=self._input.dtype, device=self._input.device)
-        self._gathering = stock.dist_all_gather_func(self._gathered, self._input, group=group, async_op=True)
-
-    def __call__(self) -> list[Tensor | None]:
+    def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
+        """The gradients; none for a weight whose ``main_grad`` has it."""
         call = self._call
-        total_input = self._input
-        if self._gathered is not None:
-            self._gathering.wait()
-            total_input = self._gathered
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
-        autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast("cuda", dtype=self._autocast)
-        with autocast:
+        grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
+        # Its own state, not that of the backward it may run in.
+        with torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None):
             if call.fusion:
-                gradients = [_fused(call.weight, total_input, grad_output)]
-            else:
-                gradients = [grad_output.t().matmul(total_input)]
+                _add_to_main_grad(call.weight, input, grad_output)
+            gradients = [None if call.fusion else grad_output.t().matmul(input)]
             if call.bias is not None:
                 gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
         return gradients
 
+    def __call__(self) -> list[Tensor | None]:
+        gradient, *others = self.product.result()
+        if self._call.fusion:
+            gradient = fused_gradient(self._call.weight, self._dtype)
+        return [gradient, *others]
 
-def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | None:
+
+def _add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
     """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad
@@ -262,7 +309,6 @@ def _fused(weight: Any, total_input: Tensor, grad_output: Tensor) -> Tensor | No
         kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
     else:
         raise RuntimeError(f"gradient accumulation fusion cannot add to a main_grad of {main_grad.dtype}")
-    return fused_gradient(weight, total_input.dtype)
 
 
 def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:

@@ -14,13 +14,18 @@ order it was filled, and its gradients pass the parameters' hooks by. So for the
 The first microbatch of all would overwrite ``main_grad`` rather than add to it, which loses whatever a W out of
 order had added; binding switches that off, where stock does not need it for caching quantised weights.
 
-Stays whole (the gradients come with I) even where a split is asked for: modules with a frozen weight; weights that
-are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are Megatron-FSDP's,
-or are several in one product (``parameters_split``); modules whose ``forward`` someone else has replaced. The norm's
-gradients come with I, as those of norms elsewhere. ``LayerNormMLP`` is no class that Megatron builds.
+Stays whole (the gradients come with I) even where a split is asked for: output layers (:mod:`.output_layers`); modules
+with a frozen weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation
+group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
+``forward`` someone else has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP``
+is no class that Megatron builds.
 
-Read in the sources of Transformer Engine 2.3.0, 2.8.0, 2.12.0 and 2.20.2, ``pytorch/module/``, and of megatron-core
-0.19.2, ``extensions/transformer_engine.py``.
+Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
+compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
+W gathers the input, once. Where no such flag is found, the backward gathers and only this rank's part is kept.
+
+Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and of megatron-core 0.19.2,
+``extensions/transformer_engine.py``.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.integration.linears.local import fused_gradient
+from megatron.schedules.integration.linears.output_layers import output_layers
+from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.integration.linears.te_found import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
@@ -44,6 +51,9 @@ _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
 # Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
 _QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+# That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
+_TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
+_RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -67,9 +77,9 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
     if engine is None:
         return 0
     linears = tuple(getattr(engine, name) for name in LINEARS)
-    bound = 0
+    bound, ends = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, linears):
+        if not isinstance(module, linears) or module in ends:
             continue
         if is_split(module):
             del module.__dict__["forward"]
@@ -116,7 +126,19 @@ class _Forward:
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
         del accumulators
+        if call.input_over is not None:
+            _leave_input_in_parts(output)
         return output
+
+
+def _leave_input_in_parts(output: Any) -> None:
+    """Keep the backward of this call from gathering its input, which its W gathers for itself."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    for holder in (node, getattr(node, "backward_objects", None)):  # the second for Linear, from 2.16 on
+        for flag in _TO_BE_GATHERED:
+            relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
+            if getattr(holder, flag, None) is True and not relied_on:
+                setattr(holder, flag, False)
 
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -135,6 +157,7 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
         and all(weight.requires_grad for weight in weights.values())
         and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
         and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
+        and not any(getattr(weight, "is_distributed_weight", False) for weight in weights.values())
     )
 
 
@@ -165,9 +188,12 @@ class _Call:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy for it.
                 self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
-        # Where the backward gathers the input along the sequence for this product.
-        gathers = module.parallel_mode == "column" and module.sequence_parallel and module.tp_size > 1
-        self.group: Any = module.tp_group if gathers else None
+        parallel = module.parallel_mode if module.tp_size > 1 else None
+        self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
+        # The ranks over which the backward gathers, by their rows, the input or the output's gradient.
+        gathers = module.sequence_parallel
+        self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
+        self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
         self._store, self._key, self._name = store, key, type(module).__name__
         self._deferred = False
 
@@ -201,15 +227,27 @@ class _Call:
             func: computes from them; returns the weight gradient and the bias gradient, and perhaps more. For
                 ``GroupedLinear`` the second is a list, and the first nothing.
         """
+        if self.column_parallel:
+            # The input's gradient has been sent on its way to the other ranks, and will be waited for after this.
+            self._store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
-        self._store.defer(
-            self._key,
-            work,
-            work.held,
-            parameters=[*self.weights.values(), *self.biases.values()],
-            prefetch=work.gather,
-        )
+        parameters = [*self.weights.values(), *self.biases.values()]
+        defer(self._store, self._key, work.product, work, parameters)
+
+
+def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
+    """This rank's part of ``input``, which is that or gathered, as its rows tell."""
+    rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
+    if rows * group.size() == whole:
+        return input
+    if rows == whole:
+        return part_of(input, group)
+    raise RuntimeError(
+        f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
+        f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
+        "splitting its backward was written for; use --transformer-impl local, or a schedule that does not split it"
+    )
 
 
 class _WeightGradient:
@@ -217,46 +255,34 @@ class _WeightGradient:
 
     def __init__(self, call: _Call, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
         self._call, self._func = call, func
-        input, self._grad_output, *outputs = tensor_list
+        input, grad_output, *outputs = tensor_list
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
             # Whole weights' worth of empty memory: not to be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        self._gathering: Any = None
-        self._gathers = call.group is not None and type(input) is Tensor
-        if self._gathers:
-            # Whole, the gathered input would take as much from I to W as all the layer's other activations; so
-            # only this rank's part is kept, and gathered again for W.
-            input = input.chunk(call.group.size())[call.group.rank()].clone()
-        self._input = input
+        plain = type(input) is type(grad_output) is Tensor
+        over, gathered_over = (call.input_over, call.gradient_over) if plain else (None, None)
+        if over is not None:
+            input = _part_of(input, grad_output, over)
+        ahead = plain and call.fused and call.row_parallel
+        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
 
-    @property
-    def held(self) -> list[Tensor]:
-        """The activations and gradients that wait for W, as far as they are plain tensors."""
-        each = [x if isinstance(x, (list, tuple)) else [x] for x in (self._input, self._grad_output)]
-        return [tensor for group in each for tensor in group if type(tensor) is Tensor]
-
-    def gather(self) -> None:
-        """Start gathering the input along the sequence over the tensor-parallel ranks, where I had it gathered."""
-        group, part = self._call.group, self._input
-        if not self._gathers:
-            return
-        self._input = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
-        self._gathering = torch.distributed.all_gather_into_tensor(self._input, part, group=group, async_op=True)
+    def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """The gradients of the weights, and those of the biases as far as they are computed here."""
+        func = self._func
+        del self._func  # which knows the backward that it comes from
+        if self._outputs is None:
+            weight_gradient, bias_gradient, *_ = func(input, grad_output)
+            return [weight_gradient], [bias_gradient]
+        gradients = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
+        _, bias_gradients, *_ = func(input, grad_output, gradients)
+        return gradients, bias_gradients
 
     def __call__(self) -> list[Tensor | None]:
         call = self._call
-        if self._gathering is not None:
-            self._gathering.wait()
-        gradients: Sequence[Tensor | None]
-        if self._outputs is None:
-            weight_gradient, bias_gradient, *_ = self._func(self._input, self._grad_output)
-            gradients, bias_gradients = [weight_gradient], [bias_gradient]
-        else:
-            gradients = self._outputs = self._outputs or [torch.empty(s, dtype=t, device=d) for s, t, d in self._shapes]
-            _, bias_gradients, *_ = self._func(self._input, self._grad_output, self._outputs)
+        gradients, bias_gradients = self.product.result()
         if call.fused:
             gradients = [fused_gradient(weight, weight.dtype) for weight in call.weights.values()]
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
