@@ -21,4 +21,6 @@ fi
 # One thread a process: ranks are processes. The check that starts no driver lets ranks be forked from one process.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Megatron's fused kernels are compiled where that is what is tested: it takes a C compiler, and time in every rank.
+export TORCHDYNAMO_DISABLE=1
 exec "$python" -W ignore -m tools.gpu_tests "$@"

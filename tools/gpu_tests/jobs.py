@@ -100,7 +100,7 @@ def train(
     variables |= environment or {}
     ranks: list[Ran] = run_ranks(world, partial(_rank, job), variables, timeout=_JOB_S, fresh=fresh)
     gradients = {name: digest for rank in ranks for name, digest in rank.gradients.items()}
-    losses = next((rank.losses for rank in reversed(ranks) if rank.losses), [])
+    losses: list[float] = next((rank.losses for rank in reversed(ranks) if rank.losses), [])
     return Ran(losses, ranks[-1].norms, gradients, [rank.found[0] for rank in ranks])
 
 

@@ -37,13 +37,16 @@ def trains(setting: Setting, name: str, connections: int, family: str) -> Iterat
     # Where there is no GPU, as few ranks as show the layout.
     gpus = setting.gpus or (8 if name == "tp-pp-dp" else 4)
     layout = layout_of(name, gpus, jobs.marks_norms(setting))
-    schedules = [s for s in FAMILIES[family] if jobs.can_plan(s) and not (setting.on_cpu and s not in _FEW_ON_CPU)]
+    schedules = [s for s in FAMILIES[family] if not setting.on_cpu or s in _FEW_ON_CPU]
     iterations = 2 if setting.on_cpu else _ITERATIONS
     flags = _flags(setting, layout, schedules, iterations)
     what: Row = {"ranks": layout.world, "pipeline": layout.pipeline} | ({"note": layout.note} if layout.note else {})
     stock = jobs.train(layout.world, jobs.Job(tuple(flags), connections=connections))
     for schedule in schedules:
         row = {"schedule": schedule} | what
+        if not jobs.can_plan(schedule):
+            yield row | {FAULT: None}
+            continue
         try:
             ours = jobs.train(layout.world, jobs.Job((*flags, *jobs.schedule_flags(schedule)), connections=connections))
         except RankError as error:
@@ -62,6 +65,7 @@ def cold_start(setting: Setting) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="cold-") as folder:
             caches = ("CUDA_CACHE_PATH", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
             environment = {name: str(Path(folder, name)) for name in caches} | {"CUDA_MODULE_LOADING": "LAZY"}
+            environment["TORCHDYNAMO_DISABLE"] = "0" if jobs.can_compile() else "1"
             job = jobs.Job((*flags, *jobs.schedule_flags(schedule)))
             row: Row = {"schedule": schedule, "ranks": layout.world}
             try:

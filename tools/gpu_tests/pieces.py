@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-"""One thing that a piece looked at; ``FAULT`` says what is wrong with it, nothing where it is as promised."""
+"""One thing a piece looked at; its ``FAULT`` is what is wrong, empty where nothing is, None where it was left out."""
 FAULT = "fault"
 
 # Under the ten minutes that some machines give a command, start and report included.

@@ -9,15 +9,14 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tools.benchmarks.emulated_ranks import RankError
-
-Rank = tuple[Connection, Path]
 
 
 def run_ranks(
@@ -45,8 +44,9 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             log = Path(folder, f"{rank}.log")
             mine = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment)
-            process = context.Process(target=_rank, args=(body, mine, log, theirs))  # type: ignore[attr-defined]
-            process.start()
+            process = context.Process(target=_rank, args=(body, log, theirs))  # type: ignore[attr-defined]
+            with _environment(mine):  # a new interpreter imports what ``body`` needs before it runs any of ours
+                process.start()
             theirs.close()
             processes.append(process)
             ranks[ours] = (rank, log)
@@ -83,8 +83,19 @@ def _said(ranks: Any) -> str:
     return "\n".join(f"--- rank {rank}\n{log.read_text(errors='replace')[-6000:]}" for rank, log in sorted(ranks))
 
 
-def _rank(body: Callable[[], Any], environment: Mapping[str, str], log: Path, pipe: Connection) -> None:
-    os.environ |= environment
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    kept = dict(os.environ)
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+        os.environ |= kept
+
+
+def _rank(body: Callable[[], Any], log: Path, pipe: Connection) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -83,11 +83,14 @@ def _piece_cells(piece: Piece, kept: Mapping[str, Any] | None) -> tuple[str, ...
 
 def _figures(rows: Sequence[Row]) -> str:
     heads = list(dict.fromkeys(head for row in rows for head in row if head != FAULT))
-    cells = [
-        (*(_cell(row.get(head, "")) for head in heads), f"**{_cell(row[FAULT])}**" if row.get(FAULT) else "as promised")
-        for row in rows
-    ]
+    cells = [(*(_cell(row.get(head, "")) for head in heads), _verdict(row[FAULT])) for row in rows]
     return _table((*heads, "result"), cells)
+
+
+def _verdict(fault: str | None) -> str:
+    if fault is None:
+        return "left out: something it takes is not installed"
+    return f"**{_cell(fault)}**" if fault else "as promised"
 
 
 def _cell(value: Any) -> str:

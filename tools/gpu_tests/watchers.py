@@ -35,6 +35,8 @@ class NoWaits:
     @contextmanager
     def program(self, program: Program) -> Iterator[None]:
         self._strict = next(self._programs) > 0  # what is made once, in the first iteration, costs nothing
+        if not _ON_CPU and not self._strict:
+            _must_raise()
         if not (_ON_CPU and self._strict):
             yield
             return
@@ -54,6 +56,19 @@ class NoWaits:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def _must_raise() -> None:
+    """Torch's check is there, and says so where something waits."""
+    number = torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        number.item()
+    except RuntimeError:
+        return
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    raise AssertionError("torch.cuda.set_sync_debug_mode lets a read of the device go by")
 
 
 class Timed(NamedTuple):
@@ -157,7 +172,7 @@ class LittleMemory:
     ones back, and waits for the device to do so.
     """
 
-    _SPARE, _STEP, _STEPS = 256 << 20, 2 << 20, 96
+    _SPARE, _STEP, _STEPS = 1 << 30, 8 << 20, 64
 
     def __init__(self) -> None:
         self._programs, self._sizes = count(), count()
@@ -183,7 +198,7 @@ class LittleMemory:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         if self._scarce and not _ON_CPU:
-            size = self._STEP * (1 + next(self._sizes) % self._STEPS) + (20 << 20)
+            size = self._STEP * (1 + next(self._sizes) % self._STEPS)
             torch.empty(size, dtype=torch.uint8, device="cuda")
         yield
 
