@@ -183,10 +183,8 @@ def test_a_report_tells_of_every_piece_and_a_failure_stands_out():
     assert "| torch | 2.11 |" in page
     assert "| passes | it passes | not run |  |  |" in page
     assert "| faulty | it faulty | **failed**: why | 61 | 2000-01-01, abc |" in page
-    assert (
-        "| a | b | result |\n| --- | --- | --- |\n| 1.235 |  | as promised |\n|  | x \\| y z | **wrong** |\n|  | none | left out"
-        in page
-    )
+    assert "| a | b | result |\n| --- | --- | --- |\n| 1.235 |  | as promised |\n" in page
+    assert "|  | x \\| y z | **wrong** |\n|  | none | left out" in page
     assert "CPU" not in page
     assert "nothing of GPUs" in report.page(found, pieces, tried=True)
 
