@@ -68,20 +68,19 @@ def facts() -> dict[str, Any]:
             "torch": torch.__version__,
             "CUDA": str(torch.version.cuda),
             "NCCL": nccl,
-            "megatron-core": _version("megatron-core", "megatron_core"),
+            "megatron-core": _version("megatron-core", "megatron.core"),
             "Transformer Engine": _version("transformer-engine", "transformer_engine"),
-            "Apex": _version("apex"),
+            "Apex": _version("apex", "apex"),
         },
     }
 
 
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of unknown version" if find_spec(names[-1].replace("-", "_")) else "none"
+def _version(project: str, module: str) -> str:
+    """Of a folder that was unpacked by hand nobody may know it."""
+    try:
+        return metadata.version(project)
+    except metadata.PackageNotFoundError:
+        return "of unknown version" if find_spec(module) else "none"
 
 
 def _driver() -> str:
