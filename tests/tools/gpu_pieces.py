@@ -48,6 +48,19 @@ def leaves(setting: Setting) -> Iterator[Row]:
     yield {"what": "good", "child": subprocess.Popen(["sleep", "60"]).pid, FAULT: ""}
 
 
+def rank_of_two(ending: str) -> str:
+    """A rank, of which the second ends otherwise."""
+    if os.environ["RANK"] == "1":
+        print("the last words of rank 1", flush=True)
+        if ending == "raises":
+            raise ValueError("not today")
+        if ending == "dies":
+            os._exit(3)
+        if ending == "hangs":
+            time.sleep(60)
+    return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {os.environ['MORE']}"
+
+
 def piece(name: str, *arguments: object, gpus: int = 1, limit_s: float = 30.0) -> Piece:
     """One of the functions above."""
     return Piece(name, f"it {name}", (f"tests.tools.gpu_pieces:{name}", arguments), gpus, limit_s)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,12 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.runtime.program import Action
 from tests.tools import gpu_pieces
+from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests import __main__ as program
 from tools.gpu_tests import comparing, needs, report
 from tools.gpu_tests.layouts import layout_of
 from tools.gpu_tests.pieces import FAULT, LAYOUTS, PIECES, Setting, chosen, lacking
+from tools.gpu_tests.ranks import run_ranks
 from tools.gpu_tests.report import Outcome, Result
 from tools.gpu_tests.running import run_apart
 from tools.gpu_tests.timeline import Span, against_the_simulator, measured_costs
@@ -80,6 +83,27 @@ def gone(process: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_ranks_give_their_results_in_order_and_keep_their_environment_to_themselves():
+    body = partial(gpu_pieces.rank_of_two, "ends well")
+    assert run_ranks(2, body, {"MORE": "x", "RANKS": "2"}, timeout=60) == ["0 of 2 x", "1 of 2 x"]
+    assert "MORE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("raises", "rank 1: ValueError: not today"),
+        ("dies", "rank 1: it died without a word"),
+        ("hangs", "ranks [1] are not done in time"),
+    ],
+)
+def test_a_rank_that_does_not_end_well_ends_the_job_and_is_heard(ending, said):
+    body = partial(gpu_pieces.rank_of_two, ending)
+    with pytest.raises(RankError) as ended:
+        run_ranks(2, body, {"MORE": ""}, timeout=3 if ending == "hangs" else 60)
+    assert str(ended.value).startswith(said) and "the last words of rank 1" in str(ended.value)
 
 
 def test_every_piece_is_done_within_ten_minutes_and_has_its_own_name():

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,7 +96,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def _rank(body: Callable[[], Any], log: Path, pipe: Connection) -> None:
-    with log.open("w") as file:
+    with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
