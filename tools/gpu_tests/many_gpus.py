@@ -58,8 +58,10 @@ def trains(setting: Setting, name: str, connections: int, family: str) -> Iterat
 def cold_start(setting: Setting) -> Iterator[Row]:
     """New interpreters and empty caches of kernels, which are loaded when they are first used."""
     layout, iterations = _pipeline_alone(setting), 2
-    for schedule in _FEW_ON_CPU[1:] if setting.on_cpu else ("1f1b", "zb-1p", "v-half", "v-zb"):
+    for schedule in _FEW_ON_CPU[1:] if setting.on_cpu else ("zb-1p", "v-half", "v-zb"):
         flags = [*_flags(setting, layout, (schedule,), iterations), "--timing-log-level", "2"]
+        # One rank after another compiles in its first pass, while all behind it wait: longer than elsewhere.
+        flags += ["--distributed-timeout-minutes", "5"]
         if not setting.on_cpu and jobs.can_compile():
             flags = [flag for flag in flags if flag not in jobs.COMPILES_NOTHING]
         with tempfile.TemporaryDirectory(prefix="cold-") as folder:
