@@ -20,12 +20,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
@@ -39,6 +39,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
 from tools.benchmarks.quick_start import quick_start
+from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
@@ -126,6 +127,11 @@ def hooks() -> list[tuple[str, str, bool, bool]]:
     return run_ranks(1, _hooks)[0]
 
 
+def compiles_helpers() -> list[bool]:
+    """Whether stock compiles the helpers of its data sets: as they came here, and where they can be compiled."""
+    return run_ranks(1, _compiles_helpers)[0]
+
+
 def schedule_module() -> str:
     """Where the schedule function comes from that a script gets which has installed us and does not ask for one."""
     return run_ranks(1, _schedule_module)[0]
@@ -139,6 +145,19 @@ def _hooks() -> list[tuple[str, str, bool, bool]]:
         now = getattr(hook.module, hook.name)
         below = getattr(now, "megatron_schedules_stock", None)
         found.append((hook.name, hook.why, below is not None, hasattr(below, "megatron_schedules_stock")))
+    return found
+
+
+def _compiles_helpers() -> list[bool]:
+    called: list[bool] = []
+    dataset_utils.compile_helpers = lambda: called.append(True)
+    integration.install()
+    found = []
+    for came_compiled in (integration.came_compiled, lambda: False):
+        integration.came_compiled = came_compiled
+        called.clear()
+        dataset_utils.compile_helpers()
+        found.append(bool(called))
     return found
 
 
@@ -406,17 +425,7 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
 
 
 def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tensor]:
-    found = {}
     data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    for chunk in model:
-        config = get_model_config(chunk)
-        inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        offset = get_transformer_layer_offset(config, vp_stage=getattr(inner, "vp_stage", None))
-        for name, parameter in inner.named_parameters():
-            parts = name.split(".")
-            if "decoder" in parts and "layers" in parts:
-                at = parts.index("layers") + 1
-                parts[at] = str(int(parts[at]) + offset)
-            if value(parameter) is not None:  # frozen ones have no gradient
-                found[".".join(parts), data, tensor] = value(parameter).clone()
-    return found
+    # Frozen ones have no gradient.
+    held = ((name, value(parameter)) for name, parameter in named_parameters(model))
+    return {(name, data, tensor): tensors.clone() for name, tensors in held if tensors is not None}

@@ -13,8 +13,6 @@ from torch import Tensor
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
-# Sums of two are the same in both orders, so that gradients must be the same bits though the W change places.
-LAST_W_FIRST = "F0 F1 I0 I1 W1 W0"
 EXPERTS = 3
 
 

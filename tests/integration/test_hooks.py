@@ -12,3 +12,7 @@ def test_every_replaced_name_exists_with_a_reason_and_is_replaced_once(megatron)
 
 def test_without_the_flag_the_schedule_is_stocks_own(megatron):
     assert megatron("schedule_module") == "megatron.core.pipeline_parallel.schedules"
+
+
+def test_a_job_begins_from_the_wheel_which_has_its_helpers_compiled_and_no_makefile(megatron):
+    assert megatron("compiles_helpers") == [False, True]

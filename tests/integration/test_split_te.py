@@ -17,11 +17,12 @@ import pytest
 import split_helpers as helpers
 import torch
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
-from split_te_helpers import EXPERTS, LAST_W_FIRST, Block, Experts, bound, compare, tensor_parallel
+from split_te_helpers import EXPERTS, Block, Experts, bound, compare, tensor_parallel
 from torch import Tensor
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from tests.integration.te_itself import LAST_W_FIRST
 
 
 def _matrix(sequence_parallel: bool) -> None:

@@ -1,6 +1,7 @@
 """Every name of stock Megatron's that is replaced, with the reason. Nothing of it is replaced anywhere else.
 
-Without ``--pipeline-schedule`` each replacement only calls what it replaced.
+Without ``--pipeline-schedule`` each replacement only calls what it replaced; one, which lets jobs begin from the wheel,
+does its part then too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import arguments, checkpointing, training
@@ -20,6 +22,7 @@ from megatron.training.models import dist_utils
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
@@ -184,6 +187,14 @@ def _evaluate_and_print_results(stock: Replacement, session: Session) -> Replace
     return evaluate_and_print_results
 
 
+def _compile_helpers(stock: Replacement, session: Session) -> Replacement:
+    def compile_helpers() -> None:
+        if not came_compiled():
+            stock()
+
+    return compile_helpers
+
+
 HOOKS = (
     Hook(arguments, "parse_args", "our flags, in any script, whatever flags of its own it adds", _parse_args),
     Hook(
@@ -192,6 +203,13 @@ HOOKS = (
         "bad requests end before processes meet; chunks and layout are set after stock's validation, which knows only "
         "its own interleaving",
         _validate_args,
+    ),
+    Hook(
+        dataset_utils,
+        "compile_helpers",
+        "stock compiles its data sets' helpers at every start, and ends where it cannot; the wheel brings them "
+        "compiled, without a Makefile",
+        _compile_helpers,
     ),
     Hook(
         training,

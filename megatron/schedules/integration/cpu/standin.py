@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -188,6 +187,8 @@ def _replace_in_megatron() -> None:
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
 
+    from megatron.schedules.integration.compiled_helpers import came_compiled
+
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Stock moves what is on the GPU; what is here already must come out in the same form.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -215,10 +216,7 @@ def _replace_in_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moved_to_cpu
     megatron_random._set_cuda_rng_state = set_state
     megatron_random._get_cuda_rng_state = get_state
-    if shutil.which("make") is None or not os.path.exists(
-        os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")
-    ):
-        # The wheel holds the compiled helpers and no Makefile to compile them again.
+    if came_compiled():
         dataset_utils.compile_helpers = _none
 
 

@@ -1,0 +1,198 @@
+"""Training jobs of the real main program: their flags, what a rank does, and what is kept of it.
+
+Importing this imports Megatron, on its CPU stand-in where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+import pretrain_gpt
+from megatron.schedules.integration.linears.te_found import te_fault
+from tools import _pass_times as times
+from tools.benchmarks.quick_start import quick_start
+from tools.gpu_tests.pieces import Setting
+from tools.gpu_tests.ranks import run_ranks
+from tools.gpu_tests.round_passes import Watcher, watch
+
+from megatron.training import training  # isort: skip - after the stand-in
+from tools.gpu_tests.weights import gradient_digests, start_equal  # isort: skip
+
+quick_start()
+
+_COMMON = (
+    "--tokenizer-type NullTokenizer --mock-data --untie-embeddings-and-output-weights --micro-batch-size 1 --lr 1e-4 "
+    "--min-lr 1e-5 --seed 7 --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+    "--eval-interval 1000 --log-interval 1 --make-vocab-size-divisible-by 16 --dataloader-type cyclic "
+    "--distributed-timeout-minutes 1"
+)
+_TINY = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --vocab-size 96"
+_SMALL = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --vocab-size 1024"
+_USUAL = "--hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
+_USUAL += "--vocab-size 8192"
+# As far as torch and Transformer Engine can.
+_EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+# Fused kernels of Megatron's are made by torch's compiler, which takes a C compiler.
+COMPILES_NOTHING = ("--no-bias-dropout-fusion", "--no-bias-gelu-fusion")
+# Ranks that hang are ended by their own watchdog, a while before this.
+_JOB_S = 240.0
+
+
+class Ran(NamedTuple):
+    """What is kept of a job.
+
+    Args:
+        losses, norms: of every iteration, the loss and the norm of the gradients.
+        gradients: of every parameter after the first iteration's schedule, a digest.
+        found: by rank, what its watcher found.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, str]
+    found: list[Any]
+
+
+class Job(NamedTuple):
+    """What one rank of a job does.
+
+    Args:
+        flags: of ``pretrain_gpt.py``.
+        watcher: makes what looks on; none where nothing does.
+        connections: hardware queues of a GPU.
+        exact: whether digests of the gradients are kept, and the same job is to give the same bits again.
+    """
+
+    flags: tuple[str, ...]
+    watcher: Callable[[], Watcher] | None = None
+    connections: int = 1
+    exact: bool = False
+
+
+def train(
+    world: int,
+    job: Job,
+    *,
+    shared: bool = False,
+    fresh: bool = False,
+    environment: dict[str, str] | None = None,
+) -> Ran:
+    """Run ``job`` on ``world`` ranks.
+
+    Args:
+        world: how many.
+        job: what each does.
+        shared: whether all use the first GPU, or each its own.
+        fresh: whether they are new interpreters.
+        environment: beside torchrun's.
+    """
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": str(job.connections)}
+    variables |= {"LOCAL_RANK": "0"} if shared else {}
+    variables |= _EXACT if job.exact else {}
+    variables |= environment or {}
+    ranks: list[Ran] = run_ranks(world, partial(_rank, job), variables, timeout=_JOB_S, fresh=fresh)
+    gradients = {name: digest for rank in ranks for name, digest in rank.gradients.items()}
+    losses: list[float] = next((rank.losses for rank in reversed(ranks) if rank.losses), [])
+    return Ran(losses, ranks[-1].norms, gradients, [rank.found[0] for rank in ranks])
+
+
+def _rank(job: Job) -> Ran:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.init()
+    # The driver has read how many queues to use; for tensor parallelism Megatron insists on one, for speed.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    seen = Ran([], [], {}, [])
+    _listen(seen, job.exact)
+    watcher = job.watcher() if job.watcher else None
+    if watcher is not None:
+        watch(watcher)
+    torch.set_num_threads(1)
+    if job.exact:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    sys.argv = ["pretrain_gpt.py", *job.flags]
+    pretrain_gpt.main()
+    seen.found.append(None if watcher is None else watcher.found)
+    return seen
+
+
+def _listen(seen: Ran, digests: bool) -> None:
+    """Start from the same weights as any other job, and note what comes of them."""
+    stock_log, stock_optimizer = training.training_log, training.get_megatron_optimizer
+
+    def training_log(losses: Any, *rest: Any, **named: Any) -> Any:
+        if "lm loss" in losses:
+            seen.losses.append(float(losses["lm loss"]))
+        return stock_log(losses, *rest, **named)
+
+    def get_megatron_optimizer(config: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        start_equal(model)
+        optimizer = stock_optimizer(config, model, *rest, **named)
+        step = optimizer.step
+
+        def noted() -> Any:
+            if digests and not seen.gradients:
+                seen.gradients.update(gradient_digests(model))
+            done = step()
+            seen.norms.append(float(done[1]))
+            return done
+
+        optimizer.step = noted
+        return optimizer
+
+    training.training_log, training.get_megatron_optimizer = training_log, get_megatron_optimizer
+
+
+def size_flags(setting: Setting, stages: int, *, usual: bool) -> list[str]:
+    """A model whose layers spread over so many stages: tiny on a CPU, else small, or of the usual width in bf16."""
+    size = _TINY if setting.on_cpu else _USUAL if usual else _SMALL
+    number = ["--bf16"] if usual and not setting.on_cpu else []
+    return [*_COMMON.split(), *size.split(), "--num-layers", str(stages), *number]
+
+
+def kernel_flags(setting: Setting, *, te: bool = False) -> list[str]:
+    """The implementation of layers: the local one unless ``te`` is asked for."""
+    if setting.on_cpu:
+        return times.ON_CPU_FLAGS
+    return [*([] if te else times.LOCAL_FLAGS), *COMPILES_NOTHING]
+
+
+def schedule_flags(schedule: str) -> list[str]:
+    """What asks for ``schedule``; an adaptive one within 1F1B's memory."""
+    flags = ["--pipeline-schedule", schedule]
+    if schedule == "adaptive":
+        flags += ["--pipeline-memory-limit", "1", "--pipeline-search-seconds", "1"]
+    return flags
+
+
+def te_here(setting: Setting) -> bool:
+    """Whether layers can be Transformer Engine's."""
+    return not setting.on_cpu and te_fault() is None
+
+
+def marks_norms(setting: Setting) -> bool:
+    """Whether there are norms for sequence parallelism: Apex's, Transformer Engine's, or the stand-in's."""
+    return setting.on_cpu or te_here(setting) or find_spec("apex") is not None
+
+
+def can_plan(schedule: str) -> bool:
+    """Whether ``schedule`` can be planned: ``adaptive`` takes numba."""
+    return schedule != "adaptive" or find_spec("numba") is not None
+
+
+def can_compile() -> bool:
+    """Whether torch can compile kernels here, as Megatron's fused ones are."""
+    return any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+
+
+def planned_layers(ranks: int, schedules: Sequence[str]) -> int:
+    """Layers that spread over as many stages as any of ``schedules`` has."""
+    return ranks * (4 if "adaptive" in schedules else 2)

@@ -1,0 +1,149 @@
+"""The pieces that one GPU is enough for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from tools.benchmarks import memory
+from tools.benchmarks.emulated_ranks import RankError
+from tools.gpu_tests.comparing import FP32, compared, same_bits
+from tools.gpu_tests.pieces import FAMILIES, FAULT, Row, Setting, Skipped
+
+# Where only a few are tried, these: the baseline, one chunk split, a V.
+_FEW = ("1f1b", "zb-1p", "v-half")
+
+
+def fault_of(error: Exception) -> str:
+    """A job's end in a line; the whole is in the piece's log."""
+    print(error, file=sys.stderr, flush=True)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def transformer_engine(setting: Setting) -> Iterator[Row]:
+    """Each kind of its modules by itself, with and without bias and fused accumulation, in several orders."""
+    import pretrain_gpt  # noqa: F401 - Transformer Engine is asked about once Megatron is there
+    from megatron.schedules.integration.linears.te_found import te_fault
+    from tests.integration import fake_te, te_itself
+
+    if setting.on_cpu:
+        fake_te.install()
+    if fault := te_fault():
+        raise Skipped(fault)
+    for case in te_itself.cases(setting.on_cpu):
+        try:
+            te_itself.check(case)
+        except Exception as error:
+            yield {"case": str(case), FAULT: fault_of(error)}
+        else:
+            yield {"case": str(case), FAULT: ""}
+
+
+def _against_stock(
+    setting: Setting, schedules: tuple[str, ...], sizes: tuple[int, ...], *, fused: bool = False
+) -> Iterator[Row]:
+    """fp32, by ranks that share the GPU; stock is one rank, for its own messages are for a GPU a rank."""
+    from tools.gpu_tests import jobs
+
+    iterations = 2 if setting.on_cpu else 5
+    schedules = tuple(name for name in schedules if not setting.on_cpu or name in _FEW)
+    layers = jobs.planned_layers(max(sizes), schedules)
+    flags = [*jobs.size_flags(setting, layers, usual=False), *jobs.kernel_flags(setting)]
+    flags += ["--train-iters", str(iterations), "--global-batch-size", "7", "--distributed-backend", "gloo"]
+    if fused:
+        flags.remove("--no-gradient-accumulation-fusion")
+    stock, again = (jobs.train(1, jobs.Job(tuple(flags), exact=True), shared=True) for _ in range(2))
+    to_the_bit = same_bits(stock, again)
+    yield {"schedule": "stock, against itself", "ranks": 1} | compared(again, stock, iterations, FP32, to_the_bit=False)
+    for schedule in schedules:
+        if not jobs.can_plan(schedule):
+            yield {"schedule": schedule, FAULT: None}
+            continue
+        for size in sizes:
+            row: Row = {"schedule": schedule, "ranks": size}
+            asked = [*flags, "--pipeline-model-parallel-size", str(size), *jobs.schedule_flags(schedule)]
+            try:
+                ours = jobs.train(size, jobs.Job(tuple(asked), exact=True), shared=True)
+            except RankError as error:
+                yield row | {FAULT: fault_of(error)}
+            else:
+                yield row | compared(ours, stock, iterations, FP32, to_the_bit=to_the_bit)
+
+
+def apex_fused(setting: Setting) -> Iterator[Row]:
+    """Weight gradients that a kernel adds to ``main_grad`` itself."""
+    if setting.on_cpu or find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise Skipped("Apex's fused_weight_gradient_mlp_cuda is not installed")
+    yield from _against_stock(setting, _FEW, (2,), fused=True)
+
+
+def shared(setting: Setting, family: str) -> Iterator[Row]:
+    """Every schedule of ``family``."""
+    yield from _against_stock(setting, FAMILIES[family], (4,) if setting.on_cpu else (2, 4))
+
+
+def no_waits(setting: Setting) -> Iterator[Row]:
+    """Torch's own check round each pass, of local layers and of Transformer Engine's."""
+    from tools.gpu_tests import jobs
+    from tools.gpu_tests.watchers import NoWaits
+
+    flags = [*jobs.size_flags(setting, 8, usual=False), "--distributed-backend", "gloo", "--train-iters", "4"]
+    flags += ["--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--timing-log-level", "2"]
+    kinds = {"local layers": False, "Transformer Engine's": True}
+    for schedule in _FEW[1:] if setting.on_cpu else (*_FEW, "interleaved-1f1b", "v-min", "v-zb"):
+        for kind, te in kinds.items():
+            if te and not jobs.te_here(setting):
+                continue
+            row: Row = {"schedule": schedule, "layers": kind}
+            numbers = ["--bf16"] if te else []
+            asked = [*flags, *jobs.kernel_flags(setting, te=te), *numbers, *jobs.schedule_flags(schedule)]
+            try:
+                ran = jobs.train(2, jobs.Job(tuple(asked), NoWaits), shared=True)
+            except RankError as error:
+                yield row | {FAULT: fault_of(error)}
+            else:
+                waits = sorted({wait for found in ran.found for wait in found})
+                yield row | {"iterations": len(ran.losses), FAULT: waits[0] if waits else ""}
+
+
+def memory_as_planned(setting: Setting) -> Iterator[Row]:
+    """The benchmark's rows."""
+    for found in memory.measure(True, lambda text: print(text, flush=True)):
+        worst = max(range(len(found["measured_bytes"])), key=found["measured_bytes"].__getitem__)
+        off = found["worst_error"]
+        yield {
+            "schedule": found["schedule"],
+            "ranks": found["pipeline_size"],
+            "worst rank, MiB": found["measured_bytes"][worst] / 2**20,
+            "planned, MiB": found["planned_bytes"][worst] / 2**20,
+            "worst error of a rank, %": 100 * off,
+            FAULT: "" if abs(off) <= memory.MOST_ERROR else f"{100 * off:+.1f} % off the plan",
+        }
+
+
+def ranges(setting: Setting) -> Iterator[Row]:
+    """A real job under torch's profiler; on a GPU there must be kernels beside the names."""
+    from tools.gpu_tests import jobs
+    from tools.gpu_tests.watchers import Profiled
+
+    flags = [*jobs.size_flags(setting, 8, usual=False), *jobs.kernel_flags(setting), "--distributed-backend", "gloo"]
+    flags += ["--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
+    # Stock's own profiling, which brings the names, is to begin after the end.
+    flags += ["--profile", "--profile-step-start", "1000", "--profile-step-end", "1001"]
+    for schedule in _FEW[2:] if setting.on_cpu else _FEW:
+        ran = jobs.train(2, jobs.Job((*flags, *jobs.schedule_flags(schedule)), Profiled), shared=True)
+        for rank, names in enumerate(ran.found):
+            yield {"schedule": schedule, "rank": rank} | names_row(names, setting.on_cpu)
+
+
+def names_row(names: Any, on_cpu: bool) -> Row:
+    """How many of the program's actions the profile names, each once and in order."""
+    fault = ""
+    if names.seen != names.wanted:
+        lacking = [name for name in names.wanted if name not in names.seen]
+        fault = f"the profile has no {lacking[0]}" if lacking else "names come in another order, or more than once"
+    elif not on_cpu and not names.kernels:
+        fault = "the profile has no kernel of the GPU"
+    return {"actions": len(names.wanted), "named": len(names.seen), "kernels": names.kernels, FAULT: fault}

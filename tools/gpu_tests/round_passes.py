@@ -1,0 +1,82 @@
+"""Something done round every pass of a real training job, inside of what the engine does for messages.
+
+The engine's observer is told of a pass before its input is waited for, and staged where it comes through the host;
+here the input is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron.schedules.integration import schedule_function
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.runtime.engine import Observer
+from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.program import Action, Op, Program
+from megatron.schedules.runtime.stages import Stages
+from megatron.schedules.runtime.transport import Transport
+
+
+class Watcher(Protocol):
+    """What looks on, on one rank."""
+
+    def program(self, program: Program) -> AbstractContextManager[Any]:
+        """Entered for the time of one iteration's program."""
+        ...
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        """Entered for the time of one pass, or of starting a reduction."""
+        ...
+
+    @property
+    def found(self) -> Any:
+        """What it saw, once the job has ended; can be pickled."""
+        ...
+
+
+def watch(watcher: Watcher) -> None:
+    """Have ``watcher`` look on at every program of this process."""
+    run = schedule_function.run
+
+    def watched(
+        program: Program,
+        stages: Stages,
+        transport: Transport,
+        observer: Observer | None = None,
+        place: Place | None = None,
+    ) -> None:
+        with watcher.program(program):
+            run(program, _Watched(stages, watcher.action), transport, observer, place)
+
+    schedule_function.run = watched
+
+
+class _Watched:
+    """Stages with something entered round each of their methods."""
+
+    def __init__(self, stages: Stages, around: Callable[[Action], AbstractContextManager[Any]]) -> None:
+        self._stages, self._around = stages, around
+
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+        with self._around(Action(Kind.F, stage, microbatch)):
+            return self._stages.forward(stage, microbatch, activation, split=split)
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        with self._around(Action(Kind.B, stage, microbatch)):
+            return self._stages.backward(stage, microbatch, gradient)
+
+    def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        with self._around(Action(Kind.I, stage, microbatch)):
+            return self._stages.backward_input(stage, microbatch, gradient)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.W, stage, microbatch)):
+            self._stages.backward_weight(stage, microbatch)
+
+    def reduce_gradients(self, stage: int) -> None:
+        with self._around(Action(Op.REDUCE, stage, 0)):
+            self._stages.reduce_gradients(stage)

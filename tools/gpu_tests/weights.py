@@ -1,0 +1,60 @@
+"""Parameters by their name in the whole model: the same start for any pipeline, and gradients that can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+_DEVIATION = 0.02
+
+
+def named_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter of a rank's chunks, its layer numbered as in the whole model."""
+    for chunk in model:
+        inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        offset = get_transformer_layer_offset(get_model_config(chunk), vp_stage=getattr(inner, "vp_stage", None))
+        for name, parameter in inner.named_parameters():
+            parts = name.split(".")
+            if "decoder" in parts and "layers" in parts:
+                at = parts.index("layers") + 1
+                parts[at] = str(int(parts[at]) + offset)
+            yield ".".join(parts), parameter
+
+
+def start_equal(model: Sequence[torch.nn.Module]) -> None:
+    """Draw the weights anew, each from its own name: stock's draw depends on the pipeline rank.
+
+    Norms and biases start the same everywhere, and stay as they are.
+    """
+    for name, parameter in named_parameters(model):
+        if parameter.ndim < 2:
+            continue
+        part = parallel_state.get_tensor_model_parallel_rank() if _is_a_part(parameter) else 0
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {part}".encode()))
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(_DEVIATION))
+
+
+def gradient_digests(model: Sequence[torch.nn.Module]) -> dict[str, str]:
+    """A digest of every parameter's ``main_grad``, by its name and its ranks' (data, tensor)."""
+    ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    named = ((name, getattr(parameter, "main_grad", None)) for name, parameter in named_parameters(model))
+    return {f"{name} {ranks}": digest(gradient) for name, gradient in named if gradient is not None}
+
+
+def digest(tensor: Tensor) -> str:
+    """Tells its bits from any others."""
+    flat = tensor.detach().to("cpu", torch.float32).contiguous()
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def _is_a_part(parameter: Any) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
