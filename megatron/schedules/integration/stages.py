@@ -115,7 +115,7 @@ class MegatronStages:
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
                 output = output.to(self._config.pipeline_dtype)
-                start = edge_of(output) if output.requires_grad else None
+                start = edge_of(output) if training and output.requires_grad else None
         if training:
             self._in_flight[stage, microbatch] = _InFlight(activation, start)
         return None if is_last else output
