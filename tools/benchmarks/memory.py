@@ -123,9 +123,10 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
     step = ScheduleFunction.__call__
 
     def noted(self: ScheduleFunction, **asked: Any) -> list[Any]:
+        self.count_next_call()
         step(self, **asked | {"num_microbatches": 1})
         one = self.peak_activation_bytes
-        self.measure_next_call()
+        self.count_next_call()
         losses = step(self, **asked)
         schedule = self._planner.first
         whole, shared = (
@@ -136,7 +137,6 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]
     shape = f"--pipeline-model-parallel-size {size} --global-batch-size {2 * size} --pipeline-schedule {schedule}"
-    shape += " --pipeline-schedule-report-memory"
     sys.argv = ["pretrain_gpt.py", *_model(), *shape.split(), *_FLAGS.get(schedule, [])]
     pretrain_gpt.main()
     return seen[0]

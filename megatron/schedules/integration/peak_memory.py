@@ -16,12 +16,13 @@ class PeakMemory:
 
     Args:
         parameters: the model's, which do not count.
+        counted: count on a GPU too: slower, and without what passes need for a moment.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, counted: bool = False) -> None:
         self.meter: ActivationMeter | None = None
         self._before = 0
-        if standin.enabled():
+        if counted or standin.enabled():
             self.meter = ActivationMeter(parameters)
         else:
             torch.cuda.reset_peak_memory_stats()

@@ -64,7 +64,7 @@ class ScheduleFunction:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
-        self._measure_next = report_memory
+        self._measure_next, self._counted = report_memory, False
         self._store: WeightGradients | None = None
         self.peak_activation_bytes = 0
         self._place = _watched(stall_seconds) if stall_seconds else Place()
@@ -113,7 +113,8 @@ class ScheduleFunction:
         )
         measured, meter = None, None
         if self._measure_next and not forward_only:
-            measured = PeakMemory(parameter for chunk in chunks for parameter in chunk.parameters())
+            parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+            measured = PeakMemory(parameters, counted=self._counted)
             meter = measured.meter
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
@@ -142,9 +143,9 @@ class ScheduleFunction:
                 timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
 
-    def measure_next_call(self) -> None:
-        """Measure and report what the next training call holds: :attr:`peak_activation_bytes`, 0 before."""
-        self._measure_next = True
+    def count_next_call(self) -> None:
+        """Count tensor by tensor, and report, what the next training call holds: :attr:`peak_activation_bytes`."""
+        self._measure_next = self._counted = True
 
     def _bound_store(self, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> WeightGradients:
         """The queue of weight gradients, which the model's linears know; one for all calls but those measured."""
