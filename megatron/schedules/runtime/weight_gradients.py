@@ -103,7 +103,7 @@ class WeightGradients:
         self._settle_newest(queue)
         queue.append(_Deferred(key, closure, tuple(parameters), _Once(prefetch), settle, self._meter))
         queue[-1].keep(held_tensors)
-        self._adding.update(map(id, queue[-1].parameters))
+        self._count(queue[-1], 1)
 
     def compute_ahead(self, key: Key) -> None:
         """In I, while the input's gradient is on its way to other ranks: compute the W queued last, where that can be.
@@ -117,7 +117,11 @@ class WeightGradients:
 
     def _settle_newest(self, queue: deque[_Deferred], *, ahead: bool = False) -> None:
         if queue and queue[-1].settle(ahead):
-            self._adding.subtract(map(id, queue[-1].parameters))
+            self._count(queue[-1], -1)
+
+    def _count(self, item: _Deferred, one: int) -> None:
+        for parameter in item.parameters:
+            self._adding[id(parameter)] += one
 
     def prefetch(self, stage: int, microbatch: int) -> None:
         """Start the first communication of a coming :meth:`run`; may be left out.
@@ -163,7 +167,7 @@ class WeightGradients:
         """The gradients of the first closure of ``queue``, which is then gone with all it held."""
         item = queue.popleft()
         if not item.computed:
-            self._adding.subtract(map(id, item.parameters))
+            self._count(item, -1)
             item.prefetch()
             if not _prefetch_first(queue) and then is not None:
                 self.prefetch(*then)
@@ -187,8 +191,9 @@ def _prefetch_first(queue: deque[_Deferred]) -> bool:
     first = next((item for item in queue if not item.computed), None)
     if first is None:
         return False
-    with torch.no_grad():
-        first.prefetch()
+    if first.prefetch.due:
+        with torch.no_grad():
+            first.prefetch()
     return True
 
 
@@ -199,6 +204,11 @@ class _Once:
 
     def __init__(self, call: Callable[[], None] | None) -> None:
         self._call = call
+
+    @property
+    def due(self) -> bool:
+        """Whether there is a call still to be made."""
+        return self._call is not None
 
     def __call__(self) -> None:
         call, self._call = self._call, None

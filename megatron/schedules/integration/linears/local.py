@@ -23,6 +23,7 @@ Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -267,7 +268,9 @@ class _WeightGradient:
     """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
-        self._call, self._dtype = call, input.dtype
+        self._call = call
+        # Every question to a tensor costs where torch's functions are overridden, as on a CPU.
+        self._dtype = input.dtype if call.fusion else None
         self.product = Product(
             self._compute,
             input,
@@ -283,8 +286,7 @@ class _WeightGradient:
         """The gradients; none for a weight whose ``main_grad`` has it."""
         call = self._call
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
-        # Its own state, not that of the backward it may run in.
-        with torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None):
+        with self._as_in_forward():
             if call.fusion:
                 _add_to_main_grad(call.weight, input, grad_output)
             gradients = [None if call.fusion else grad_output.t().matmul(input)]
@@ -292,9 +294,15 @@ class _WeightGradient:
                 gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
         return gradients
 
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        """The forward's autocast state. W begins with none; ahead of it there is that of the backward it is done in."""
+        if self._autocast is None and not self.product.ahead:
+            return nullcontext()
+        return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
+
     def __call__(self) -> list[Tensor | None]:
         gradient, *others = self.product.result()
-        if self._call.fusion:
+        if self._dtype is not None:
             gradient = fused_gradient(self._call.weight, self._dtype)
         return [gradient, *others]
 

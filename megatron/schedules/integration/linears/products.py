@@ -37,6 +37,10 @@ class Product:
         over: the tensor-parallel ranks whose rows of ``input`` are gathered; None: none are.
         gathered_over: those whose rows of ``grad_output`` I has gathered; None: it has not.
         ahead: whether this may be computed in I already: of a row parallel linear, and adds to ``main_grad``.
+
+    Attributes:
+        ahead: as given.
+        gathers: whether an operand may have to be gathered in W.
     """
 
     def __init__(
@@ -55,13 +59,15 @@ class Product:
         self._in_parts = (0, over) if over is not None else None
         self._gathering: Any = None
         self._gathered_over, self._result = gathered_over, None
-        self.ahead = ahead
+        self.ahead, self.gathers = ahead, over is not None or gathered_over is not None
         if not ahead:
-            self.settle(False)
+            self._let_go()
 
     @property
     def held(self) -> list[Tensor]:
         """The operands as they wait, as far as they are plain tensors or lie in one."""
+        if all(type(operand) is Tensor for operand in self._operands):
+            return list(self._operands)
         each = [x if isinstance(x, (list, tuple)) else [x] for x in self._operands]
         # Transformer Engine's grouped tensors, from 2.17 on, are no tensors but have one.
         found = (getattr(operand, "rowwise_data", operand) for group in each for operand in group)
@@ -82,10 +88,14 @@ class Product:
         """Compute ahead of W, or else let go of what I has gathered; returns what is held from then on."""
         if ahead:
             self._result = self._computed()
-        elif self._gathered_over is not None:
+        else:
+            self._let_go()
+        return self.held
+
+    def _let_go(self) -> None:
+        if self._gathered_over is not None:
             self._operands[1] = part_of(self._operands[1], self._gathered_over)
             self._in_parts = (1, self._gathered_over)
-        return self.held
 
     def result(self) -> Any:
         """What ``compute`` gives; to be asked once, for nothing is kept."""
@@ -110,5 +120,6 @@ def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 def defer(store: WeightGradients, key: Key, product: Product, closure: Closure, parameters: Sequence[Tensor]) -> None:
     """Put ``closure``, which asks for the result of ``product``, off to the W of ``key``."""
+    prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
-    store.defer(key, closure, product.held, parameters=parameters, prefetch=product.gather, settle=settle)
+    store.defer(key, closure, product.held, parameters=parameters, prefetch=prefetch, settle=settle)
