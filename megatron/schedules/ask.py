@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, number, numbers, positive, read_text
+from megatron.schedules.planning.loads import ModelLoads
 from megatron.schedules.planning.registry import Request, check_parts, with_parts
 from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.store import kept_plan
+from megatron.schedules.planning.store import kept_plan, kept_spread
 from megatron.schedules.planning.textforms import from_csv
 from megatron.schedules.report.progress import shown
 
@@ -34,6 +40,8 @@ FLAGS = {
     "csv": "--schedule-file",
     "costs": "--costs",
     "costs_file": "--costs-file",
+    "model": "--model",
+    "layers": "--layers",
     "memory_limit": "--memory-limit",
     "search_seconds": "--search-seconds",
     "stage_weights": "--stage-weights",
@@ -61,18 +69,32 @@ def size_flags(command: Command) -> Command:
                 "out where a CSV says it.",
             ),
             click.option(
+                "--model",
+                metavar="NAME|FILE",
+                help="What is trained: its embedding and output layer count, and without --costs so do its layers' own "
+                f"F : I : W. One of {', '.join(SHAPES)}, or a file of Megatron's flags, such as your script's. Give it "
+                "to see your own bubble; equal stages without it.",
+            ),
+            click.option(
+                "--layers",
+                metavar="even|auto|N,N,...",
+                help="With --model or a profile of it: how many decoder layers each stage has, in model order. auto "
+                "finds the spread with which the plan is shortest, and plan says it in Megatron's letters; even "
+                "without this flag.",
+            ),
+            click.option(
                 "--costs",
                 metavar="F,I,W[,COMM]",
                 help="Times of forward, input gradient (the paper's B) and weight gradient over half a rank's layers, "
-                "and P2P latency between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag. "
-                "Give measured ones: order and bubble depend on them.",
+                "and P2P latency between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag "
+                "and --model. Give measured ones: order and bubble depend on them.",
             ),
             click.option(
                 "--costs-file",
                 metavar="JSON",
                 type=Path,
                 help="A cost profile measured by tools/profile_passes.py, instead of --costs: times in milliseconds, "
-                "and the share of the memory that waits for weight gradients.",
+                "those of embedding and output layer too, and the share of the memory that waits for weight gradients.",
             ),
             click.option(
                 "--chunks",
@@ -163,6 +185,8 @@ class Ask:
         *,
         pipeline_size: str | None,
         microbatches: str | None,
+        model: str | None,
+        layers: str | None,
         costs: str | None,
         costs_file: Path | None,
         chunks: str | None,
@@ -206,12 +230,24 @@ class Ask:
                 f"{_MOST_RANKS} ranks, and ranks x microbatches x chunks may be {_LARGEST}, at most"
             )
         self.ranks, self.microbatches = d, n
+        self.planned: dict[str, Request] = {}  # with layers placed
         texts = {"weight_share": weight_share, "recompute": recompute, "kept": kept}
-        shares = {
+        shares: dict[str, Any] = {
             part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
+        loads = None if model is None else _shape(model).loads
+        measured = _times(costs, costs_file, d, loads)
+        # What was measured of the ends goes before what is reckoned.
+        loads = measured.model or loads
+        if layers is not None and loads is None:
+            raise PlanError(
+                "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?"
+            )
+        self._spreads = layers == "auto"
         self.costs = replace(
-            _times(costs, costs_file, d),
+            measured,
+            model=loads,
+            layers=None if layers in (None, "even", "auto") else _counts(layers),
             stage_weights=numbers("--stage-weights", stage_weights),
             stage_activations=numbers("--stage-activations", stage_activations),
             **shares,
@@ -229,17 +265,44 @@ class Ask:
 
     def timeline(self, name: str) -> Timeline:
         """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
+        request = self.request(name)
+        if self._spreads:
+            with shown(f"placing layers for {name}", sys.stderr) as progress:
+                request = kept_spread(request, progress)
         with shown(f"planning {name}", sys.stderr) as progress:
-            schedule = kept_plan(self.request(name), progress)
-        return simulate(schedule, self.costs.on(schedule.placement))
+            schedule = kept_plan(request, progress)
+        self.planned[name] = request
+        return simulate(schedule, request.costs.on(schedule.placement))
 
 
-def _times(costs: str | None, file: Path | None, ranks: int) -> Costs:
+def _shape(model: str) -> Shape:
+    if model in SHAPES:
+        return SHAPES[model]
+    if not Path(model).exists():
+        close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(SHAPES)}"
+        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
+    return megatron_flags.read(Path(model))
+
+
+def _counts(layers: str) -> tuple[int, ...]:
+    found = numbers("--layers", layers) or ()
+    if any(count != int(count) for count in found):
+        raise PlanError(f"--layers {layers!r} is neither even, auto nor a list of whole numbers such as 3,4,4,3")
+    return tuple(map(int, found))
+
+
+def _times(costs: str | None, file: Path | None, ranks: int, loads: ModelLoads | None) -> Costs:
+    if file is None and costs is None and loads is not None:
+        return Costs(*loads.ratio)
     if file is None:
         return Costs.parse("1,1,1,0" if costs is None else costs)
     if costs is not None:
         raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
     try:
-        return read_profile(file).costs(ranks)
+        profile = read_profile(file)
     except PlanError as error:
         raise PlanError(str(error), "costs_file") from None
+    if loads is not None and len(loads.layers) != profile.model_layers:
+        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.model_layers}")
+    return profile.costs(ranks)

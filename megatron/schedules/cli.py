@@ -19,6 +19,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer
 from megatron.schedules.planning.registry import NAMES, describe
 from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.planning.textforms import to_csv, to_json
 from megatron.schedules.report import table
 from megatron.schedules.report.figures import Figures, counted, figures, number, percent, title
@@ -98,10 +99,13 @@ def _plan(
         extra = _extra(ask.costs, figures(timeline))
         if name == "adaptive":
             extra["asked"] = {"schedule": name, "memory_limit": ask.memory_limit}
-            extra["figures"]["lower_bound"] = bound(ask.request(name))
+            extra["figures"]["lower_bound"] = bound(ask.planned[name])
+        if layers := ask.planned[name].costs.layers:
+            extra["layers"] = list(layers)
         emit(to_json(timeline.schedule, extra) + "\n", output)
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
+        footer += _where(ask.planned[name].costs.layers)
         _emit_drawing(form, [timeline], ask, output, columns, gradients, footer)
 
 
@@ -170,7 +174,8 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
             "input_grad": costs.input_grad,
             "weight_grad": costs.weight_grad,
             "comm": costs.comm,
-        },
+        }
+        | ({"output_layer_in_layers": costs.last_in_layers} if costs.model else {}),
         "figures": {
             "makespan": found.makespan,
             "bubble": found.bubble,
@@ -184,7 +189,7 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
 
 def _how_good(timeline: Timeline, ask: Ask) -> str:
     """How far from the best possible an adaptive plan is at most."""
-    least = bound(ask.request("adaptive"))
+    least = bound(ask.planned["adaptive"])
     by_name = timeline.schedule.name
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
     return (
@@ -193,6 +198,11 @@ def _how_good(timeline: Timeline, ask: Ask) -> str:
         f"{percent(1 - timeline.ideal / least)}: this one, which ends at {number(timeline.makespan)}, is at most "
         f"{percent(timeline.makespan / least - 1)} longer than the best there is.\n"
     )
+
+
+def _where(layers: tuple[int, ...] | None) -> str:
+    """The layout, for Megatron's own flag too."""
+    return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
 def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
@@ -246,6 +256,8 @@ def _emit_drawing(
 
 def _caption(ask: Ask) -> str:
     times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
+    if ask.costs.model is not None:
+        times += f", the output layer as long as {number(ask.costs.last_in_layers)} layers"
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
         f"{times}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."

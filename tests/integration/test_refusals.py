@@ -142,8 +142,8 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit half",
         "neither a fraction such as 0.5 nor such as 20GiB",
     ),
-    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.25 is the smallest"),
-    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.25 is the smallest"),
+    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.2955 is the smallest"),
+    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.2955 is the smallest"),
     "no room for messages": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB",
         "--pipeline-memory-limit 0.00001GiB is less than what messages between ranks take",
@@ -170,6 +170,26 @@ REFUSED = {
         "--pipeline-schedule-stage-weights: at least one stage must take time",
     ),
     "too few stage weights": ("--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,2", "which has 8 stages"),
+    "times given twice": (
+        "--pipeline-schedule v-half --pipeline-schedule-costs 1,1,1 --pipeline-schedule-costs-file LICENSE",
+        "--pipeline-schedule-costs and --pipeline-schedule-costs-file both say how long passes take: give one",
+    ),
+    "a cost profile that is none": (
+        "--pipeline-schedule v-half --pipeline-schedule-costs-file LICENSE",
+        "--pipeline-schedule-costs-file: LICENSE is no JSON; tools/profile_passes.py writes such files",
+    ),
+    "layers placed by nobody known": (
+        "--pipeline-schedule v-half --pipeline-schedule-layers best",
+        "--pipeline-schedule-layers 'best' is unknown: use auto or even",
+    ),
+    "layers placed twice": (
+        "--pipeline-schedule v-half --pipeline-schedule-layers auto --account-for-loss-in-pipeline-split",
+        "--pipeline-schedule-layers auto places the layers itself: leave out --pipeline-model-parallel-layout",
+    ),
+    "layers placed without a schedule": (
+        "--pipeline-schedule-layers auto",
+        "--pipeline-schedule-layers goes with --pipeline-schedule: name one of 1f1b",
+    ),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
 }

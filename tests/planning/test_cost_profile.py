@@ -11,6 +11,8 @@ import pytest
 from megatron.schedules.cli import main
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.placement import v_shape
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -28,6 +30,7 @@ def written(path: Path, **changes: Any) -> Path:
     return path
 
 
+ENDS = {"embedding": 0.001, "output_layer": 0.03}
 PASSES = ("forward", "input_grad", "weight_grad")
 
 
@@ -43,6 +46,16 @@ def test_more_may_wait_for_a_w_than_for_its_i(tmp_path: Path):
     chunk = {"layers": 2, "activation_bytes": 4000, "weight_bytes": 5000}
     times = {name: {"median": 0.02, "low": 0.02, "high": 0.02} for name in PASSES}
     assert read_profile(written(tmp_path / "p.json", chunk=chunk | times)).costs(4).weight_share == 1.25
+
+
+def test_ends_that_were_measured_are_planned_for(tmp_path: Path):
+    ends = {name: {kind: {"median": s} for kind in PASSES} | {"activation_bytes": 500} for name, s in ENDS.items()}
+    costs = read_profile(written(tmp_path / "p.json", **ends)).costs(ranks=4)
+    on_stages = costs.on(v_shape(4))
+    assert on_stages.durations[Kind.F] == pytest.approx((41, *(40,) * 6, 70))
+    assert on_stages.durations[Kind.I] == pytest.approx((48 + 2, *(48,) * 6, 48 + 60))
+    assert on_stages.durations[Kind.W] == pytest.approx((32,) * 8)
+    assert on_stages.activation == pytest.approx(((8000 + 500) / 16000, *(0.5,) * 6, (8000 + 500) / 16000))
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])

@@ -73,7 +73,7 @@ def measured_costs(schedule: Schedule, iterations: Sequence[Iteration]) -> Stage
         times=times,
         activation=(1 / placement.chunks,) * placement.stages,
         comm=max(0.0, gaps[len(gaps) // 10]) if gaps else 0.0,
-        shares={Share.FORWARD: 1.0, Share.WEIGHTS: 1.0},
+        shares=dict.fromkeys((Share.FORWARD, Share.WEIGHTS), (1.0,) * placement.stages),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.schedules.estimate.transformer import Layer, Load, decoder_layer, output_layer
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.transformer import Layer, Work, decoder_layer, output_layer
 
 GIB = 2.0**30
 
@@ -33,12 +34,17 @@ class Model:
         return self.layers + 2
 
     @property
+    def shape(self) -> Shape:
+        """The same for whoever asks for its loads."""
+        return Shape(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary)
+
+    @property
     def layer(self) -> Layer:
         """The loads of one decoder layer, for one token, with attention in one kernel."""
         return decoder_layer(self.hidden, self.heads, self.sequence)
 
     @property
-    def output_layer(self) -> Load:
+    def output_layer(self) -> Work:
         """Those of the output layer and the loss."""
         return output_layer(self.hidden, self.vocabulary)
 
@@ -67,6 +73,12 @@ MODELS = {
         Model("38.5B", 62, 56, 7168),
         Model("98.5B", 78, 80, 10240),
     )
+}
+
+# The paper's, and Meta's Llama 3 (arXiv 2407.21783, table 3).
+SHAPES = {name: model.shape for name, model in MODELS.items()} | {
+    "Llama-3-8B": Shape(32, 4096, 32, 8192, 128_256, groups=8, inner=14_336, gated=True),
+    "Llama-3-70B": Shape(80, 8192, 64, 8192, 128_256, groups=8, inner=28_672, gated=True),
 }
 
 

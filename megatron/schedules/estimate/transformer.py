@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Load(NamedTuple):
-    """One part's cost.
+class Work(NamedTuple):
+    """One part's cost for a token.
 
     Args:
         flops: multiplications and additions in products of matrices, forward.
@@ -16,12 +16,28 @@ class Load(NamedTuple):
     flops: float
     held: float
 
-    def __add__(self, other: tuple[float, ...]) -> Load:  # type: ignore[override]
-        return Load(self.flops + other[0], self.held + other[1])
+    def __add__(self, other: tuple[float, ...]) -> Work:  # type: ignore[override]
+        return Work(self.flops + other[0], self.held + other[1])
 
-    def times(self, factor: float) -> Load:
+    def times(self, factor: float) -> Work:
         """So many of them."""
-        return Load(self.flops * factor, self.held * factor)
+        return Work(self.flops * factor, self.held * factor)
+
+
+class Latent(NamedTuple):
+    """Multi-latent attention (arXiv 2405.04434): the widths that queries, keys and values are squeezed to.
+
+    Args:
+        query: of the queries; None where they are not squeezed.
+        key_value: of keys and values together.
+        head, position, value: of one head's query without position, its position, and its value.
+    """
+
+    query: int | None
+    key_value: int
+    head: int
+    position: int
+    value: int
 
 
 class Layer(NamedTuple):
@@ -34,13 +50,13 @@ class Layer(NamedTuple):
         mlp: the feed-forward part; with experts, those that one token goes through.
     """
 
-    norms: Load
-    projections: Load
-    scores: Load
-    mlp: Load
+    norms: Work
+    projections: Work
+    scores: Work
+    mlp: Work
 
     @property
-    def whole(self) -> Load:
+    def whole(self) -> Work:
         """All of it."""
         return self.norms + self.projections + self.scores + self.mlp
 
@@ -55,6 +71,8 @@ def decoder_layer(
     inner: int | None = None,
     gated: bool = False,
     fused: bool = True,
+    latent: Latent | None = None,
+    routed: int = 1,
 ) -> Layer:
     """A layer's loads for one token.
 
@@ -65,17 +83,38 @@ def decoder_layer(
         inner: width inside the feed-forward part; four times ``hidden`` without it.
         gated: whether that part has a second projection, as SwiGLU.
         fused: whether attention is one kernel, such as FlashAttention.
+        latent: of multi-latent attention, instead of ``width`` and ``groups``.
+        routed: copies of a token that experts are given.
     """
     width, groups, inner = width or hidden, groups or heads, inner or 4 * hidden
+    weights, queries, values = hidden * width * (2 + 2 * groups / heads), width, width
+    keys = width * groups / heads
+    if latent is not None:
+        queries, values = heads * (latent.head + latent.position), heads * latent.value
+        keys = (queries + values) / 2
+        weights = attention_weights(hidden, heads, latent)
     return Layer(
-        norms=Load(0.0, 4.0 * hidden),
-        projections=Load(2 * hidden * width * (2 + 2 * groups / heads), 11.0 * hidden),
+        norms=Work(0.0, 4.0 * hidden),
+        # Kept: the input, queries, keys and values, what comes out of attention, and the mask of a dropout.
+        projections=Work(2 * weights, 3.0 * hidden + 2 * (queries + 2 * keys + values)),
         # Causal: each token looks at half of the sequence on average, once for the scores and once with them.
-        scores=Load(2.0 * sequence * width, 0.0 if fused else 5.0 * heads * sequence),
-        mlp=Load(2.0 * hidden * inner * (3 if gated else 2), 3.0 * hidden + 4.0 * inner),
+        scores=Work(sequence * (queries + values), 0.0 if fused else 5.0 * heads * sequence),
+        mlp=Work(
+            2.0 * hidden * inner * (3 if gated else 2),
+            (1.0 + 2.0 * routed) * hidden + (6.0 if gated else 4.0) * inner,
+        ),
     )
 
 
-def output_layer(hidden: int, vocabulary: int) -> Load:
+def attention_weights(hidden: int, heads: int, latent: Latent) -> float:
+    """Parameters of multi-latent attention's projections."""
+    queries, keys = heads * (latent.head + latent.position), heads * (latent.head + latent.value)
+    into = hidden * queries if latent.query is None else latent.query * (hidden + queries)
+    return (
+        into + hidden * (latent.key_value + latent.position) + latent.key_value * keys + heads * latent.value * hidden
+    )
+
+
+def output_layer(hidden: int, vocabulary: int) -> Work:
     """The output layer and its loss; the embedding at the other end takes next to nothing."""
-    return Load(2.0 * hidden * vocabulary, 4.0 * (hidden + vocabulary))
+    return Work(2.0 * hidden * vocabulary, 4.0 * (hidden + vocabulary))

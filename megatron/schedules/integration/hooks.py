@@ -35,6 +35,7 @@ from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
+from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
 
@@ -72,7 +73,9 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
         placement = asked.schedule.placement
-        layers = layers_by_stage(args, placement.stages) if placement.chunks > 1 else ()
+        layers = asked.layers or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())
+        if asked.layers:  # as if it had been written so
+            args.pipeline_model_parallel_layout = as_layout(asked.layers, args.mtp_num_layers or 0)
         result = stock(args, *rest, **kwargs)
         if placement.chunks > 1:
             args.virtual_pipeline_model_parallel_size = placement.chunks

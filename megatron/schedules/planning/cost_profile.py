@@ -12,9 +12,10 @@ from typing import Any
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import read_text
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
 
-# Far more than any model has; so many that a float no longer counts them would be a slip.
-_MOST_LAYERS = 1_000_000
+# Far more than any model has: a slip.
+_MOST_LAYERS = 10_000
 _PASSES = ("forward", "input_grad", "weight_grad")
 
 
@@ -30,6 +31,7 @@ class CostProfile:
         seconds: median times of the chunk's F, I and W.
         activation_bytes: held from F until I.
         weight_bytes: those of them held on until W.
+        ends: the embedding, and the output layer with its loss; None in profiles without them.
     """
 
     device: str
@@ -43,6 +45,7 @@ class CostProfile:
     seconds: tuple[float, float, float]
     activation_bytes: float
     weight_bytes: float
+    ends: tuple[Load, Load] | None = None
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
@@ -50,12 +53,21 @@ class CostProfile:
         forward, input_grad, weight_grad = (each / self.layers for each in self.seconds)
         return forward, input_grad, weight_grad
 
+    @property
+    def model(self) -> ModelLoads | None:
+        """Layers and ends as they were measured; None without ends."""
+        if self.ends is None:
+            return None
+        first, last = (Part(whole=end) for end in self.ends)
+        layer = Part(split=Load(*self.layer_seconds, self.activation_bytes / self.layers))
+        return ModelLoads(first, (layer,) * self.model_layers, last)
+
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured."""
         scale = 1e3 * self.model_layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
-        return Costs(forward, input_grad, weight_grad, weight_share=share)
+        return Costs(forward, input_grad, weight_grad, weight_share=share, model=self.model)
 
 
 def read_profile(path: Path) -> CostProfile:
@@ -82,7 +94,7 @@ def _profile(data: Mapping[str, Any]) -> CostProfile:
     model, chunk = data["model"], data["chunk"]
     if data["version"] != 1:
         raise ValueError(f"version {data['version']}, and 1 is read here")
-    forward, input_grad, weight_grad = (float(chunk[name]["median"]) for name in _PASSES)
+    forward, input_grad, weight_grad = _seconds(chunk)
     found = CostProfile(
         device=str(data["device"]),
         model_layers=int(model["layers"]),
@@ -95,9 +107,22 @@ def _profile(data: Mapping[str, Any]) -> CostProfile:
         seconds=(forward, input_grad, weight_grad),
         activation_bytes=float(chunk["activation_bytes"]),
         weight_bytes=float(chunk["weight_bytes"]),
+        ends=(_end(data["embedding"]), _end(data["output_layer"])) if "output_layer" in data else None,
     )
     if min(found.seconds) <= 0 or not 1 <= found.layers <= found.model_layers <= _MOST_LAYERS:
         raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
     if not all(0 <= held < math.inf for held in (found.activation_bytes, found.weight_bytes)):
         raise ValueError("bytes must be zero or positive")
+    return found
+
+
+def _seconds(measured: Mapping[str, Any]) -> tuple[float, float, float]:
+    forward, input_grad, weight_grad = (float(measured[name]["median"]) for name in _PASSES)
+    return forward, input_grad, weight_grad
+
+
+def _end(measured: Mapping[str, Any]) -> Load:
+    found = Load(*_seconds(measured), float(measured["activation_bytes"]))
+    if not all(0 <= each < math.inf for each in found):
+        raise ValueError("times and bytes of the ends must be zero or positive")
     return found

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import KINDS, Kind, Share
+from megatron.schedules.planning.loads import ModelLoads, Part
 from megatron.schedules.planning.placement import Placement
 
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
@@ -34,16 +35,17 @@ class StageCosts:
     Args:
         times: by kind, for those that are not made of others, the time of each stage's pass, any unit.
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
-            microbatches' worth of a whole rank's activations (1 / chunks where layers are spread evenly).
+            microbatches' worth of the activations of an average rank's layers (1 / chunks on each stage where layers
+            are spread evenly, and the ends hold nothing of their own).
         comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
-        shares: the parts of ``activation``: what F keeps until I, less than all where I recomputes the rest, and what I
-            leaves to W.
+        shares: by stage, the parts of ``activation``: what F keeps until I, less than all where I recomputes the rest,
+            and what I leaves to W.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
     activation: tuple[float, ...]
     comm: float
-    shares: Mapping[Share, float]
+    shares: Mapping[Share, tuple[float, ...]]
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -55,21 +57,24 @@ class StageCosts:
     @cached_property
     def changes(self) -> Mapping[Kind, tuple[float, ...]]:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
-        found = {}
+        none, found = (0.0,) * len(self.activation), {}
         for kind, row in KINDS.items():
-            share = sum(self.shares[taken] for taken in row.takes) - sum(self.shares[given] for given in row.gives)
-            found[kind] = tuple(share * held for held in self.activation)
+            taken = map(sum, zip(none, *(self.shares[share] for share in row.takes), strict=True))
+            given = map(sum, zip(none, *(self.shares[share] for share in row.gives), strict=True))
+            found[kind] = tuple(
+                (more - less) * held for more, less, held in zip(taken, given, self.activation, strict=True)
+            )
         return found
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        kept, most = self.shares[Share.FORWARD], 0.0
+        kept, left, most = self.shares[Share.FORWARD], self.shares[Share.WEIGHTS], 0.0
         for rank in range(placement.ranks):
             held = 0.0
             for stage in placement.stages_of(rank):
                 # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-                most = max(most, held + max(kept, self.shares[Share.WEIGHTS]) * self.activation[stage])
-                held += kept * self.activation[stage]
+                most = max(most, held + max(kept[stage], left[stage]) * self.activation[stage])
+                held += kept[stage] * self.activation[stage]
         return most
 
 
@@ -86,6 +91,9 @@ class Costs:
     ``recompute`` is the part of the forward that I does again, and ``kept`` the part of the activations that F leaves
     to it: less than all where the rest is recomputed. Memory counts whole activations, so 1F1B that recomputes nothing
     holds d microbatches.
+    ``model`` (optional) says what the parts of the model cost against its average decoder layer, and ``layers`` how
+    many each stage has; spread evenly without it. ``stage_weights`` and ``stage_activations`` go before it. Its ends
+    come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
     """
 
     forward: float = 1.0
@@ -97,6 +105,8 @@ class Costs:
     weight_share: float = 1.0
     recompute: float = 0.0
     kept: float = 1.0
+    model: ModelLoads | None = None
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -137,6 +147,16 @@ class Costs:
         forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
         return Costs(forward, input_grad, weight_grad, comm)
 
+    @property
+    def last_in_layers(self) -> float:
+        """How many average decoder layers take as long as what comes after them: 0 where that is not known."""
+        if self.model is None:
+            return 0.0
+        last, mean = self.model.last.split.plus(self.model.last.whole), self.model.mean
+        times = self.forward, self.input_grad, self.weight_grad
+        each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
+        return each / sum(times)
+
     def around_one(self) -> tuple[Costs, float]:
         """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
 
@@ -148,20 +168,63 @@ class Costs:
 
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
-        share = 2 / placement.chunks
-        weights = _per_stage(self.stage_weights, placement, "stage_weights")
-        held = _per_stage(self.stage_activations, placement, "stage_activations")
+        parts = None if self.model is None else self._parts(self.model, placement)
+        times, (activation, shares) = self._times(placement, parts), self._held(placement, parts)
+        return StageCosts(times, activation, self.comm, shares)
+
+    def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
+        """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
+        counts = model.evenly(placement.stages) if self.layers is None else self.layers
+        if len(counts) != placement.stages:
+            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
+        return model.by_stage(counts)
+
+    def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
         times = {
             Kind.F: self.forward,
             Kind.I: self.input_grad + self.recompute * self.forward,
             Kind.W: self.weight_grad,
         }
-        return StageCosts(
-            times={kind: tuple(time * share * w for w in weights) for kind, time in times.items()},
-            activation=tuple(h / placement.chunks for h in held),
-            comm=self.comm,
-            shares={Share.FORWARD: self.kept, Share.WEIGHTS: self.weight_share},
-        )
+        if parts is None or self.model is None or self.stage_weights is not None:
+            share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
+            return {kind: tuple(time * share * w for w in weights) for kind, time in times.items()}
+        mean = self.model.mean
+        split, whole = [part.split.over(mean) for part in parts], [part.whole.over(mean) for part in parts]
+        # How many average layers each stage has of a kind's work: that of kinds not named here goes with F's.
+        layers = {
+            Kind.F: [each.forward for each in split],
+            Kind.I: [each.input_grad for each in split],
+            Kind.W: [each.weight_grad for each in split],
+        }
+        ends = {
+            Kind.F: [self.forward * each.forward for each in whole],
+            Kind.I: [self.input_grad * each.input_grad + self.weight_grad * each.weight_grad for each in whole],
+        }
+        one, none = 2 * placement.ranks / len(self.model.layers), [0.0] * placement.stages
+        return {
+            kind: tuple(
+                one * (time * number + end)
+                for number, end in zip(layers.get(kind, layers[Kind.F]), ends.get(kind, none), strict=True)
+            )
+            for kind, time in times.items()
+        }
+
+    def _held(
+        self, placement: Placement, parts: Sequence[Part] | None
+    ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+        if parts is None or self.model is None or self.stage_activations is not None:
+            held = _per_stage(self.stage_activations, placement, "stage_activations")
+            shares = {Share.FORWARD: self.kept, Share.WEIGHTS: self.weight_share}
+            alike = {share: (part,) * placement.stages for share, part in shares.items()}
+            return tuple(h / placement.chunks for h in held), alike
+        whole_rank = self.model.mean.held * len(self.model.layers) / placement.ranks
+        activation = tuple(part.held / whole_rank for part in parts)
+        # What is no layer recomputes nothing, and leaves nothing to a W.
+        layers = [part.split.held / part.held if part.held else 0.0 for part in parts]
+        return activation, {
+            Share.FORWARD: tuple(1 - (1 - self.kept) * share for share in layers),
+            Share.WEIGHTS: tuple(self.weight_share * share for share in layers),
+        }
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.schedules.planning.keeping import code_version, folder, locked, wr
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.spread import placed, spread_layers
 from megatron.schedules.planning.textforms import from_record, to_record
 
 # Ranks x microbatches from which on even a schedule by name takes a second or more.
@@ -34,15 +36,41 @@ def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
     """
     if not takes_long(request):
         return plan(request, progress)
-    key = _key(request)
+    return _kept(_key(request), progress, lambda told: plan(request, told), to_record, from_record)
+
+
+def kept_spread(request: Request, progress: Progress = unheard) -> Request:
+    """:func:`spread_layers`, which searches once only for an equal request, as :func:`kept_plan` plans.
+
+    Raises:
+        PlanError: as :func:`spread_layers` does.
+    """
+
+    def record(found: Request) -> dict[str, Any]:
+        return {"layers": found.costs.layers, "chunks": found.chunk_choices}
+
+    def found(record: dict[str, Any]) -> Request:
+        return placed(request, tuple(record["layers"]), tuple(record["chunks"]))
+
+    return _kept(f"layers-{_key(request)}", progress, lambda told: spread_layers(request, told), record, found)
+
+
+def _kept[Made](
+    key: str,
+    progress: Progress,
+    make: Callable[[Progress], Made],
+    record_of: Callable[[Made], dict[str, Any]],
+    made_of: Callable[[dict[str, Any]], Made],
+) -> Made:
+    """What is kept for ``key``, or else is made now."""
     path = folder() / f"{key}.json"
     with locked(path, progress) as lock:
         if lock is None:
-            return plan(request, progress)
-        found = _read(path, key)
+            return make(progress)
+        found = _read(path, key, made_of)
         if found is None:
-            found = plan(request, lock.telling(progress))
-            record = to_record(found)
+            found = make(lock.telling(progress))
+            record = record_of(found)
             write_whole(path, json.dumps(record | {"kept": _mark(key, record)}))
         return found
 
@@ -52,12 +80,12 @@ def takes_long(request: Request) -> bool:
     return request.schedule == "adaptive" or request.ranks * request.microbatches >= _LARGE
 
 
-def _read(path: Path, key: str) -> Schedule | None:
-    """The plan for ``key`` in ``path``; None where there is none."""
+def _read[Made](path: Path, key: str, made_of: Callable[[dict[str, Any]], Made]) -> Made | None:
+    """What was made for ``key`` and is in ``path``; None where nothing is."""
     try:
         record = json.loads(path.read_text())
         if record.pop("kept") == _mark(key, record):
-            return from_record(record)
+            return made_of(record)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

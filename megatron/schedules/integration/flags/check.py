@@ -9,20 +9,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
-from megatron.schedules.integration.flags.recompute import with_recompute
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
-from megatron.schedules.integration.layers.by_stage import estimated_loads, placed_by_hand, wrong_layers
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
-from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError, one_line
-from megatron.schedules.planning.given import integer, not_negative, numbers, positive, read_text
+from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.keeping import folder
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.store import kept_plan, takes_long
+from megatron.schedules.planning.store import kept_plan, kept_spread, takes_long
 from megatron.schedules.report.progress import shown
 
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
@@ -30,10 +29,18 @@ _STALL_SECONDS = 120.0
 
 
 class Planned(NamedTuple):
-    """What the command line asks for, and the plan that answers it."""
+    """What the command line asks for, and the plan that answers it.
+
+    Args:
+        request, schedule: both.
+        assumed: what the job says of the costs it was planned for.
+        layers: of each stage, where the planner placed them.
+    """
 
     request: Request
     schedule: Schedule
+    assumed: str = ""
+    layers: tuple[int, ...] | None = None
 
 
 def check(args: Any) -> Planned | None:
@@ -81,10 +88,40 @@ def _checked(args: Any) -> Planned | None:
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     request = _request(args)
+    if spreads := _spreads(args):
+        request = spread(request)
     schedule = planned(request)
-    if why := refusal(args, schedule):
+    if why := refusal(args, schedule, spreads=spreads):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule)
+    layers = request.costs.layers if spreads else None
+    return Planned(request, schedule, assumed(args, request.costs), layers)
+
+
+@lru_cache(maxsize=2)
+def spread(request: Request) -> Request:
+    """The request with its layers placed; the first rank says how far the search for that is."""
+    with shown("placing layers", sys.stdout if _is_first() else None) as progress:
+        return kept_spread(request, progress)
+
+
+def _spreads(args: Any) -> bool:
+    """Whether the planner places the layers.
+
+    Raises:
+        PlanError: where that cannot be read, or another flag says where they are.
+    """
+    text, flag = args.pipeline_schedule_layers, FLAGS["layers"]
+    if text in (None, "even"):
+        return False
+    if text != "auto":
+        raise PlanError(f"{flag} {text!r} is unknown: use auto or even")
+    alike = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    if placed_by_hand(args) or any(getattr(args, name) for name in alike):
+        raise PlanError(
+            f"{flag} auto places the layers itself: leave out --pipeline-model-parallel-layout, "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
+        )
+    return True
 
 
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
@@ -143,18 +180,7 @@ def _request(args: Any) -> Request:
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
-    return replace(request, costs=_costs(args, request))
-
-
-def _costs(args: Any, request: Request) -> Costs:
-    costs, count = Costs.parse(args.pipeline_schedule_costs or "1,1,1,0"), stages(request)
-    if args.recompute_granularity is not None:
-        costs = with_recompute(costs, args, (args.num_layers or 0) / count)
-    if placed_by_hand(args):
-        loads = estimated_loads(args, count)
-        costs = replace(costs, stage_weights=loads.times, stage_activations=loads.activations)
-    weights = numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
-    return costs if weights is None else replace(costs, stage_weights=weights)
+    return replace(request, costs=costs_of(args, stages(request)))
 
 
 def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
@@ -163,6 +189,8 @@ def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
     Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
     size = args.pipeline_model_parallel_size
+    if args.pipeline_schedule_layers == "auto":
+        return tuple(chunks for chunks in (1, 2, 4) if chunks <= most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size))
     depends = placed_by_hand(args) or args.recompute_method == "block"
     return (found[-1:] if depends else found) or (1,)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.planning.registry import NAMES, describe
 
 # The flag of each part of a request, and of what else is asked about it.
@@ -14,8 +16,10 @@ FLAGS = {
     "chunks": "--pipeline-schedule-chunks",
     "csv": "--pipeline-schedule-file",
     "costs": "--pipeline-schedule-costs",
+    "costs_file": "--pipeline-schedule-costs-file",
     "memory_limit": "--pipeline-memory-limit",
     "search_seconds": "--pipeline-search-seconds",
+    "layers": "--pipeline-schedule-layers",
     "stage_weights": "--pipeline-schedule-stage-weights",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
@@ -56,8 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-schedule-costs",
         metavar="F,I,W[,COMM]",
         help="Time of a forward, an input gradient (the paper's B), a weight gradient over half a rank's layers, and "
-        "P2P latency between ranks, in any unit; 1,1,1,0 without this flag. Give measured ones and the schedule is "
-        "ordered for them.",
+        "P2P latency between ranks, in any unit; by the model's arithmetic without this flag, and no latency. Give "
+        "measured ones and the schedule is ordered for them.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-costs-file",
+        metavar="JSON",
+        help="A cost profile of this model, measured by tools/profile_passes.py, instead of --pipeline-schedule-costs: "
+        "give it for the plan that suits your device.",
     )
     group.add_argument(
         "--pipeline-memory-limit",
@@ -71,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="S",
         help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
         "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-layers",
+        metavar="auto|even",
+        help="auto: each stage gets the number of decoder layers with which the plan is shortest, in place of layout "
+        "flags; any number of layers goes, and the job's first lines have the layout. Give it where the vocabulary is "
+        "large: an output layer may take as long as several layers. even, as without the flag: all alike.",
     )
     group.add_argument(
         "--pipeline-schedule-stage-weights",
@@ -104,7 +121,8 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 # Those of Megatron's flags that our checks read: kind of value and what it is without the flag.
-STOCK: dict[str, tuple[type | None, Any]] = {
+STOCK: dict[str, tuple[Callable[[str], Any] | type | None, Any]] = {
+    **megatron_flags.FLAGS,
     "--account-for-embedding-in-pipeline-split": (None, False),
     "--account-for-loss-in-pipeline-split": (None, False),
     "--bf16": (None, False),
@@ -117,27 +135,16 @@ STOCK: dict[str, tuple[type | None, Any]] = {
     "--delay-wgrad-compute": (None, False),
     "--enable-cuda-graph": (None, False),
     "--external-cuda-graph": (None, False),
-    "--ffn-hidden-size": (int, None),
     "--fine-grained-activation-offloading": (None, False),
     "--fp16": (None, False),
     "--fp4-format": (str, None),
     "--fp8-format": (str, None),
     "--global-batch-size": (int, None),
-    "--group-query-attention": (None, False),
-    "--hidden-size": (int, None),
     "--hybrid-layer-pattern": (str, None),
-    "--kv-channels": (int, None),
     "--micro-batch-size": (int, None),
     "--moe-expert-rank-capacity-factor": (float, None),
-    "--moe-ffn-hidden-size": (int, None),
     "--moe-paged-stash": (None, False),
-    "--moe-router-topk": (int, 2),
-    "--moe-shared-expert-intermediate-size": (int, None),
-    "--num-attention-heads": (int, None),
-    "--num-experts": (int, None),
-    "--num-layers": (int, None),
     "--num-layers-per-virtual-pipeline-stage": (int, None),
-    "--num-query-groups": (int, 1),
     "--num-virtual-stages-per-pipeline-rank": (int, None),
     "--overlap-dispatch-backward-with-experts-wgrad": (None, False),
     "--overlap-moe-expert-parallel-comm": (None, False),
@@ -147,19 +154,14 @@ STOCK: dict[str, tuple[type | None, Any]] = {
     "--recompute-method": (str, None),
     "--recompute-modules": (list, None),
     "--recompute-num-layers": (int, None),
-    "--seq-length": (int, None),
     "--sequence-parallel": (None, False),
     "--step-batch-size-schedule": (str, None),
-    "--swiglu": (None, False),
     "--te-precision-config-file": (str, None),
-    "--tensor-model-parallel-size": (int, 1),
     "--tp-comm-overlap": (None, False),
-    "--transformer-impl": (str, "transformer_engine"),
     "--use-checkpoint-args": (None, False),
     "--use-megatron-fsdp": (None, False),
     "--use-torch-fsdp2": (None, False),
     "--use-transformer-engine-op-fuser": (None, False),
-    "--vocab-size": (int, None),
     "--yaml-cfg": (str, None),
 }
 _NAMED_OTHERWISE = {"--fp8-format": "fp8", "--fp4-format": "fp4"}

@@ -34,6 +34,7 @@ class Planner:
         self._programs: dict[tuple[int, bool, int], Program] = {}
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
+        self._assumed = asked.assumed
         self._messages = max(program.messages_held for program in self._first_programs)
 
     @property
@@ -81,7 +82,7 @@ class Planner:
         return self._schedules[num_microbatches]
 
     def summary(self) -> str:
-        """One line on the plan: what idles and what is held."""
+        """What idles in the plan and what is held, in a line, and in another what it was planned for."""
         timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
         share = timeline.peak / d
         name, asked = self.first.name, self._request
@@ -91,4 +92,5 @@ class Planner:
             f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
             f"planned peak activation memory {100 * share:.1f} % of 1F1B, beside {self._messages} messages at most"
+            + (f"\nplanned for {self._assumed}" if self._assumed else "")
         )

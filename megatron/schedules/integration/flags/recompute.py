@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.schedules.integration.layers.arithmetic import layer
+from megatron.schedules.estimate.transformer import Layer
 from megatron.schedules.planning.costs import Costs
 
 
-def with_recompute(costs: Costs, args: Any, layers_a_stage: float) -> Costs:
+def with_recompute(costs: Costs, args: Any, parts: Layer, layers_a_stage: float) -> Costs:
     """``costs`` with what ``--recompute-granularity`` and its like add to I and leave of the activations.
 
     A recomputed layer runs its forward once more, in I, and from then until W holds what W needs. The time is added
@@ -17,11 +17,11 @@ def with_recompute(costs: Costs, args: Any, layers_a_stage: float) -> Costs:
 
     Args:
         args: Megatron's, validated or not.
+        parts: of the model's decoder layers.
         layers_a_stage: decoder layers of a stage, of which ``--recompute-method block`` recomputes a number.
     """
     if args.recompute_granularity is None:
         return costs
-    parts = layer(args)
     whole = parts.whole
     until_weights = 1 - parts.scores.held / whole.held
     if args.recompute_granularity == "full":

@@ -1,33 +1,44 @@
-"""The loads of a layer of the model that Megatron's arguments describe."""
+"""The model that Megatron's arguments describe, as far as its arithmetic goes."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from megatron.schedules.estimate import transformer
-from megatron.schedules.estimate.transformer import Layer, Load
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.integration.flags.later import after_megatron
+from megatron.schedules.planning.errors import PlanError
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
-def layer(args: Any) -> Layer:
-    """A decoder layer of the model in Megatron's ``args``, validated or not, for one token."""
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    inner = args.ffn_hidden_size or 4 * hidden
-    if args.num_experts:
-        inner = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
-        inner += args.moe_shared_expert_intermediate_size or 0
-    return transformer.decoder_layer(
-        hidden,
-        heads,
-        args.seq_length,
-        width=heads * (args.kv_channels or hidden // heads),
-        groups=args.num_query_groups if args.group_query_attention else heads,
-        inner=inner,
-        gated=bool(args.swiglu),
-        fused=args.transformer_impl != "local",
-    )
+def shape_of(args: Any) -> Shape | None:
+    """The shape of the model in ``args``, validated or not; None where the flags leave its sizes to a checkpoint.
+
+    Raises:
+        TooEarlyError: where the vocabulary is that of a tokenizer, which Megatron builds.
+    """
+    if any((getattr(args, size) or 0) < 1 for size in _SIZES):
+        return None
+    try:
+        return megatron_flags.shape(args, _vocabulary(args))
+    except (ValueError, ZeroDivisionError) as error:
+        raise PlanError(str(error)) from None
 
 
-def output_layer(args: Any) -> Load:
-    """The output layer and the loss of that model, for one token."""
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
-    return transformer.output_layer(args.hidden_size, vocabulary)
+def _vocabulary(args: Any) -> int:
+    """Words as padded; 0 where only a tokenizer that cannot be built knows how many there are."""
+    if known := getattr(args, "padded_vocab_size", None):
+        return int(known)
+    return megatron_flags.padded(args.vocab_size or _words_of_tokenizer(args), args)
+
+
+def _words_of_tokenizer(args: Any) -> int:
+    building = after_megatron("megatron.core.tokenizers.utils.build_tokenizer")
+    own = copy.copy(args)  # stock notes the vocabulary in what it is given
+    own.rank = -1  # nor is it this one that says so
+    try:
+        return int(building.build_tokenizer(own).vocab_size)
+    except Exception:  # whatever is wrong with it, stock says better, in a moment
+        return 0

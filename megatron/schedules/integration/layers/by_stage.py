@@ -1,11 +1,10 @@
-"""How many decoder layers each stage holds, as Megatron's flags say, and what that makes each stage cost."""
+"""How many decoder layers each stage holds, as Megatron's flags say."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.schedules.integration.flags.later import after_megatron
-from megatron.schedules.integration.layers.arithmetic import layer, output_layer
 from megatron.schedules.planning.errors import PlanError
 
 
@@ -105,31 +104,3 @@ def _as_written(args: Any, stages: int) -> tuple[int, ...]:
             "holds multi-token prediction layers in its last stage: write every m before the L of the layout"
         )
     return tuple(stage.count("decoder") for stage in written)
-
-
-class StageLoads(NamedTuple):
-    """What each stage costs against the average, in model order.
-
-    Args:
-        times: of its passes.
-        activations: what it holds of a microbatch.
-    """
-
-    times: tuple[float, ...]
-    activations: tuple[float, ...]
-
-
-def estimated_loads(args: Any, stages: int) -> StageLoads:
-    """What stages with the layers that :func:`layers_by_stage` gives cost, by the arithmetic of a transformer.
-
-    Work is counted in products of matrices, memory in bytes of activations: see :mod:`.arithmetic`.
-    """
-    each = layer(args)
-    loads = [each.whole.times(count) for count in layers_by_stage(args, stages)]
-    loads[-1] += output_layer(args)
-    return StageLoads(_against_mean([load.flops for load in loads]), _against_mean([load.held for load in loads]))
-
-
-def _against_mean(loads: list[float]) -> tuple[float, ...]:
-    mean = sum(loads) / len(loads)
-    return tuple(load / mean for load in loads)

@@ -36,7 +36,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         passes = n * sum(forward[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
-        until = (kept * span[s] + min(kept, left_to_w) * weight_grad[s] for s in held)
+        until = (kept[s] * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held)
         occupied = n * sum(costs.activation[s] * each for s, each in zip(held, until, strict=True))
         last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)

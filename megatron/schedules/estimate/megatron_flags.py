@@ -1,0 +1,148 @@
+"""A model's shape from Megatron's flags, as its parser leaves them or as they stand in a file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.schedules.estimate.shape import Experts, Shape
+from megatron.schedules.estimate.transformer import Latent
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import read_text
+
+_PATTERN = re.compile(r"[\s\d\[\](),+*]+")  # a list of zeros and ones, added and multiplied
+
+
+def moe_freq_type(text: str) -> int | list[int]:
+    """Which layers have experts, as Megatron's parser takes it: every so-manieth from the first on, or a list."""
+    if "[" not in text:
+        return int(text)
+    if not _PATTERN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*31")
+    found = eval(text, {"__builtins__": {}})
+    assert isinstance(found, list)
+    return found
+
+
+# What stock's parser makes of them: kind of value (None: a switch), and what it is without the flag.
+FLAGS: Mapping[str, tuple[Callable[[str], Any] | None, Any]] = {
+    "--expert-model-parallel-size": (int, 1),
+    "--ffn-hidden-size": (int, None),
+    "--group-query-attention": (None, False),
+    "--hidden-size": (int, None),
+    "--kv-channels": (int, None),
+    "--kv-lora-rank": (int, 32),
+    "--make-vocab-size-divisible-by": (int, 128),
+    "--moe-ffn-hidden-size": (int, None),
+    "--moe-layer-freq": (moe_freq_type, 1),
+    "--moe-router-topk": (int, 2),
+    "--moe-shared-expert-intermediate-size": (int, None),
+    "--mtp-num-layers": (int, None),
+    "--multi-latent-attention": (None, False),
+    "--num-attention-heads": (int, None),
+    "--num-experts": (int, None),
+    "--num-layers": (int, None),
+    "--num-query-groups": (int, 1),
+    "--q-lora-rank": (int, None),
+    "--qk-head-dim": (int, 128),
+    "--qk-pos-emb-head-dim": (int, 64),
+    "--seq-length": (int, None),
+    "--swiglu": (None, False),
+    "--tensor-model-parallel-size": (int, 1),
+    "--transformer-impl": (str, "transformer_engine"),
+    "--v-head-dim": (int, 128),
+    "--vocab-size": (int, None),
+}
+_NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
+
+
+def shape(args: Any, vocabulary: int) -> Shape:
+    """The model that Megatron's ``args`` describe, validated or not.
+
+    Args:
+        args: an attribute for each of :data:`FLAGS`.
+        vocabulary: as padded; 0 where it is not known.
+    """
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    latent = None
+    if args.multi_latent_attention:
+        latent = Latent(
+            args.q_lora_rank, args.kv_lora_rank, args.qk_head_dim, args.qk_pos_emb_head_dim, args.v_head_dim
+        )
+    experts = None
+    if args.num_experts:
+        experts = Experts(
+            where=_with_experts(args.moe_layer_freq, args.num_layers),
+            inner=args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden,
+            chosen=args.moe_router_topk,
+            number=args.num_experts / args.expert_model_parallel_size,
+            shared=args.moe_shared_expert_intermediate_size or 0,
+        )
+    return Shape(
+        args.num_layers,
+        hidden,
+        heads,
+        args.seq_length,
+        vocabulary,
+        width=heads * args.kv_channels if args.kv_channels else None,
+        groups=args.num_query_groups if args.group_query_attention else heads,
+        inner=args.ffn_hidden_size,
+        gated=bool(args.swiglu),
+        fused=args.transformer_impl != "local",
+        latent=latent,
+        experts=experts,
+        ahead=args.mtp_num_layers or 0,
+    )
+
+
+def padded(words: int, args: Any) -> int:
+    """The vocabulary as stock pads it, so that tensor-parallel ranks have equal parts of it."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-words // multiple) * multiple
+
+
+def read(path: Path) -> Shape:
+    """The model that the flags in the file ``path`` describe; what is no flag of a model's shape is passed over.
+
+    Raises:
+        PlanError: in one line, what is wrong with the file.
+    """
+    text = read_text(path, "model")
+    try:
+        # As in a shell: lines go on after a backslash, and comments are none of it.
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"{path}: {str(error).lower()}", "model") from None
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for flag, (kind, default) in FLAGS.items():
+        if kind is None:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=kind, default=default)
+    try:
+        args, _ = parser.parse_known_args(words)
+        missing = [flag for flag in _NEEDED if not getattr(args, flag[2:].replace("-", "_"))]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        if least := [flag for flag in _NEEDED if getattr(args, flag[2:].replace("-", "_")) < 1]:
+            raise ValueError(f"{least[0]} must be 1 or more")
+        return shape(args, padded(args.vocab_size, args))
+    except (ValueError, ZeroDivisionError) as error:
+        raise PlanError(f"{path} holds no model in Megatron's flags: {error}", "model") from None
+
+
+def _with_experts(frequency: int | list[int], layers: int) -> tuple[bool, ...]:
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(layers))
+    if len(frequency) != layers:
+        raise ValueError(f"--moe-layer-freq names {len(frequency)} layers and --num-layers {layers}")
+    return tuple(map(bool, frequency))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)

@@ -1,0 +1,89 @@
+"""What the passes of the model on the command line cost, and what of that was assumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.recompute import with_recompute
+from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_hand, wrong_layers
+from megatron.schedules.planning.cost_profile import CostProfile, read_profile
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import numbers
+from megatron.schedules.planning.spread import as_layout
+
+
+def costs_of(args: Any, stages: int) -> Costs:
+    """Costs for a pipeline of the model in ``args``: measured or given where a flag says so, else its own arithmetic.
+
+    Args:
+        args: Megatron's, validated or not.
+        stages: of the plan, or, where that is searched for, at most.
+
+    Raises:
+        PlanError: naming the flag that is wrong.
+    """
+    shape = shape_of(args)
+    costs = _times(args, shape)
+    if shape is not None:
+        if args.recompute_granularity is not None:
+            parts = shape.layer(experts=shape.experts is not None)
+            costs = with_recompute(costs, args, parts, shape.layers / stages)
+        stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+        costs = replace(costs, model=replace(costs.model or shape.loads, stand_in=stand_in))
+    if placed_by_hand(args) and not wrong_layers(args, stages):
+        costs = replace(costs, layers=layers_by_stage(args, stages))
+    weights = numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
+    return costs if weights is None else replace(costs, stage_weights=weights)
+
+
+def assumed(args: Any, costs: Costs) -> str:
+    """What a job says of the costs that it was planned for."""
+    if args.pipeline_schedule_costs_file is not None:
+        said = f"measured times ({args.pipeline_schedule_costs_file})"
+    elif args.pipeline_schedule_costs is not None:
+        said = f"F,I,W {args.pipeline_schedule_costs} as given"
+    else:
+        by = "by the model's arithmetic" if costs.model else "assumed"
+        said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
+    if costs.stage_weights is not None:
+        return f"{said}; stages' weights as given"
+    if costs.model is None:
+        return f"{said}; equal stages assumed"
+    layers = costs.last_in_layers
+    where = f"; layers {as_layout(costs.layers, args.mtp_num_layers or 0)}" if costs.layers else ""
+    ahead = " with multi-token prediction" if args.mtp_num_layers else ""
+    known = "" if layers > 0.01 else ", its vocabulary not being known"
+    return f"{said}; the output layer{ahead} counted as {layers:.2g} decoder layers{known}{where}"
+
+
+def _times(args: Any, shape: Shape | None) -> Costs:
+    file, text = args.pipeline_schedule_costs_file, args.pipeline_schedule_costs
+    if file is not None:
+        if text is not None:
+            raise PlanError(f"{FLAGS['costs']} and {FLAGS['costs_file']} both say how long passes take: give one")
+        profile = read_profile(Path(file))
+        if shape is not None and (fault := _fault(profile, args, shape)):
+            raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
+        return profile.costs(args.pipeline_model_parallel_size)
+    if text is not None or shape is None:
+        return Costs.parse(text or "1,1,1,0")
+    return Costs(*shape.loads.ratio)
+
+
+def _fault(profile: CostProfile, args: Any, shape: Shape) -> str:
+    """How the profile's model differs from that of the flags; empty where it does not."""
+    pairs = {
+        "--num-layers": (profile.model_layers, shape.layers),
+        "--hidden-size": (profile.hidden_size, shape.hidden),
+        "--num-attention-heads": (profile.heads, shape.heads),
+        "--seq-length": (profile.sequence_length, shape.sequence),
+        "--micro-batch-size": (profile.micro_batch_size, args.micro_batch_size),
+        "--tensor-model-parallel-size": (profile.tensor_parallel, args.tensor_model_parallel_size),
+    }
+    return ", ".join(f"{flag} {was}, not {now}" for flag, (was, now) in pairs.items() if was != now)

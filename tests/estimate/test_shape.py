@@ -1,0 +1,87 @@
+"""Loads of models by their shapes: known parameter counts, and shapes read from Megatron's flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.planning.errors import PlanError
+
+LLAMA = """
+# torchrun's line is none of it
+--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
+  --group-query-attention --num-query-groups 8 --ffn-hidden-size 14336 --swiglu
+--vocab-size 128256 --untie-embeddings-and-output-weights  --bf16 --lr "3e-4"
+"""
+# arXiv 2412.19437, section 4.2: 671B parameters, 61 layers of which 3 are dense, 37B for each token.
+DEEPSEEK_V3 = """--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --seq-length 4096 --vocab-size 129280
+--swiglu --ffn-hidden-size 18432 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
+--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58)"""
+
+
+def parameters(shape: Shape) -> float:
+    loads = shape.loads
+    return sum(part.parameters for part in (loads.first, *loads.layers, loads.last))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "model.txt"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Llama-3-8B", 8.03), ("Llama-3-70B", 70.55)])
+def test_models_by_name_have_their_parameters(name: str, billions: float):
+    assert parameters(SHAPES[name]) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_a_file_of_flags_is_the_model_they_describe(tmp_path: Path):
+    assert megatron_flags.read(written(tmp_path, LLAMA)) == SHAPES["Llama-3-8B"]
+
+
+def test_experts_latent_attention_and_dense_layers_mixed(tmp_path: Path):
+    shape = megatron_flags.read(written(tmp_path, DEEPSEEK_V3))
+    assert parameters(shape) / 1e9 == pytest.approx(671, rel=0.005)
+    layers = shape.loads.layers
+    assert layers[0] == layers[2] != layers[3] == layers[-1]
+    # Two operations a parameter that a token meets, and attention's scores; 37B with one of both embeddings.
+    met = sum(layer.split.weight_grad for layer in layers) / 2 + shape.hidden * shape.vocabulary
+    assert met / 1e9 == pytest.approx(37, rel=0.02)
+
+
+def test_multi_token_prediction_makes_the_last_stage_a_layer_and_an_output_layer_heavier(tmp_path: Path):
+    plain = megatron_flags.read(written(tmp_path, LLAMA)).loads
+    ahead = megatron_flags.read(written(tmp_path, f"{LLAMA} --mtp-num-layers 1")).loads
+    assert ahead.last.whole.forward == 2 * plain.last.whole.forward
+    assert ahead.last.split.forward > plain.layers[-1].split.forward
+    assert ahead.layers == plain.layers
+
+
+def test_attention_grows_with_the_sequence_and_leaves_nothing_to_w():
+    short, long = (Shape(2, 1024, 16, sequence, 32_000).loads.mean for sequence in (1024, 32_768))
+    assert long.weight_grad == short.weight_grad
+    assert long.input_grad / long.forward > 2 > 1.2 > short.input_grad / short.forward
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--num-layers 32", "it lacks --hidden-size, --num-attention-heads, --seq-length, --vocab-size"),
+        (LLAMA.replace("32 --hidden", "many --hidden"), "argument --num-layers: invalid int value: 'many'"),
+        (LLAMA.replace("4096", "-4096"), "--hidden-size must be 1 or more"),
+        (LLAMA + "'", "no closing quotation"),
+        (DEEPSEEK_V3.replace("58", "57"), "names 60 layers and --num-layers 61"),
+        (DEEPSEEK_V3.replace("([0]*3+[1]*58)", "exit()"), "invalid moe_freq_type value: 'exit()'"),
+    ],
+    ids=["incomplete", "no number", "below one", "an open quotation", "another number of layers", "no list"],
+)
+def test_a_file_that_holds_no_model_is_refused_in_one_line(tmp_path: Path, text: str, said: str):
+    with pytest.raises(PlanError) as refused:
+        megatron_flags.read(written(tmp_path, text))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,61 @@
+"""``--pipeline-schedule-layers auto``, and costs that come from the model: stock's losses and gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.results import MODEL
+from tests.integration.test_same_result import assert_same_losses, differing, under
+
+AUTO = ("--pipeline-schedule-layers", "auto")
+
+
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
+def test_any_number_of_layers_trains_to_stocks_losses(train, schedule):
+    """Seven layers, and an output layer of a large vocabulary, over two ranks; stock has them on one."""
+    job = ("--train-iters", "3", "--global-batch-size", "4", "--num-layers", "7")
+    ours = train(2, *job, "--pipeline-model-parallel-size", "2", *under(schedule, "1"), *AUTO)
+    stock = train.stock(1, *job)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+def said(megatron, *flags: str) -> str:
+    """What a job's first rank says of its plan, before it is stopped by what it cannot have."""
+    job = [*MODEL, "--train-iters", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
+    ((code, text), *_) = megatron("outputs", 4, [*job, "--pipeline-schedule", "v-half", *flags])
+    assert code == 0, text
+    return next(line for line in text.splitlines() if line.startswith("planned for "))
+
+
+def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):
+    by_arithmetic = said(megatron)
+    assert "by the model's arithmetic; the output layer counted as" in by_arithmetic
+    assert "F,I,W 1,1,2 as given" in said(megatron, "--pipeline-schedule-costs", "1,1,2")
+    times = {kind: {"median": 0.5} for kind in ("forward", "input_grad", "weight_grad")}
+    profile = {
+        "version": 1,
+        "device": "a CPU",
+        "model": {"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 16},
+        "micro_batch_size": 1,
+        "tensor_parallel": 1,
+        "chunk": {"layers": 2, **times, "activation_bytes": 4000, "weight_bytes": 3000},
+        "embedding": {**times, "activation_bytes": 0},
+        "output_layer": {**times, "activation_bytes": 10},
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    measured = said(megatron, "--pipeline-schedule-costs-file", str(path))
+    assert f"measured times ({path}); the output layer counted as 2 decoder layers" in measured
+
+
+def test_a_job_says_where_its_layers_are(megatron):
+    line = said(megatron, *AUTO, "--num-layers", "9")
+    layout = line.rpartition("; layers ")[2]
+    assert layout.count("t") == 9
+    assert layout.startswith("E")
+    assert layout.endswith("L")
+    assert layout.count("|") == 7

@@ -1,0 +1,72 @@
+"""Where a job's vocabulary comes from, before stock knows it: the output layer's share of the work hangs on it."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.schedules.integration.flags import later
+from megatron.schedules.integration.flags.declared import add_stock_arguments
+from megatron.schedules.integration.layers import arithmetic
+
+SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"
+
+
+def parsed(flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_stock_arguments(parser)
+    return parser.parse_args([*SHAPE.split(), *flags.split()])
+
+
+def vocabulary(args: Any) -> int:
+    shape = arithmetic.shape_of(args)
+    assert shape is not None
+    return shape.vocabulary
+
+
+def test_a_flag_says_it_and_it_is_padded_as_stock_pads():
+    assert vocabulary(parsed("--vocab-size 1000")) == 1024
+    assert vocabulary(parsed("--vocab-size 1000 --make-vocab-size-divisible-by 1")) == 1000
+
+
+def test_what_stock_has_padded_goes_first():
+    args = parsed("--vocab-size 1000")
+    args.padded_vocab_size = 4096
+    assert vocabulary(args) == 4096
+
+
+def test_a_tokenizer_is_asked_and_stocks_arguments_stay_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    args, seen = parsed(""), []
+
+    def build_tokenizer(own: Any) -> Any:
+        own.padded_vocab_size = 1
+        seen.append(own.rank)
+        return SimpleNamespace(vocab_size=5000)
+
+    monkeypatch.setattr(arithmetic, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
+    assert vocabulary(args) == 5120
+    assert seen == [-1]
+    assert not hasattr(args, "padded_vocab_size")
+
+
+def test_a_tokenizer_that_cannot_be_built_leaves_it_open(monkeypatch: pytest.MonkeyPatch):
+    def build_tokenizer(own: Any) -> Any:
+        raise FileNotFoundError("no such vocabulary")
+
+    monkeypatch.setattr(arithmetic, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
+    assert vocabulary(parsed("")) == 0
+
+
+def test_before_megatron_is_imported_nobody_knows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(later.sys.modules, "megatron.training", raising=False)
+    with pytest.raises(later.TooEarlyError):
+        arithmetic.shape_of(parsed(""))
+
+
+def test_sizes_left_to_a_checkpoint_leave_the_model_open():
+    args = parsed("--vocab-size 1000")
+    args.hidden_size = None
+    assert arithmetic.shape_of(args) is None

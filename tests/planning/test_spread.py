@@ -1,0 +1,124 @@
+"""Which stage has how many layers: never longer than the even spread, and as good as trying them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.spread import Spread, as_layout, microbatches_held, spread_layers
+from megatron.schedules.planning.store import kept_spread
+
+LAYER = Part(split=Load(10, 12, 8, 100))
+COSTS = Costs(1, 1.1, 0.75, 0.05)
+ADAPTIVE: dict[str, Any] = {"memory_limit": 0.75, "search_seconds": 0.2, "chunk_choices": (2,)}
+
+
+def asked(name: str, d: int, n: int, layers: int, ends: float = 2.6, **more: Any) -> Request:
+    """A model whose output layer takes as long as ``ends`` layers."""
+    output = Part(whole=Load(10 * ends, 12 * ends, 8 * ends, 100.0))
+    more = ADAPTIVE | more if name == "adaptive" else more
+    return Request(name, d, n, replace(COSTS, model=ModelLoads(Part(), (LAYER,) * layers, output)), **more)
+
+
+def timed(request: Request) -> Timeline:
+    schedule = plan(request)
+    return simulate(schedule, request.costs.on(schedule.placement))
+
+
+def with_layers(request: Request, spread: Spread) -> Request:
+    return replace(request, costs=replace(request.costs, layers=spread))
+
+
+def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(layers + 1):
+        yield from ((first, *rest) for rest in all_spreads(layers - first, stages - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "n", "layers"),
+    [("1f1b", 4, 8, 9), ("zb-1p", 4, 6, 8), ("v-half", 2, 6, 9), ("v-zb", 2, 5, 8), ("interleaved-1f1b", 2, 6, 8)],
+)
+def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: int, layers: int):
+    request = asked(name, d, n, layers)
+    found = spread_layers(request)
+    assert found.costs.layers is not None
+    ours, even = timed(found), timed(request)
+
+    tried = [timed(with_layers(request, each)) for each in all_spreads(layers, len(found.costs.layers))]
+    # As many microbatches at once as with even layers, no more.
+    best = min(one.makespan for one in tried if microbatches_held(one) <= microbatches_held(even) + 1e-9)
+    assert ours.makespan <= 1.01 * best
+    assert microbatches_held(ours) <= microbatches_held(even) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("1f1b", 0.4), ("1f1b", 2.6), ("zb-1p", 0.4), ("v-half", 0.4), ("v-zb", 2.6), ("adaptive", 0.4)]
+)
+def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: float):
+    request = asked(name, 3, 7, 12, ends)
+    found = spread_layers(request)
+    ours, even = timed(found), request.costs.model.evenly(len(found.costs.layers))  # type: ignore[union-attr, arg-type]
+    placed = replace(request, chunk_choices=found.chunk_choices)
+    others = [even]
+    for source, to in permutations(range(len(even)), 2):
+        moved = [count + (stage == to) - (stage == source) for stage, count in enumerate(even)]
+        others.append(tuple(moved))
+    most = microbatches_held(timed(with_layers(placed, even)))
+    for spread in others if name != "adaptive" else others[:1]:
+        other = timed(with_layers(placed, spread))
+        assert ours.makespan <= other.makespan + 1e-9 or microbatches_held(other) > most
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0])
+def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
+    request = asked("adaptive", 4, 12, 16, memory_limit=limit)
+    ours, even = timed(spread_layers(request)), timed(request)
+    assert ours.peak <= 4 * limit + 1e-9
+    assert ours.makespan < 0.93 * even.makespan
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(30, 16), (3, 4), (5, 2)])
+def test_any_number_of_layers_over_any_number_of_stages(layers: int, stages: int):
+    request = asked("1f1b", stages, 2 * stages, layers)
+    found = spread_layers(request)
+    assert found.costs.layers is not None
+    assert sum(found.costs.layers) == layers
+    assert len(found.costs.layers) == stages
+    assert timed(found).makespan < timed(request).makespan
+
+
+def test_chunks_are_chosen_with_the_layers():
+    found = spread_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
+    assert found.costs.layers is not None
+    assert found.chunk_choices == (len(found.costs.layers) // 2,)
+
+
+def test_the_layout_is_in_megatrons_letters():
+    assert as_layout((2, 1, 0)) == "Ett|t|L"
+    assert as_layout((1, 0), ahead=2) == "Et|mmL"
+
+
+def test_without_a_model_there_is_nothing_to_place():
+    with pytest.raises(PlanError, match="where the model is known"):
+        spread_layers(Request("1f1b", 4, 8))
+
+
+def test_what_was_found_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
+    request = asked("zb-1p", 2, 6, 6)
+    found = kept_spread(request)
+    assert found == spread_layers(request)
+    monkeypatch.setattr("megatron.schedules.planning.store.spread_layers", lambda *asked: pytest.fail("searched again"))
+    assert kept_spread(request) == found
