@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.integration.results import MODEL
 from tests.integration.test_same_result import assert_same_losses, differing, under
+from tests.planning.test_cost_profile import PASSES, written
 
 AUTO = ("--pipeline-schedule-layers", "auto")
 
@@ -35,19 +35,14 @@ def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):
     by_arithmetic = said(megatron)
     assert "by the model's arithmetic; the output layer counted as" in by_arithmetic
     assert "F,I,W 1,1,2 as given" in said(megatron, "--pipeline-schedule-costs", "1,1,2")
-    times = {kind: {"median": 0.5} for kind in ("forward", "input_grad", "weight_grad")}
-    profile = {
-        "version": 1,
-        "device": "a CPU",
-        "model": {"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 16},
-        "micro_batch_size": 1,
-        "tensor_parallel": 1,
-        "chunk": {"layers": 2, **times, "activation_bytes": 4000, "weight_bytes": 3000},
-        "embedding": {**times, "activation_bytes": 0},
-        "output_layer": {**times, "activation_bytes": 10},
-    }
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile))
+    end = {kind: {"median": seconds} for kind, seconds in zip(PASSES, (0.02, 0.024, 0.016), strict=True)}
+    path = written(
+        tmp_path / "profile.json",
+        model={"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 16},
+        tensor_parallel=1,
+        embedding={**end, "activation_bytes": 0},
+        output_layer={**end, "activation_bytes": 10},
+    )
     measured = said(megatron, "--pipeline-schedule-costs-file", str(path))
     assert f"measured times ({path}); the output layer counted as 2 decoder layers" in measured
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.estimate.transformer import Layer, Work, decoder_layer, output_layer
+from megatron.schedules.estimate.transformer import Layer, Work, output_layer
 
 GIB = 2.0**30
 
@@ -41,7 +41,7 @@ class Model:
     @property
     def layer(self) -> Layer:
         """The loads of one decoder layer, for one token, with attention in one kernel."""
-        return decoder_layer(self.hidden, self.heads, self.sequence)
+        return self.shape.layer()
 
     @property
     def output_layer(self) -> Work:

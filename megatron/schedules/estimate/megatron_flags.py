@@ -28,8 +28,10 @@ def moe_freq_type(text: str) -> int | list[int]:
     return found
 
 
-# What stock's parser makes of them: kind of value (None: a switch), and what it is without the flag.
-FLAGS: Mapping[str, tuple[Callable[[str], Any] | None, Any]] = {
+Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
+"""What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""
+
+FLAGS: Flags = {
     "--expert-model-parallel-size": (int, 1),
     "--ffn-hidden-size": (int, None),
     "--group-query-attention": (None, False),
@@ -58,6 +60,23 @@ FLAGS: Mapping[str, tuple[Callable[[str], Any] | None, Any]] = {
     "--vocab-size": (int, None),
 }
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
+
+
+def attribute(flag: str) -> str:
+    """What a parsed flag is called."""
+    return flag[2:].replace("-", "_")
+
+
+def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[str, str] | None = None) -> None:
+    """Add ``flags`` to ``parser``; ``otherwise`` names those that are parsed to another attribute than their own."""
+    for flag, (kind, default) in flags.items():
+        options: dict[str, Any] = {"dest": (otherwise or {}).get(flag, attribute(flag)), "default": default}
+        if kind is None:
+            parser.add_argument(flag, action="store_true", **options)
+        elif kind is list:
+            parser.add_argument(flag, nargs="+", **options)
+        else:
+            parser.add_argument(flag, type=kind, **options)
 
 
 def shape(args: Any, vocabulary: int) -> Shape:
@@ -118,17 +137,13 @@ def read(path: Path) -> Shape:
     except ValueError as error:
         raise PlanError(f"{path}: {str(error).lower()}", "model") from None
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for flag, (kind, default) in FLAGS.items():
-        if kind is None:
-            parser.add_argument(flag, action="store_true")
-        else:
-            parser.add_argument(flag, type=kind, default=default)
+    declare(parser, FLAGS)
     try:
         args, _ = parser.parse_known_args(words)
-        missing = [flag for flag in _NEEDED if not getattr(args, flag[2:].replace("-", "_"))]
-        if missing:
+        needed = {flag: getattr(args, attribute(flag)) for flag in _NEEDED}
+        if missing := [flag for flag, value in needed.items() if not value]:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        if least := [flag for flag in _NEEDED if getattr(args, flag[2:].replace("-", "_")) < 1]:
+        if least := [flag for flag, value in needed.items() if value < 1]:
             raise ValueError(f"{least[0]} must be 1 or more")
         return shape(args, padded(args.vocab_size, args))
     except (ValueError, ZeroDivisionError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.schedules.estimate.hardware import Device, Model
+from megatron.schedules.estimate.transformer import FUSED_BACKWARD, MOVED_BY_LOGITS, moved
 from megatron.schedules.planning.cost_profile import CostProfile
 
 # Of the peak: large products, streams through memory, collectives on a link.
@@ -106,15 +107,15 @@ def _layer(batch: Microbatch, device: Device) -> PassTimes:
     # Added to gradients in single precision: read and written.
     weight_grad = sum(_product(out, inner, tokens, device, bytes_out=8) for out, inner in shapes)
 
-    # Two products of FlashAttention forward; five backward, with the scores computed again (arXiv 2205.14135).
     attention = model.layer.scores.flops * tokens / t
     at_forward, at_backward = device.attention
     forward += attention / (device.matrix_flops * at_forward)
-    input_grad += 2.5 * attention / (device.matrix_flops * at_backward)
+    input_grad += FUSED_BACKWARD * attention / (device.matrix_flops * at_backward)
 
-    # Norms, dropouts with the sums around them, and GELU; bytes for each token, all split by sequence parallelism.
-    forward += stream_seconds((8 + 14 + 16) * hidden * tokens / t, device) + 6 * _LAUNCH
-    input_grad += stream_seconds((12 + 10 + 24) * hidden * tokens / t, device) + 6 * _LAUNCH
+    # All split by sequence parallelism.
+    moved_forward, moved_backward = moved(hidden, 4 * hidden)
+    forward += stream_seconds(moved_forward * tokens / t, device) + 6 * _LAUNCH
+    input_grad += stream_seconds(moved_backward * tokens / t, device) + 6 * _LAUNCH
 
     # Two all-gathers and two reduce-scatters each way (arXiv 2205.05198, section 4.2.2); W's are behind its products.
     if t > 1:
@@ -133,9 +134,10 @@ def _embedding(batch: Microbatch, device: Device) -> PassTimes:
 def _output_layer(batch: Microbatch, device: Device) -> PassTimes:
     tokens, hidden, part = batch.tokens, batch.model.hidden, math.ceil(batch.model.vocabulary / batch.tensor)
     logits = float(tokens * part)
+    moved_forward, moved_backward = (each * logits for each in MOVED_BY_LOGITS)
     return PassTimes(
-        _product(tokens, part, hidden, device) + stream_seconds(18 * logits, device),
-        _product(tokens, hidden, part, device) + stream_seconds(6 * logits, device),
+        _product(tokens, part, hidden, device) + stream_seconds(moved_forward, device),
+        _product(tokens, hidden, part, device) + stream_seconds(moved_backward, device),
         _product(part, hidden, tokens, device, bytes_out=8),
     )
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron.schedules.estimate.transformer import Latent, Layer, attention_weights, decoder_layer, output_layer
+from megatron.schedules.estimate.transformer import (
+    FUSED_BACKWARD,
+    MOVED_BY_LOGITS,
+    Latent,
+    Layer,
+    decoder_layer,
+    moved,
+    output_layer,
+)
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 
 # Multiplications and additions that a GPU does in the time in which its memory moves a byte: between an A100's 150 and
 # an H100's 300 (data sheets). It weighs norms, activations and the softmax of the logits against products of matrices.
 _BALANCE = 200.0
-# Products of attention's backward against its forward: a fused kernel computes the scores again (arXiv 2205.14135).
-_FUSED, _KEPT = 2.5, 2.0
+# Products of attention's backward against its forward where the scores are kept.
+_KEPT_BACKWARD = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,23 +68,21 @@ class Shape:
 
     def layer(self, *, experts: bool = False) -> Layer:
         """One decoder layer's parts for a token, dense or with experts."""
-        inner, routed = self.inner, 1
-        if experts and self.experts is not None:
-            inner, routed = self.experts.inner * self.experts.chosen + self.experts.shared, self.experts.chosen
+        routed = self.experts.chosen if experts and self.experts else 1
         return decoder_layer(
             self.hidden,
             self.heads,
             self.sequence,
             width=self.width,
             groups=self.groups,
-            inner=inner,
+            inner=self._inner(experts=experts),
             gated=self.gated,
             fused=self.fused,
             latent=self.latent,
             routed=routed,
         )
 
-    @property
+    @cached_property
     def loads(self) -> ModelLoads:
         """What each part costs for one token: times in multiplications and additions, bytes at half precision."""
         dense, expert = (self._part(experts=experts) for experts in (False, True))
@@ -90,44 +97,39 @@ class Shape:
                 layers[-1].split.plus(joined), self._output().whole, layers[-1].parameters + 2 * self.hidden**2
             )
             last = last.plus(ahead)
-        moved = _BALANCE * 4.0 * self.hidden
-        first = Part(whole=Load(moved, moved, 0.0, 1.0 * self.hidden), parameters=ends)
+        looked_up = _BALANCE * 4.0 * self.hidden
+        first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.hidden), parameters=ends)
         return ModelLoads(first, layers, last)
 
+    def _inner(self, *, experts: bool) -> int:
+        """The width inside the feed-forward part that one token goes through."""
+        if experts and self.experts is not None:
+            return self.experts.inner * self.experts.chosen + self.experts.shared
+        return self.inner or 4 * self.hidden
+
     def _part(self, *, experts: bool) -> Part:
-        parts, hidden = self.layer(experts=experts), self.hidden
-        inner = parts.mlp.flops / (2.0 * hidden * (3 if self.gated else 2))
-        products = parts.projections.flops + parts.mlp.flops
-        scores = parts.scores.flops
-        # Norms, dropouts with the sums around them, and the activation function.
-        moved = 22.0 * hidden + 4.0 * inner, 22.0 * hidden + 6.0 * inner
+        parts, inner = self.layer(experts=experts), self._inner(experts=experts)
+        products, scores = parts.projections.flops + parts.mlp.flops, parts.scores.flops
+        forward, backward = moved(self.hidden, inner)
+        parameters = products / 2
+        if experts and self.experts is not None:
+            # All experts of the device instead of those that one token goes through.
+            others = self.experts.inner * (self.experts.number - self.experts.chosen)
+            parameters += (3 if self.gated else 2) * self.hidden * others
         return Part(
             split=Load(
-                products + scores + _BALANCE * moved[0],
-                products + (_FUSED if self.fused else _KEPT) * scores + _BALANCE * moved[1],
+                products + scores + _BALANCE * forward,
+                products + (FUSED_BACKWARD if self.fused else _KEPT_BACKWARD) * scores + _BALANCE * backward,
                 products,
                 parts.whole.held,
             ),
-            parameters=self._weights(experts=experts),
+            parameters=parameters,
         )
 
     def _output(self) -> Part:
         work = output_layer(self.hidden, self.vocabulary)
-        # The softmax reads and writes logits in single precision.
-        moved = 18.0 * self.vocabulary, 6.0 * self.vocabulary
-        return Part(
-            whole=Load(work.flops + _BALANCE * moved[0], work.flops + _BALANCE * moved[1], work.flops, work.held)
-        )
-
-    def _weights(self, *, experts: bool) -> float:
-        hidden, heads, width = self.hidden, self.heads, self.width or self.hidden
-        found = hidden * width * (2 + 2 * (self.groups or heads) / heads)
-        if self.latent is not None:
-            found = attention_weights(hidden, heads, self.latent)
-        inner: float = self.inner or 4 * hidden
-        if experts and self.experts is not None:
-            inner = self.experts.inner * self.experts.number + self.experts.shared
-        return found + (3 if self.gated else 2) * hidden * inner
+        forward, backward = (_BALANCE * each * self.vocabulary for each in MOVED_BY_LOGITS)
+        return Part(whole=Load(work.flops + forward, work.flops + backward, work.flops, work.held))
 
 
 def _products(flops: float, held: float) -> Load:

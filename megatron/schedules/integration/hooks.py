@@ -30,7 +30,7 @@ from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -73,9 +73,10 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
         placement = asked.schedule.placement
-        layers = asked.layers or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())
-        if asked.layers:  # as if it had been written so
-            args.pipeline_model_parallel_layout = as_layout(asked.layers, args.mtp_num_layers or 0)
+        placed = asked.request.costs.layers if placed_by_planner(args) else None
+        if placed is not None:  # as if it had been written so
+            args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
+        layers = placed or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())
         result = stock(args, *rest, **kwargs)
         if placement.chunks > 1:
             args.virtual_pipeline_model_parallel_size = placement.chunks

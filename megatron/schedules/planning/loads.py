@@ -96,13 +96,7 @@ class ModelLoads:
 
     def evenly(self, stages: int) -> tuple[int, ...]:
         """How many layers each stage has where they are spread as evenly as whole ones go."""
-        before, after = self.stand_in
-        counts = list(even(len(self.layers) + before + after, stages))
-        counts[0] -= before
-        counts[-1] -= after
-        if min(counts) < 0:
-            raise PlanError(f"{len(self.layers)} layers are too few for {stages} stages", "layers")
-        return tuple(counts)
+        return even(len(self.layers), stages, self.stand_in)
 
     @property
     def ratio(self) -> tuple[float, float, float]:
@@ -124,9 +118,22 @@ class ModelLoads:
         return {}
 
 
-def even(layers: int, stages: int) -> tuple[int, ...]:
-    """How many of ``layers`` each stage has where they are spread as evenly as whole layers go."""
-    return tuple((stage + 1) * layers // stages - stage * layers // stages for stage in range(stages))
+def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    """How many of ``layers`` each stage has where they are spread as evenly as whole layers go.
+
+    Args:
+        layers: of the model.
+        stages: that have them.
+        stand_in: how many layers what stands before them and what stands after them count as.
+    """
+    before, after = stand_in
+    counted = layers + before + after
+    counts = [(stage + 1) * counted // stages - stage * counted // stages for stage in range(stages)]
+    counts[0] -= before
+    counts[-1] -= after
+    if min(counts) < 0:
+        raise PlanError(f"{layers} layers are too few for {stages} stages", "layers")
+    return tuple(counts)
 
 
 def _runs(parts: Sequence[Part]) -> list[tuple[Part, int]]:

@@ -47,7 +47,8 @@ _MOST_MOVES = 1_600
 def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
 
-    Never longer than the even spread, nor, up to some eight ranks, than that with any one layer moved.
+    A schedule by name is never longer than with even layers, nor, up to some eight ranks, than with any one of these
+    moved. ``adaptive`` is compared with them by climbs of equal length, not by its whole search.
 
     Args:
         request: its costs have a model.

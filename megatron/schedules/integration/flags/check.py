@@ -14,7 +14,7 @@ from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
@@ -34,13 +34,11 @@ class Planned(NamedTuple):
     Args:
         request, schedule: both.
         assumed: what the job says of the costs it was planned for.
-        layers: of each stage, where the planner placed them.
     """
 
     request: Request
     schedule: Schedule
     assumed: str = ""
-    layers: tuple[int, ...] | None = None
 
 
 def check(args: Any) -> Planned | None:
@@ -88,13 +86,13 @@ def _checked(args: Any) -> Planned | None:
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     request = _request(args)
-    if spreads := _spreads(args):
+    _check_layers(args)
+    if placed_by_planner(args):
         request = spread(request)
     schedule = planned(request)
-    if why := refusal(args, schedule, spreads=spreads):
+    if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    layers = request.costs.layers if spreads else None
-    return Planned(request, schedule, assumed(args, request.costs), layers)
+    return Planned(request, schedule, assumed(args, request.costs))
 
 
 @lru_cache(maxsize=2)
@@ -104,24 +102,17 @@ def spread(request: Request) -> Request:
         return kept_spread(request, progress)
 
 
-def _spreads(args: Any) -> bool:
-    """Whether the planner places the layers.
-
-    Raises:
-        PlanError: where that cannot be read, or another flag says where they are.
-    """
+def _check_layers(args: Any) -> None:
+    """Refuse what says where layers go if it cannot be read, or if another flag says it too."""
     text, flag = args.pipeline_schedule_layers, FLAGS["layers"]
-    if text in (None, "even"):
-        return False
-    if text != "auto":
+    if text not in (None, "even", "auto"):
         raise PlanError(f"{flag} {text!r} is unknown: use auto or even")
     alike = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    if placed_by_hand(args) or any(getattr(args, name) for name in alike):
+    if placed_by_planner(args) and (placed_by_hand(args) or any(getattr(args, name) for name in alike)):
         raise PlanError(
             f"{flag} auto places the layers itself: leave out --pipeline-model-parallel-layout, "
             "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
         )
-    return True
 
 
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
@@ -189,7 +180,7 @@ def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
     Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
     size = args.pipeline_model_parallel_size
-    if args.pipeline_schedule_layers == "auto":
+    if placed_by_planner(args):
         return tuple(chunks for chunks in (1, 2, 4) if chunks <= most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size))
     depends = placed_by_hand(args) or args.recompute_method == "block"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
@@ -29,11 +28,7 @@ FLAGS = {
 def given(args: Any) -> list[str]:
     """The parts of a request for which ``args`` have a flag of ours, beside ``--pipeline-schedule`` itself."""
     ours = (part for part in FLAGS if part not in ("schedule", "ranks"))
-    return [part for part in ours if getattr(args, _name(FLAGS[part]), None) not in (None, False)]
-
-
-def _name(flag: str) -> str:
-    return flag[2:].replace("-", "_")
+    return [part for part in ours if getattr(args, megatron_flags.attribute(FLAGS[part]), None) not in (None, False)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -121,7 +116,7 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 # Those of Megatron's flags that our checks read: kind of value and what it is without the flag.
-STOCK: dict[str, tuple[Callable[[str], Any] | type | None, Any]] = {
+STOCK: megatron_flags.Flags = {
     **megatron_flags.FLAGS,
     "--account-for-embedding-in-pipeline-split": (None, False),
     "--account-for-loss-in-pipeline-split": (None, False),
@@ -169,11 +164,4 @@ _NAMED_OTHERWISE = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 def add_stock_arguments(parser: argparse.ArgumentParser) -> None:
     """Add those of :data:`STOCK`, for a parser that runs before Megatron's own can be made."""
-    for flag, (kind, default) in STOCK.items():
-        options: dict[str, Any] = {"dest": _NAMED_OTHERWISE.get(flag, _name(flag)), "default": default}
-        if kind is None:
-            parser.add_argument(flag, action="store_true", **options)
-        elif kind is list:
-            parser.add_argument(flag, nargs="+", **options)
-        else:
-            parser.add_argument(flag, type=kind, **options)
+    megatron_flags.declare(parser, STOCK, _NAMED_OTHERWISE)

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.planning.schedule import Schedule
 
 
-def refusal(args: Any, schedule: Schedule, *, spreads: bool = False) -> str:
-    """Why Megatron's ``args`` do not go with ``schedule``, after its name; empty where they do.
-
-    Args:
-        args: Megatron's, validated or not.
-        schedule: the plan.
-        spreads: whether the planner places the layers, however many there are.
-    """
-    facts = _Facts(args, schedule, spreads)
+def refusal(args: Any, schedule: Schedule) -> str:
+    """Why Megatron's ``args`` do not go with ``schedule``, after its name; empty where they do."""
+    facts = _Facts(args, schedule)
     return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
 
 
@@ -30,7 +24,6 @@ def _is_set(args: Any, name: str) -> bool:
 class _Facts(NamedTuple):
     args: Any
     schedule: Schedule
-    spreads: bool
 
     def on(self, name: str) -> bool:
         """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
@@ -101,7 +94,7 @@ _OLD_FORMAT = (
 _RULES = (
     _Rule(
         lambda facts: (
-            not facts.spreads
+            not placed_by_planner(facts.args)
             and (facts.chunks > 1 or placed_by_hand(facts.args))
             and bool(wrong_layers(facts.args, facts.schedule.placement.stages))
         ),

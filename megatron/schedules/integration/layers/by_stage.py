@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.loads import even
 
 
 def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
@@ -51,6 +52,11 @@ def wrong_layers(args: Any, stages: int) -> str:
     return ""
 
 
+def placed_by_planner(args: Any) -> bool:
+    """Whether the planner says it, whatever their number."""
+    return getattr(args, "pipeline_schedule_layers", None) == "auto"
+
+
 def placed_by_hand(args: Any) -> bool:
     """Whether a flag says how many layers single stages hold."""
     flags = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -69,10 +75,7 @@ def _alike(args: Any, stages: int) -> tuple[int, ...]:
             f"has {stages} stages: --num-layers{f' with {also}' if also else ''} must be a multiple of {stages}; "
             f"use {instead}, not {args.num_layers}"
         )
-    counts = [each] * stages
-    counts[0] -= first
-    counts[-1] -= last
-    return tuple(counts)
+    return even(args.num_layers, stages, (first, last))
 
 
 def _as_written(args: Any, stages: int) -> tuple[int, ...]:
