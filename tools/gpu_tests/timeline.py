@@ -66,14 +66,14 @@ def measured_costs(schedule: Schedule, iterations: Sequence[Iteration]) -> Stage
     times: Mapping[Kind, tuple[float, ...]] = {
         kind: tuple(_took(median, kind, stage) for stage in range(placement.stages))
         for kind, row in KINDS.items()
-        if not row.parts
+        if not row.parts and not row.optional
     }
     gaps = sorted(gap for spans in iterations for gap in _gaps(schedule, spans))
     return StageCosts(
         times=times,
         activation=(1 / placement.chunks,) * placement.stages,
         comm=max(0.0, gaps[len(gaps) // 10]) if gaps else 0.0,
-        shares=dict.fromkeys((Share.FORWARD, Share.WEIGHTS), (1.0,) * placement.stages),
+        held=dict.fromkeys(Share, (1 / placement.chunks,) * placement.stages),
     )
 
 

@@ -99,7 +99,9 @@ class Shape:
             last = last.plus(ahead)
         looked_up = _BALANCE * 4.0 * self.hidden
         first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.hidden), parameters=ends)
-        return ModelLoads(first, layers, last)
+        # Every rank keeps the hidden states, and for its words what the loss says of each, at half precision.
+        kept = 2.0 * self.hidden, 2.0 * self.vocabulary
+        return ModelLoads(first, layers, last, kept_for_output=kept)
 
     def _inner(self, *, experts: bool) -> int:
         """The width inside the feed-forward part that one token goes through."""

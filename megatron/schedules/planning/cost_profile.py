@@ -60,7 +60,8 @@ class CostProfile:
             return None
         first, last = (Part(whole=end) for end in self.ends)
         layer = Part(split=Load(*self.layer_seconds, self.activation_bytes / self.layers))
-        return ModelLoads(first, (layer,) * self.model_layers, last)
+        # What is kept in single precision takes half of that where all ranks share it.
+        return ModelLoads(first, (layer,) * self.model_layers, last, kept_for_output=(0.0, last.held / 2))
 
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured."""

@@ -33,25 +33,34 @@ class StageCosts:
     """What each stage of one placement costs.
 
     Args:
-        times: by kind, for those that are not made of others, the time of each stage's pass, any unit.
+        times: by kind, for those that are not made of others, the time of each stage's pass, any unit. Where all ranks
+            share the vocabulary there are times of S and T, too.
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
             microbatches' worth of the activations of an average rank's layers (1 / chunks on each stage where layers
             are spread evenly, and the ends hold nothing of their own).
         comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
-        shares: by stage, the parts of ``activation``: what F keeps until I, less than all where I recomputes the rest,
-            and what I leaves to W.
+        held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
+            what I leaves to W, and, on the last stage of each rank, what S leaves to T.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
     activation: tuple[float, ...]
     comm: float
-    shares: Mapping[Share, tuple[float, ...]]
+    held: Mapping[Share, tuple[float, ...]]
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What is done with every microbatch, the backward split."""
+        return tuple(kind for kind, row in KINDS.items() if kind in self.times and (row.of_ranks or not row.optional))
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Kind -> duration by stage; a whole takes as long as its parts."""
+        """Kind -> duration by stage; a whole takes as long as its parts, and what is not done none."""
+        none = (0.0,) * len(self.activation)
         parts = {kind: row.parts or (kind,) for kind, row in KINDS.items()}
-        times = {kind: zip(*(self.times[part] for part in found), strict=True) for kind, found in parts.items()}
+        times = {
+            kind: zip(*(self.times.get(part, none) for part in found), strict=True) for kind, found in parts.items()
+        }
         return {kind: tuple(map(sum, found)) for kind, found in times.items()}
 
     @cached_property
@@ -59,22 +68,22 @@ class StageCosts:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
         none, found = (0.0,) * len(self.activation), {}
         for kind, row in KINDS.items():
-            taken = map(sum, zip(none, *(self.shares[share] for share in row.takes), strict=True))
-            given = map(sum, zip(none, *(self.shares[share] for share in row.gives), strict=True))
-            found[kind] = tuple(
-                (more - less) * held for more, less, held in zip(taken, given, self.activation, strict=True)
-            )
+            taken = map(sum, zip(none, *(self.held[share] for share in row.takes), strict=True))
+            given = map(sum, zip(none, *(self.held[share] for share in row.gives), strict=True))
+            found[kind] = tuple(more - less for more, less in zip(taken, given, strict=True))
         return found
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        kept, left, most = self.shares[Share.FORWARD], self.shares[Share.WEIGHTS], 0.0
+        kept, left, most = self.held[Share.FORWARD], self.held[Share.WEIGHTS], 0.0
         for rank in range(placement.ranks):
+            # That of the output layer is there from the last stage's F until its I, and perhaps longer.
+            shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
             held = 0.0
             for stage in placement.stages_of(rank):
                 # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-                most = max(most, held + max(kept[stage], left[stage]) * self.activation[stage])
-                held += kept[stage] * self.activation[stage]
+                most = max(most, held + max(kept[stage], left[stage]) + shared)
+                held += kept[stage]
         return most
 
 
@@ -94,6 +103,8 @@ class Costs:
     ``model`` (optional) says what the parts of the model cost against its average decoder layer, and ``layers`` how
     many each stage has; spread evenly without it. ``stage_weights`` and ``stage_activations`` go before it. Its ends
     come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
+    ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
+    and T are passes of their own.
     """
 
     forward: float = 1.0
@@ -107,6 +118,7 @@ class Costs:
     kept: float = 1.0
     model: ModelLoads | None = None
     layers: tuple[int, ...] | None = None
+    shared_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -129,6 +141,11 @@ class Costs:
         if not 0 <= self.recompute <= 1:
             raise PlanError(
                 f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}", "recompute"
+            )
+        if self.shared_vocabulary and (self.model is None or self.stage_weights or self.stage_activations):
+            raise PlanError(
+                "to share the vocabulary takes the model, which says what an output layer costs, and no weights",
+                "shared_vocabulary",
             )
         if not 0 <= self.kept <= 1:
             raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}", "kept")
@@ -169,15 +186,20 @@ class Costs:
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
         parts = None if self.model is None else self._parts(self.model, placement)
-        times, (activation, shares) = self._times(placement, parts), self._held(placement, parts)
-        return StageCosts(times, activation, self.comm, shares)
+        times, (activation, held) = self._times(placement, parts), self._held(placement, parts)
+        if self.shared_vocabulary and self.model is not None:
+            times, held = (
+                times | self._shared_times(self.model, placement),
+                held | self._shared_held(self.model, placement),
+            )
+        return StageCosts(times, activation, self.comm, held)
 
     def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
         counts = model.evenly(placement.stages) if self.layers is None else self.layers
         if len(counts) != placement.stages:
             raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
-        return model.by_stage(counts)
+        return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
 
     def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
         times = {
@@ -213,18 +235,42 @@ class Costs:
         self, placement: Placement, parts: Sequence[Part] | None
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
         if parts is None or self.model is None or self.stage_activations is not None:
-            held = _per_stage(self.stage_activations, placement, "stage_activations")
-            shares = {Share.FORWARD: self.kept, Share.WEIGHTS: self.weight_share}
-            alike = {share: (part,) * placement.stages for share, part in shares.items()}
-            return tuple(h / placement.chunks for h in held), alike
+            scale = _per_stage(self.stage_activations, placement, "stage_activations")
+            activation = tuple(each / placement.chunks for each in scale)
+            return activation, {
+                Share.FORWARD: tuple(self.kept * each for each in activation),
+                Share.WEIGHTS: tuple(self.weight_share * each for each in activation),
+                Share.VOCABULARY: (0.0,) * placement.stages,
+            }
         whole_rank = self.model.mean.held * len(self.model.layers) / placement.ranks
         activation = tuple(part.held / whole_rank for part in parts)
         # What is no layer recomputes nothing, and leaves nothing to a W.
-        layers = [part.split.held / part.held if part.held else 0.0 for part in parts]
+        layers = [part.split.held / whole_rank for part in parts]
         return activation, {
-            Share.FORWARD: tuple(1 - (1 - self.kept) * share for share in layers),
-            Share.WEIGHTS: tuple(self.weight_share * share for share in layers),
+            Share.FORWARD: tuple(all - (1 - self.kept) * some for all, some in zip(activation, layers, strict=True)),
+            Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
+            Share.VOCABULARY: (0.0,) * placement.stages,
         }
+
+    def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""
+        whole, each = model.last.whole.over(model.mean), 2 / len(model.layers)
+        times = {
+            Kind.S: each * (self.forward * whole.forward + self.input_grad * whole.input_grad),
+            Kind.T: each * self.weight_grad * whole.weight_grad,
+        }
+        return {kind: _on_last_of_ranks(time, placement) for kind, time in times.items()}
+
+    def _shared_held(self, model: ModelLoads, placement: Placement) -> dict[Share, tuple[float, ...]]:
+        alike, together = model.kept_for_output
+        whole_rank = model.mean.held * len(model.layers) / placement.ranks
+        return {Share.VOCABULARY: _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)}
+
+
+def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:
+    """By stage: ``value`` where the pass of a rank is written, 0 elsewhere."""
+    last = {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
+    return tuple(value if stage in last else 0.0 for stage in range(placement.stages))
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:

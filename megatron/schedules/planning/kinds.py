@@ -21,6 +21,8 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741 - the field's letter for the input gradient
     W = "W"
     B = "B"
+    S = "S"
+    T = "T"
 
 
 class At(Enum):
@@ -29,7 +31,8 @@ class At(Enum):
     SAME = "the same stage"
     PREVIOUS = "the stage before"
     NEXT = "the stage after"
-    EVERY_RANK = "the first stage of every rank"
+    LAST = "the last stage"
+    EVERY_RANK = "every rank's last stage, for the last stage of all"
 
 
 class Need(NamedTuple):
@@ -54,6 +57,7 @@ class Share(StrEnum):
 
     FORWARD = "from F until I"
     WEIGHTS = "from I until W"
+    VOCABULARY = "from S until T"
 
 
 class Resource(StrEnum):
@@ -76,6 +80,7 @@ class Row(NamedTuple):
         ends_gradients: whether the microbatch's weight gradients of the stage are complete after it.
         parts: the kinds that it is made of, where it is several in one.
         optional: whether a stage may do without it.
+        of_ranks: whether each rank does it for every microbatch, all ranks or none; written with its last stage.
     """
 
     meaning: str
@@ -88,6 +93,7 @@ class Row(NamedTuple):
     ends_gradients: bool = False
     parts: tuple[Kind, ...] = ()
     optional: bool = False
+    of_ranks: bool = False
 
 
 _SINGLE = {
@@ -99,7 +105,7 @@ _SINGLE = {
     ),
     Kind.I: Row(
         "input gradient",
-        needs=(Need((Kind.F,), At.SAME), Need((Kind.I, Kind.B), At.NEXT)),
+        needs=(Need((Kind.F,), At.SAME), Need((Kind.I, Kind.B), At.NEXT), Need((Kind.S,), At.EVERY_RANK)),
         makes=Result.GRADIENT,
         takes=(Share.WEIGHTS,),
         gives=(Share.FORWARD,),
@@ -110,6 +116,22 @@ _SINGLE = {
         gives=(Share.WEIGHTS,),
         filler=True,
         ends_gradients=True,
+    ),
+    Kind.S: Row(
+        "output layer, a rank's part",
+        needs=(Need((Kind.F,), At.LAST),),
+        takes=(Share.VOCABULARY,),
+        optional=True,
+        of_ranks=True,
+    ),
+    Kind.T: Row(
+        "its weight gradient",
+        needs=(Need((Kind.S,), At.SAME), Need((Kind.I, Kind.B), At.LAST)),
+        gives=(Share.VOCABULARY,),
+        filler=True,
+        ends_gradients=True,
+        optional=True,
+        of_ranks=True,
     ),
 }
 
@@ -139,6 +161,8 @@ KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
 # What every stage does with every microbatch, the backward split.
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
+# What every rank does with every microbatch where all of them share the vocabulary.
+OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
 # The kinds that count as one where others wait: a whole as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
@@ -146,17 +170,40 @@ StageKind = tuple[int, Kind]
 """(stage, kind): a pass, whatever its microbatch."""
 
 
-def sources(kind: Kind, stage: int, placement: Placement) -> list[tuple[int, tuple[Kind, ...]]]:
-    """What a pass of ``kind`` on ``stage`` waits for: stages, and the kinds of which one must have ended there."""
-    found: list[tuple[int, tuple[Kind, ...]]] = []
+def stages_doing(kind: Kind, placement: Placement) -> list[int]:
+    """The stages that passes of ``kind`` are written with: all, or the last one of every rank."""
+    if KINDS[kind].of_ranks:
+        return sorted(placement.stages_of(rank)[-1] for rank in range(placement.ranks))
+    return list(range(placement.stages))
+
+
+def sources(
+    kind: Kind, stage: int, placement: Placement, present: Collection[Kind] = KINDS
+) -> list[tuple[int, tuple[Kind, ...]]]:
+    """What a pass of ``kind`` on ``stage`` waits for: stages, and the kinds of which one must have ended there.
+
+    Needs of optional kinds that are not ``present`` in the schedule are left out.
+    """
+    return [source for _, source in _needed(kind, stage, placement, present)]
+
+
+def _needed(
+    kind: Kind, stage: int, placement: Placement, present: Collection[Kind]
+) -> list[tuple[At, tuple[int, tuple[Kind, ...]]]]:
+    """:func:`sources`, and where each stands."""
+    found: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
+    last = placement.last_stage
     for kinds, at in KINDS[kind].needs:
+        if all(KINDS[each].optional and each not in present for each in kinds):
+            continue
         where = {
             At.SAME: [stage],
             At.PREVIOUS: [stage - 1] if stage else [],
-            At.NEXT: [stage + 1] if stage < placement.last_stage else [],
-            At.EVERY_RANK: [placement.stages_of(rank)[0] for rank in range(placement.ranks)],
+            At.NEXT: [stage + 1] if stage < last else [],
+            At.LAST: [last],
+            At.EVERY_RANK: stages_doing(kinds[0], placement) if stage == last else [],
         }[at]
-        found += [(each, kinds) for each in where]
+        found += [(at, (each, kinds)) for each in where]
     return found
 
 
@@ -166,14 +213,13 @@ def followers(placement: Placement, kinds: Collection[Kind]) -> dict[StageKind, 
     What waits for another stage as well as for its own has ended its own long before, and follows the other.
     """
     found: dict[StageKind, list[StageKind]] = defaultdict(list)
-    for stage in range(placement.stages):
-        for kind in (kind for kind in KINDS if kind in kinds):
-            needed = sources(kind, stage, placement)
-            elsewhere = [source for source in needed if source[0] != stage]
-            for source, alternatives in elsewhere or needed:
-                for each in alternatives:
-                    if each in kinds:
-                        found[source, each].append((stage, kind))
+    for stage, kind in _of_one(placement, kinds):
+        needed = _needed(kind, stage, placement, kinds)
+        elsewhere = [source for at, source in needed if at is not At.SAME]
+        for source, alternatives in elsewhere or [source for _, source in needed]:
+            for each in alternatives:
+                if each in kinds:
+                    found[source, each].append((stage, kind))
     return found
 
 
@@ -181,9 +227,15 @@ def in_dependency_order(placement: Placement, kinds: Collection[Kind]) -> Iterat
     """The passes of one microbatch that has passes of ``kinds``, each right after what it waits for, fillers first."""
     after = followers(placement, kinds)
     waits = Counter(work for works in after.values() for work in works)
-    ready = [(stage, kind) for stage in range(placement.stages) for kind in kinds if not waits[stage, kind]]
+    ready = [work for work in _of_one(placement, kinds) if not waits[work]]
     while ready:
         work = ready.pop()
         yield work
         waits.subtract(after[work])
         ready += sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
+
+
+def _of_one(placement: Placement, kinds: Collection[Kind]) -> list[StageKind]:
+    """The passes of one microbatch that has passes of ``kinds``, stage by stage."""
+    doing = {kind: set(stages_doing(kind, placement)) for kind in KINDS if kind in kinds}
+    return [(stage, kind) for stage in range(placement.stages) for kind in doing if stage in doing[kind]]

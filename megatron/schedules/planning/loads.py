@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,12 +65,15 @@ class ModelLoads:
         layers: each decoder layer.
         last: what stands after them, on the last stage.
         stand_in: how many layers the first and the last stand in for where layers are spread evenly.
+        kept_for_output: activation memory that waits for the output layer's weight gradient where all ranks share its
+            vocabulary: what each of them keeps, and what they keep together.
     """
 
     first: Part
     layers: tuple[Part, ...]
     last: Part
     stand_in: tuple[int, int] = (0, 0)
+    kept_for_output: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.mean) <= 0:
@@ -81,6 +84,20 @@ class ModelLoads:
         """The average decoder layer; costs are given for it."""
         total = self._of(0, len(self.layers)).split
         return Load(*(each / len(self.layers) for each in total))
+
+    @cached_property
+    def without_output(self) -> ModelLoads:
+        """The same, its output layer done by all ranks together.
+
+        Raises:
+            PlanError: where there is more behind the layers.
+        """
+        if any(self.last.split):
+            raise PlanError(
+                "the vocabulary cannot be shared with multi-token prediction, which uses the output layer too",
+                "shared_vocabulary",
+            )
+        return replace(self, last=Part())
 
     def by_stage(self, counts: Sequence[int]) -> list[Part]:
         """What each stage has where it has so many of the layers."""

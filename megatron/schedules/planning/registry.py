@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import plan_adaptive
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.kinds import OF_RANKS
 from megatron.schedules.planning.named import from_file, interleaved_1f1b, one_chunk, v_shaped
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
+from megatron.schedules.planning.shared_output import share_output
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
@@ -222,6 +224,8 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
     if request.microbatches < 1:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}", "microbatches")
     schedule = entry.build(request, progress)
+    if request.costs.shared_vocabulary and not schedule.kinds.intersection(OF_RANKS):
+        schedule = share_output(schedule, request.costs.around_one()[0].on(schedule.placement), progress)
     validate(schedule)
     schedule = in_microbatch_order(schedule)
     request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, StageKind
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Kind, StageKind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
@@ -37,10 +38,15 @@ class Schedule:
         """d, the number of pipeline ranks."""
         return self.placement.ranks
 
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its passes."""
+        return frozenset(work.kind for _, work in self.passes())
+
     @property
     def splits(self) -> bool:
         """Whether any pass is a part of what could be done as a whole: a backward is split."""
-        return any(work.kind in parts for _, work in self.passes() for parts in WHOLES)
+        return any(kind in self.kinds for parts in WHOLES for kind in parts)
 
     def passes(self) -> Iterator[tuple[int, Pass]]:
         """Every pass with its rank, rank by rank, in order."""

@@ -14,7 +14,6 @@ from functools import cached_property
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, sources
-from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule, gradients_complete
 
 Times = tuple[tuple[float, ...], ...]
@@ -127,7 +126,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     """
     n, placement = schedule.microbatches, schedule.placement
     lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
-    awaited, ends_as = _awaited(placement, n, costs.comm if costs else 0.0)
+    awaited, ends_as = _awaited(schedule, costs.comm if costs else 0.0)
     ended: list[float | None] = [None] * (len(KINDS) * placement.stages * n)
     starts: list[list[float]] = [[] for _ in schedule.order]
     ends: list[list[float]] = [[] for _ in schedule.order]
@@ -168,20 +167,21 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
 
 
 def _awaited(
-    placement: Placement, n: int, comm: float
+    schedule: Schedule, comm: float
 ) -> tuple[dict[Kind, list[list[tuple[int, float]]]], dict[Kind, list[int]]]:
     """For every kind and stage, what a pass waits for on other stages, and where it notes its end.
 
     Both as the number of microbatch 0's place in a list of ends by kind, stage and microbatch; what a pass needs on its
     own stage stands before it in its own row. With each place, how long after that end the pass may start.
     """
+    placement, n = schedule.placement, schedule.microbatches
     rank_of, first = placement.rank_of, {kind: at * placement.stages * n for at, kind in enumerate(KINDS)}
     places = {kind: [first[COUNTS_AS[kind]] + stage * n for stage in range(placement.stages)] for kind in KINDS}
     awaited = {
         kind: [
             [
                 (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else comm)
-                for source, kinds in sources(kind, stage, placement)
+                for source, kinds in sources(kind, stage, placement, schedule.kinds)
                 if source != stage
             ]
             for stage in range(placement.stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, SPLIT, WHOLES, At
+from megatron.schedules.planning.kinds import KINDS, OF_RANKS, SPLIT, WHOLES, sources, stages_doing
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import sweep
@@ -19,6 +19,7 @@ def validate(schedule: Schedule) -> None:
     """
     _validate_ranks(schedule)
     _validate_passes(schedule)
+    _validate_shared(schedule)
     _validate_local_order(schedule)
     sweep(schedule)
 
@@ -70,13 +71,37 @@ def _validate_passes(schedule: Schedule) -> None:
                     raise PlanError(f"{schedule.name}: {stage}{lacking[0]}{m} is missing")
 
 
+def _validate_shared(schedule: Schedule) -> None:
+    """What every rank does, all do for every microbatch, or none does; it is written with their last stages."""
+    there = {work for _, work in schedule.passes() if work.kind in OF_RANKS}
+    if not there:
+        return
+    for kind in OF_RANKS:
+        for stage in stages_doing(kind, schedule.placement):
+            for m in range(schedule.microbatches):
+                if Pass(stage, kind, m) not in there:
+                    every = f"every rank does {' and '.join(OF_RANKS)} of every microbatch, or none does"
+                    raise PlanError(f"{schedule.name}: {stage}{kind}{m} is missing; {every}")
+                there.remove(Pass(stage, kind, m))
+    if there:
+        work = min(there)
+        raise PlanError(
+            f"{schedule.name}: {work}: {work.kind} is of a rank, and is written with the last of its stages"
+        )
+
+
 def _validate_local_order(schedule: Schedule) -> None:
     """What a pass needs on its own stage stands before it."""
-    needs = {kind: [need.kinds for need in row.needs if need.at is At.SAME] for kind, row in KINDS.items()}
+    where = schedule.placement
+    needs = {
+        (stage, kind): [kinds for source, kinds in sources(kind, stage, where, schedule.kinds) if source == stage]
+        for kind in schedule.kinds
+        for stage in range(where.stages)
+    }
     for row in schedule.order:
         here, seen = set(row), set[Pass]()
         for work in row:
-            for kinds in needs[work.kind]:
+            for kinds in needs[work.stage, work.kind]:
                 passes = [Pass(work.stage, kind, work.microbatch) for kind in kinds]
                 if seen.isdisjoint(passes) and not (KINDS[kinds[0]].optional and here.isdisjoint(passes)):
                     raise PlanError(f"{schedule.name}: {work} stands before {passes[0]}, which it needs")

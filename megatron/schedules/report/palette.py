@@ -16,6 +16,8 @@ HUES: dict[Kind, Rgb] = {
     Kind.I: (214, 107, 24),
     Kind.W: (22, 133, 92),
     Kind.B: (154, 62, 142),
+    Kind.S: (190, 150, 0),
+    Kind.T: (0, 140, 160),
 }
 # How far the last chunk's colour goes towards white.
 _LIGHTEST = 0.55

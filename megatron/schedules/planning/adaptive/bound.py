@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import Kind, Share
+from megatron.schedules.planning.kinds import Kind, Share, stages_doing
 from megatron.schedules.planning.placement import Placement
 
 
@@ -19,13 +19,17 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     stages = range(placement.stages)
     rank_of, n = placement.rank_of, microbatches
     forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
-    kept, left_to_w = costs.shares[Share.FORWARD], costs.shares[Share.WEIGHTS]
+    kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
+    # All ranks together do what is between the last stage's F and its I.
+    shared, last_rank = costs.durations[Kind.S], rank_of[-1]
+    parts = stages_doing(Kind.S, placement) if Kind.S in costs.times else []
+    between = max((shared[s] + 2 * costs.comm * (rank_of[s] != last_rank) for s in parts), default=0.0)
     # Of the messages into s, and out of s back.
     latency = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]
     # From the start of F of stage s to the end of its I.
     span = [0.0] * (placement.stages + 1)
     for s in reversed(stages):
-        onward = span[s + 1] + 2 * latency[s + 1] if s < placement.last_stage else 0.0
+        onward = span[s + 1] + 2 * latency[s + 1] if s < placement.last_stage else between
         span[s] = forward[s] + onward + input_grad[s]
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
@@ -34,10 +38,11 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         head = sum(forward[s] + latency[s + 1] for s in range(first))
         tail = sum(input_grad[s] + latency[s + 1] for s in range(first))
         passes = n * sum(forward[s] + input_grad[s] for s in held)
-        weights = n * sum(weight_grad[s] for s in held)
+        weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
+        passes += n * sum(shared[s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
         until = (kept[s] * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held)
-        occupied = n * sum(costs.activation[s] * each for s, each in zip(held, until, strict=True))
+        occupied = n * sum(until)
         last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none

@@ -65,7 +65,7 @@ class Rung:
 
 
 def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float]) -> list[float]:
-    """The limits that are searched, ascending: even steps from the least on, and what the named schedules hold.
+    """The limits that are searched, ascending: the least, even steps from there on, and what the named schedules hold.
 
     Args:
         ranks, microbatches: d and n.
@@ -74,7 +74,8 @@ def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequenc
     """
     step, lowest = max(_FINEST, ranks / _RUNGS), min(least)
     most = max(lowest, min(2 * ranks, microbatches * max(least)), *named)
-    limits = {lowest + step * k for k in range(math.ceil((ranks - lowest) / step))}
+    # Whole multiples: people ask for such, and between two of them all that is found is that for the lower one.
+    limits = {step * k for k in range(math.ceil(lowest / step), math.ceil(ranks / step))}
     limits |= {lowest, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
     return sorted(limit for limit in limits if lowest <= limit <= most)
 
