@@ -28,8 +28,10 @@ from megatron.schedules.integration.flags.check import check, refuse, stall_seco
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.messages import Messages
@@ -73,6 +75,8 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
+        if shares(args) and (shape := shape_of(args)) is not None:
+            args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement
         placed = asked.request.costs.layers if placed_by_planner(args) else None
         if placed is not None:  # as if it had been written so

@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge
 from megatron.schedules.integration.gradient_reduction import GradientReduction
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
-from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.edge import edge_of
 from megatron.schedules.runtime.program import Op, Program
+from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
@@ -32,7 +33,7 @@ class _InFlight(NamedTuple):
     start: GradientEdge | Tensor | None
 
 
-class MegatronStages:
+class MegatronStages(Stages):
     """The model chunks of one rank during one call of the schedule.
 
     Args:
@@ -151,6 +152,7 @@ class MegatronStages:
 
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         """ADD: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Op.ADD, self._placement.stages_of(self._program.rank)[0], microbatch)
         assert self._shared is not None
         self._shared.add_embedding(microbatch, gradient)
 
@@ -164,21 +166,28 @@ class MegatronStages:
         """See :class:`megatron.schedules.runtime.stages.Stages`."""
         self._reduction.complete(self._placement.chunk_of(stage))
 
-    def _begin(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def _begin(self, kind: Kind | Op, stage: int, microbatch: int) -> None:
         """Have the messages among replicas and among tensor-parallel ranks under way that may be so during this pass.
 
         All ranks of their groups do so at the same point, for they have one program. What a W right after this pass
         waits for first is gathered meanwhile; for the length of this pass one operand is so held as a whole.
         """
         self._reduction.begin_pass()
-        passes_left = self._program.completing.get((stage, microbatch))
-        if passes_left is not None and KINDS[kind].ends_gradients:
-            late = self._store.parameters(stage, microbatch) if kind is Kind.W else None
-            self._reduction.completing(self._placement.chunk_of(stage), late, passes_left)
-        if kind is not Kind.W:
+        passes_left = self._program.completing.get((kind, stage, microbatch))
+        if passes_left is not None:
+            self._reduction.completing(
+                self._placement.chunk_of(stage), self._adds_to(kind, stage, microbatch), passes_left
+            )
+        if isinstance(kind, Kind) and kind is not Kind.W:
             after = self._program.weight_after(kind, stage, microbatch)
             if after is not None:
                 self._store.prefetch(*after)
+
+    def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
+        """The parameters whose gradients that pass adds to; None for perhaps all of the chunk's."""
+        if kind is Kind.W:
+            return self._store.parameters(stage, microbatch)
+        return None if self._shared is None else self._shared.adds_to.get(kind)
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers, shared = self._config.timers, self._shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statist
 from megatron.schedules.integration.vocabulary.late_losses import LateLosses
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Op
@@ -180,9 +181,9 @@ class SharedVocabulary:
             torch.autograd.backward(found, gradient)
 
     @property
-    def trained(self) -> tuple[Tensor, Tensor]:
+    def adds_to(self) -> Mapping[Kind | Op, set[Tensor]]:
         """The parameters whose gradients ADD and T give."""
-        return self._embedding.weight, self._output_part.weight
+        return {Op.ADD: {self._embedding.weight}, Kind.T: {self._output_part.weight}}
 
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
         """Each token's loss, (microbatch, sequence), and the user's function."""
