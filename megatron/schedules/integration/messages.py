@@ -43,16 +43,16 @@ class Messages:
 
     def __init__(self, planner: Planner, args: Any) -> None:
         _agree(planner.digest)
-        pipelines = _pipelines()
+        pipelines, channels = _pipelines(), channels_of(planner.placement)
         how: dict[str, Any] = {
             "timeout": timedelta(minutes=args.distributed_timeout_minutes),
             "new_group": parallel_state.create_group,  # keeps count of groups, for timeouts that change
         }
-        self._make = partial(make_channels, pipelines, channels_of(planner.placement), **how)
-        options = {"options": partial(nccl_options, args)} if "nccl" in dist.get_backend() else {}
-        self._channels = self._make(**options)
+        self._make = partial(make_channels, pipelines, channels, **how)
+        over = how | ({"options": partial(nccl_options, args)} if "nccl" in dist.get_backend() else {})
+        self._channels = make_channels(pipelines, channels, **over)
         self._shapes: Channels | None = None
-        self.meeting_group = make_meeting_group(pipelines, **how, **options) if planner.shares_vocabulary else None
+        self.meeting_group = make_meeting_group(pipelines, **over) if planner.shares_vocabulary else None
 
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
         """For the messages of one run; all ranks ask alike."""

@@ -104,7 +104,9 @@ def _dealt(whole: Tensor | None, table: Table, source: int) -> torch.nn.Paramete
     group = parallel_state.get_pipeline_model_parallel_group()
     rows, rest = divmod(table.rows, group.size())
     if rest:
-        raise RuntimeError(f"{table.rows} words on a tensor-parallel rank do not divide by {group.size()} pipeline ranks")
+        raise RuntimeError(
+            f"{table.rows} words on a tensor-parallel rank do not divide by {group.size()} pipeline ranks"
+        )
     device = torch.empty(0, device="cuda").device
     own = torch.empty(rows, table.hidden, dtype=table.dtype, device=device)
     pieces = None if whole is None else [piece.contiguous() for piece in whole.detach().to(device).chunk(group.size())]

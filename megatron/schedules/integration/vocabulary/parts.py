@@ -95,7 +95,9 @@ class EmbeddingPart(Part):
             raise WordsSeen(given)
         brought, self.brought = self.brought, None
         if brought is None:
-            raise RuntimeError("the embedding is shared by the pipeline's ranks: a forward of its own has no words' rows")
+            raise RuntimeError(
+                "the embedding is shared by the pipeline's ranks: a forward of its own has no words' rows"
+            )
         group = parallel_state.get_tensor_model_parallel_group()
         if self._scatters:
             return mappings.reduce_scatter_to_sequence_parallel_region(

@@ -222,8 +222,9 @@ class SharedVocabulary:
 
         def chain() -> Tensor | None:
             own = torch.stack([_used(each) for each in statistics])
-            every = own.new_empty(self._group.size(), *own.shape)
+            every = own.new_empty(self._group.size() * len(own), own.size(1))
             dist.all_gather_into_tensor(every, own, group=self._group)
+            every = every.view(self._group.size(), *own.shape)
             scale = arithmetic.scales(Statistics(*every.unbind(1)), statistics.largest)
             if last:
                 self._losses[microbatch] = scale.loss
@@ -231,7 +232,9 @@ class SharedVocabulary:
                 return None
             self._scales[microbatch] = scale
             others, label = map(_used, addends)
-            total = arithmetic.hidden_gradient(others, label, self._output.own(scale.own), self._output.own(scale.label))
+            total = arithmetic.hidden_gradient(
+                others, label, self._output.own(scale.own), self._output.own(scale.label)
+            )
             # Of all, and not for one: so the order of the sum is the same wherever the last stage is.
             dist.all_reduce(total, group=self._group)
             if hold is not None:
