@@ -40,7 +40,7 @@ SETTINGS = {
     "sequence parallel": (4, 2, f"{TENSOR} --sequence-parallel", "", False),
     "sequence parallel, rope": (4, 2, f"{TENSOR} --sequence-parallel", MODERN, False),
     "sequence parallel, tied, rope": (4, 2, f"{TENSOR} --sequence-parallel", MODERN, True),
-    "experts": (4, 2, f"{TENSOR} --sequence-parallel", MOE_ALLTOALL, False),
+    "experts": (4, 2, f"{TENSOR} --sequence-parallel", f"{MODERN} {MOE_ALLTOALL}", False),
     "loss per token": (4, 2, "--calculate-per-token-loss", "", False),
     "clipping": (2, 2, "--clip-grad 0.1", "", False),
     "clipping, tied": (2, 2, "--clip-grad 0.1", "", True),
