@@ -98,13 +98,15 @@ def test_schedules_are_equal_to_the_bit(train, schedule):
 )
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["untied", "tied"])
 def test_distributed_optimizer(train, schedule, flags, tied):
-    """Each rank holds a shard of the reduced gradients only, so what is compared is the weights they lead to."""
-    job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
-    job += ("--use-distributed-optimizer", *flags.split(), *CLIP_NOTHING)
-    ours, stock = train(4, *job, *shared(schedule), tied=tied), train.stock(4, *job, tied=tied)
-    assert_same_losses(ours, stock)
-    # Adam turns the rounding of a gradient near zero into a step of its own.
-    assert off(ours.weights, stock.weights) < 1e-3
+    """Each rank holds a shard of the reduced gradients only; its weights are those of the plain optimizer to the bit."""
+    job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
+    plain = train(4, *job, *shared(schedule), tied=tied)
+    job += ("--use-distributed-optimizer", *flags.split())
+    ours = train(4, *job, *shared(schedule), tied=tied)
+    assert_same_losses(ours, train.stock(4, *job, tied=tied))
+    assert ours.weights.keys() == plain.weights.keys()
+    assert [str(key) for key, value in plain.weights.items() if not torch.equal(value, ours.weights[key])] == []
+    assert not tied or torch.equal(ours.weights[EMBEDDING, 0, 0], ours.weights[OUTPUT, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,7 @@ def test_overflows_are_skipped_as_stock_skips_them(train):
 def test_frozen_tables_take_no_gradient(train, schedule):
     """Low-rank adapters are trained, beside linears that are frozen as the vocabulary is."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
+    job += ("--dist-ckpt-strictness", "ignore_all", "--lr", "1e-2")  # the start has no adapters
     ours, stock = (train(2, *job, *more, adapters=True) for more in (shared(schedule), ()))
     assert_same(ours, stock)
     assert not any(name in (EMBEDDING, OUTPUT) for name, _, _ in ours.gradients)
