@@ -24,6 +24,7 @@ from megatron.schedules.runtime.program import Instruction, Program
 from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import Transport
 from tests.runtime.plain_stages import PlainStages
+from tests.runtime.random_schedules import forwards_of, shared_plan
 from tests.runtime.test_engine import NoTransport, Recorder, one_rank
 from tests.runtime.thread_ranks import run_threads
 
@@ -77,7 +78,7 @@ def at(program: Program, *actions: str, place: Place | None = None) -> Place:
     place.begin(program)
     for action in actions:
         place.reach(step(program, action))
-        if place.spot is not None and place.spot.awaited is not None and action is not actions[-1]:
+        if place.spot is not None and place.spot.awaits and action is not actions[-1]:
             place.arrived()
     return place
 
@@ -121,6 +122,39 @@ def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str]
     assert line is not None and said in line
 
 
+@pytest.mark.parametrize(
+    ("rank", "action", "waits", "said"),
+    [
+        (0, "0F1", True, "at 0F1: what 0EMBED1 brings has not come from some pipeline rank, which has died"),
+        (0, "0S1", True, "at 0S1: what 0OUTPUT1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1S1", True, "at 1S1: what 1OUTPUT1 brings has not come from some pipeline rank, which has died"),
+        (1, "1B1", True, "at 1B1: what 1SUM1 brings has not come from some pipeline rank, which has died"),
+        (0, "0T1", True, "at 0T1: what 0WEIGH1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1ADD1", True, "at 1ADD1: what 1EMBED_BACK1 brings has not come from pipeline rank 0, which has died"),
+        (0, "0EMBED1", False, "in 0EMBED1, which takes longer than that (a first compilation, loading of data) or"),
+    ],
+)
+def test_what_a_collective_brings_is_named_with_whom_it_comes_from(rank: int, action: str, waits: bool, said: str):
+    program = lower(shared_plan("1f1b", 2, 4))[rank]
+    place = at(program, action)
+    watch = watching(place)
+    line = stand(watch, LIMIT + 3)
+    assert (line is None) == waits, "who waits for another rank lets it speak first"
+    line = line or stand(watch, GRACE)
+    assert line is not None and said in line
+    place.arrived()
+    line = stand(watching(place), LIMIT + 3)
+    assert line is not None and f"in {action}, which takes longer than that" in line
+
+
+def test_the_end_names_collectives_too():
+    place = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
+    place.reach(End.SENDS)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None
+    assert "its last messages are not taken by pipeline rank 1, or its last collective lacks one of all ranks," in line
+
+
 def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
     place = at(program_of(1), "1F0")
     place.arrived()
@@ -133,7 +167,7 @@ def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit
 def test_chunks_of_one_rank_wait_for_no_message():
     """In a V the rank at its turn hands a tensor on to itself."""
     place = at(program_of(1, "v-half"), "2F0")
-    assert place.spot is not None and place.spot.awaited is None
+    assert place.spot is not None and not place.spot.awaits
 
 
 def test_the_end_names_who_takes_the_last_messages():
@@ -157,7 +191,7 @@ def test_whatever_moves_begins_the_count_again():
             for each in program.instructions[:6]:
                 place.reach(each)
                 assert stand(watch, LIMIT - 2) is None
-                if place.spot is not None and place.spot.awaited is not None:
+                if place.spot is not None and place.spot.awaits:
                     place.arrived()
                     assert stand(watch, LIMIT - 2) is None
     for _ in range(10):
@@ -223,6 +257,19 @@ def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead
         device.passes(1)
         line = stand(watch, 2 * LIMIT)
         assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
+
+
+def test_a_device_that_waits_for_a_collective_is_named():
+    """Gradients of the embedding are work for the device, though no pass."""
+    device = Device()
+    place = Place(device.mark)
+    with place.under_way():
+        at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", place=place)
+        place.reach(End.SENDS)
+    device.passes(2)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "the GPU of" in line
+    assert "at 1ADD3: what 1EMBED_BACK3 brings has not come from pipeline rank 0" in line
 
 
 def test_a_device_that_has_done_all_leaves_the_host_to_be_named():

@@ -7,16 +7,22 @@ is there for whoever waits for it. Nothing in a chain is recorded by autograd.
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from queue import SimpleQueue
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.runtime.stall import end_process
 
 Chain = Callable[[], Tensor | None]
 
@@ -54,24 +60,31 @@ def meetings_on(device: torch.device) -> Meetings:
 class Worker:
     """Carries chains out in a thread of its own, which is there from the first one until :meth:`finish`.
 
-    After a chain that raised no other is carried out: its ranks would meet in different ones. What is set for a thread,
-    such as torch's modes, is set for whoever posts a chain, not for it.
+    After a chain that raised no other is carried out: its ranks would meet in different ones. Who waits for any of them
+    is told. Where nobody is soon, since the program waits in a call that nothing wakes for what other ranks cannot send
+    without this one, the process ends.
+
+    What is set for a thread, such as torch's modes, is set for whoever posts a chain, not for the chain.
+
+    Args:
+        patience: seconds until the process ends.
+        end: what is done with the line that says why; it does not come back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 5.0, end: Callable[[str], object] = end_process) -> None:
         self._chains: SimpleQueue[_Posted | None] | None = None
         self._thread: threading.Thread | None = None
-        self._failure: list[BaseException] = []
+        self._failure = _Failure()
+        self._patience, self._end = patience, end
 
     def meet(self, chain: Chain) -> Coming:
         """See :meth:`Meetings.meet`."""
-        posted = _Posted(chain)
+        posted = _Posted(chain, self._failure)
         if self._chains is None:
             self._chains = SimpleQueue()
             # It holds no reference to this object: where a run is given up, its thread ends with it, if it can.
-            self._thread = threading.Thread(
-                target=_carry_out, args=(self._chains, self._failure), name="pipeline meetings", daemon=True
-            )
+            args = self._chains, self._failure, self._patience, self._end
+            self._thread = threading.Thread(target=_carry_out, args=args, name="pipeline meetings", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._chains.put, None)
         self._chains.put(posted)
@@ -83,41 +96,76 @@ class Worker:
             self._chains.put(None)
             self._thread.join()
             self._chains = self._thread = None
-        if self._failure:
-            raise self._failure[0]
+        self._failure.tell()
+
+
+class _Failure:
+    """What a chain raised, if any did, and whether anyone has been told."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._told = False
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is something to tell that nobody knows."""
+        return self.error is not None and not self._told
+
+    def tell(self) -> None:
+        """Raise it."""
+        if self.error is not None:
+            self._told = True
+            raise self.error
 
 
 class _Posted:
     """A chain that a worker has, or has had."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, failure: _Failure) -> None:
         self._chain: Chain | None = chain
+        self._failure = failure
         self._given: Tensor | None = None
-        self._failure: BaseException | None = None
+        self._failed = False
         self._over = threading.Event()
 
-    def carry_out(self, failures: list[BaseException]) -> None:
+    def carry_out(self) -> None:
+        """Unless one before it has failed."""
         chain, self._chain = self._chain, None
         try:
-            if not failures and chain is not None:
+            if self._failure.error is None and chain is not None:
                 with torch.no_grad():
                     self._given = chain()
         except BaseException as error:
-            failures.append(error)
-        self._failure = next(iter(failures), None)
+            self._failure.error = error
+        self._failed = self._failure.error is not None
         self._over.set()
 
     def wait(self) -> Tensor:
+        """See :meth:`Coming.wait`."""
         self._over.wait()
-        if self._failure is not None:
-            raise self._failure
+        if self._failed:
+            self._failure.tell()
         given, self._given = self._given, None
         return _something(given)
 
 
-def _carry_out(chains: SimpleQueue[_Posted | None], failures: list[BaseException]) -> None:
-    while (posted := chains.get()) is not None:
-        posted.carry_out(failures)
+def _carry_out(
+    chains: SimpleQueue[_Posted | None], failure: _Failure, patience: float, end: Callable[[str], object]
+) -> None:
+    while True:
+        try:
+            posted = chains.get(timeout=patience if failure.untold else None)
+        except Empty:
+            if failure.untold and failure.error is not None:
+                traceback.print_exception(failure.error)
+                end(
+                    one_line(f"{Path(sys.argv[0]).name}: error: a collective of the pipeline failed: {failure.error!r}")
+                )
+                return
+            continue
+        if posted is None:
+            return
+        posted.carry_out()
         del posted  # what it gave is not kept while there is nothing to do
 
 

@@ -171,7 +171,8 @@ def make_meeting_group(
 ) -> dist.ProcessGroup:
     """Make a process group of each whole pipeline, for its collectives; every process must call it.
 
-    Its ranks are in pipeline order. They add up a number before it is used, which makes NCCL's communicator.
+    Torch puts its ranks into the order of their global numbers, whatever the pipeline's. They add up a number before it
+    is used, which makes NCCL's communicator.
 
     Args:
         pipelines, backend, timeout, options, new_group: as :func:`make_channels` has them.
