@@ -22,6 +22,11 @@ JOBS = {
     "bf16, multi-token prediction": (2, "--bf16 --mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"),
     "fp16": (2, "--fp16"),
     "tensor and sequence parallel": (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "shared vocabulary": (2, "--pipeline-vocabulary-parallel"),
+    "shared vocabulary, tensor and sequence parallel, bf16": (
+        4,
+        "--pipeline-vocabulary-parallel --tensor-model-parallel-size 2 --sequence-parallel --bf16",
+    ),
     "data parallel, overlapped": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
 }
 

@@ -57,6 +57,39 @@ REFUSED = {
         "--pipeline-schedule v-half --pipeline-schedule-stall-seconds never",
         "--pipeline-schedule-stall-seconds 'never' is not a number",
     ),
+    "a shared vocabulary without a schedule": (
+        "--pipeline-vocabulary-parallel",
+        "--pipeline-vocabulary-parallel goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a shared vocabulary with stages' weights": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --pipeline-schedule-stage-weights 1,1,1,1",
+        "--pipeline-vocabulary-parallel plans by the model: leave --pipeline-schedule-stage-weights out",
+    ),
+    "a shared vocabulary and multi-token prediction": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --mtp-num-layers 1",
+        "the vocabulary cannot be shared with multi-token prediction",
+    ),
+    "a shared vocabulary in the old format": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --ckpt-format torch",
+        "with --pipeline-vocabulary-parallel does not work with --ckpt-format torch",
+    ),
+    "a shared vocabulary of weights not yet made": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --init-model-with-meta-device",
+        "with --pipeline-vocabulary-parallel does not work with --init-model-with-meta-device",
+    ),
+    "a shared vocabulary in packed samples": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --dataloader-inter-document-masking",
+        "with --pipeline-vocabulary-parallel does not work with --dataloader-inter-document-masking",
+    ),
+    "a shared vocabulary and scaled logits": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --use-mup",
+        "with --pipeline-vocabulary-parallel does not work with --use-mup",
+    ),
+    "a shared vocabulary that cannot be cut": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --padded-vocab-size 98",
+        "with --pipeline-vocabulary-parallel has 98 words as padded, which do not divide by tensor x pipeline "
+        "parallel = 4",
+    ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),

@@ -98,7 +98,7 @@ def test_schedules_are_equal_to_the_bit(train, schedule):
 )
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["untied", "tied"])
 def test_distributed_optimizer(train, schedule, flags, tied):
-    """Each rank holds a shard of the reduced gradients only; its weights are those of the plain optimizer to the bit."""
+    """Each rank holds a shard of the reduced gradients only; the weights are those of the plain one."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
     plain = train(4, *job, *shared(schedule), tied=tied)
     job += ("--use-distributed-optimizer", *flags.split())

@@ -174,7 +174,6 @@ _RULES = (
         lambda facts: facts.shares and bool(indivisible(facts.args)),
         lambda facts: f"with {FLAGS['shared_vocabulary']} {indivisible(facts.args)}",
     ),
-    _shared("mtp_num_layers", "it uses the whole output layer on one rank; leave one of the two out"),
     _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
     _shared("sft", _ONE_SHAPE),
     _shared("variable_seq_lengths", _ONE_SHAPE, "args.variable_seq_lengths"),
