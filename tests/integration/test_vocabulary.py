@@ -10,6 +10,7 @@ import pytest
 
 from megatron.schedules.integration.flags import later
 from megatron.schedules.integration.flags.declared import add_stock_arguments
+from megatron.schedules.integration.flags.vocabulary import divisible, indivisible
 from megatron.schedules.integration.layers import arithmetic
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"
@@ -49,7 +50,7 @@ def test_a_tokenizer_is_asked_and_stocks_arguments_stay_as_they_were(monkeypatch
     monkeypatch.setattr(arithmetic, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
     assert vocabulary(args) == 5120
     assert seen == [-1]
-    assert not hasattr(args, "padded_vocab_size")
+    assert args.padded_vocab_size is None
 
 
 def test_a_tokenizer_that_cannot_be_built_leaves_it_open(monkeypatch: pytest.MonkeyPatch):
@@ -70,3 +71,22 @@ def test_sizes_left_to_a_checkpoint_leave_the_model_open():
     args = parsed("--vocab-size 1000")
     args.hidden_size = None
     assert arithmetic.shape_of(args) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "tensor", "pipeline", "multiple", "padded"),
+    [(1024, 2, 8, 128, 1024), (50304, 1, 12, 128, 50304), (50304, 1, 5, 128, 50560), (98, 1, 4, 2, 100)],
+)
+def test_a_shared_one_has_as_many_words_on_every_rank(words, tensor, pipeline, multiple, padded):
+    """No more than stock's own padding where that divides, else the fewest that its padding would give and that do."""
+    args: Any = SimpleNamespace(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        make_vocab_size_divisible_by=multiple,
+        padded_vocab_size=None,
+    )
+    assert divisible(words, args) == padded
+    assert padded % (tensor * pipeline) == 0
+    assert indivisible(args) == ""
+    args.padded_vocab_size = words
+    assert bool(indivisible(args)) == (padded != words)
