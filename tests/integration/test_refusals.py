@@ -247,6 +247,10 @@ KNOWN = (
     "hybrid models",
     "a configuration in YAML",
     "linears it cannot split",
+    "a shared vocabulary and multi-token prediction",
+    "a shared vocabulary and scaled logits",
+    "a shared vocabulary in packed samples",
+    "a shared vocabulary in the old format",
     "packed samples across ranks",
     "packed samples side by side",
 )

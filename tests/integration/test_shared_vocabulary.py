@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from itertools import product
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
-from tests.integration.features import MODERN, MOE_ALLTOALL
+from tests.integration.features import MODERN, MOE_ALLTOALL, SCHEDULES
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
 
@@ -59,17 +61,19 @@ SETTINGS = {
     ),
 }
 USUAL = {("two ranks", "1f1b"), ("tied", "v-half"), ("sequence parallel", "v-half"), ("four ranks", "v-half")}
-SCHEDULES = ("1f1b", "zb-1p", "v-half", "interleaved-1f1b", "adaptive")
+EVERYWHERE = ("two ranks", "tied", "sequence parallel", "overlapped reduction")
+FEATURE = "vocabulary shared by all ranks"
 
 
-@pytest.mark.parametrize(
-    ("setting", "schedule"),
-    [
-        pytest.param(setting, schedule, marks=() if (setting, schedule) in USUAL else pytest.mark.full_matrix)
-        for setting in SETTINGS
-        for schedule in SCHEDULES
-    ],
-)
+def cases() -> list[ParameterSet]:
+    """Every setting under few schedules, and few settings under every one."""
+    pairs = [(setting, schedule) for setting in SETTINGS for schedule in ("1f1b", "zb-1p", "v-half")]
+    pairs += [pair for pair in product(EVERYWHERE, SCHEDULES) if pair not in pairs]
+    marks = {pair: [] if pair in USUAL else [pytest.mark.full_matrix] for pair in pairs}
+    return [pytest.param(*pair, marks=[pytest.mark.feature(FEATURE), *marks[pair]]) for pair in pairs]
+
+
+@pytest.mark.parametrize(("setting", "schedule"), cases())
 def test_losses_and_gradients_are_stocks(train, setting, schedule):
     world, size, flags, model, tied = SETTINGS[setting]
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", str(size))
@@ -78,7 +82,7 @@ def test_losses_and_gradients_are_stocks(train, setting, schedule):
     assert_same(train(world, *job, *shared(schedule), **how), train.stock(world, *job, **how))
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.full_matrix
 def test_schedules_are_equal_to_the_bit(train, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "6", "--pipeline-model-parallel-size", "2")
@@ -193,3 +197,17 @@ def test_a_vocabulary_is_padded_so_that_all_ranks_have_as_many_words(train):
     job += ("--vocab-size", "80", "--num-layers", "6")
     losses = train(3, *job, *shared("1f1b")).losses
     assert losses == pytest.approx(train.stock(1, *job[:4], *job[6:], "--padded-vocab-size", "96").losses, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.full_matrix)])
+def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule):
+    """Half of the probabilities on each of two ranks, which count as activations from S to T."""
+    job = [*MODEL, *UNTIED, *"--vocab-size 8192 --train-iters 1 --global-batch-size 4".split()]
+    job += ["--pipeline-model-parallel-size", "2", *under(schedule), "--pipeline-schedule-report-memory"]
+    tokens, words, bytes_each = 16, 8192, 4
+    assert min(megatron("train", 2, [*job, SHARED]).peaks) > tokens * words // 2 * bytes_each
+
+
+def test_layers_are_placed_by_the_planner_too(train):
+    job = ("--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
+    assert_same(train(2, *job, *shared("v-half"), "--pipeline-schedule-layers", "auto"), train.stock(2, *job))
