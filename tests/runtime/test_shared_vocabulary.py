@@ -184,18 +184,22 @@ def test_processes_over_gloo_give_the_gradients_of_one():
         check_all(schedule, tensors)
 
 
-def _breaking_body(schedule: Schedule) -> None:
+def _breaking_body(schedule: Schedule, op: Op, patience: float) -> None:
     world = list(range(dist.get_world_size()))
     channels = make_channels([world], channels_of(schedule.placement))
     program = lowered(schedule)[dist.get_rank()]
     stages = SharingStages(program, _gather_over(make_meeting_group([world])))
     if dist.get_rank() == 1:
-        _failing(stages, Op.SUM)
-    run(program, stages, GroupTransport(channels, MessageSpec(SHAPE, torch.float64, torch.device("cpu"))))
+        _failing(stages, op)
+    spec = MessageSpec(SHAPE, torch.float64, torch.device("cpu"))
+    run(program, stages, GroupTransport(channels, spec, Worker(patience)))
 
 
-def test_a_chain_that_raises_ends_all_processes():
-    outcomes = outcomes_of(2, _breaking_body, shared_plan("v-half", 2, 3), timeout=40)
-    assert all(outcome.exit_code == 1 and outcome.error is not None for outcome in outcomes)
-    assert "BrokenError: on purpose" in str(outcomes[1].error)
+@pytest.mark.parametrize(("op", "patience"), [(Op.EMBED, 0.5), (Op.SUM, 60)])
+def test_a_chain_that_raises_ends_all_processes(op: Op, patience: float):
+    """Even of a rank that waits for a message which cannot come without it: its words are looked up nowhere."""
+    outcomes = outcomes_of(2, _breaking_body, shared_plan("v-half", 2, 3), op, patience, timeout=40)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert all(outcome.seconds < 30 for outcome in outcomes)
+    if op is Op.SUM:
+        assert "BrokenError: on purpose" in str(outcomes[1].error)
