@@ -9,15 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests.runtime.plain_stages import SHAPE, make_stage
+from tests.runtime.random_schedules import shared_costs
 
 WORDS = 12
 """In the vocabulary; a multiple of the ranks of every test."""
 
 Gather = Callable[[Tensor], list[Tensor]]
 """What the tensors of all ranks are, in their order, given this rank's."""
+
+
+def lowered(schedule: Schedule) -> tuple[Program, ...]:
+    """The programs of ``schedule`` under :func:`shared_costs`, proved."""
+    programs = lower(schedule, shared_costs(4 * schedule.ranks).on(schedule.placement))
+    check(programs)
+    return programs
 
 
 class Batch(NamedTuple):

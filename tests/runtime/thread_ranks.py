@@ -25,7 +25,7 @@ class ThreadTransport:
     ) -> None:
         self._rank, self._queues, self._patience = rank, queues, patience
         self._posted: dict[Channel, list[_Receive]] = {}
-        self._meetings = meetings or Worker()
+        self._meetings = meetings or _worker()
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._queues[Channel(self._rank, peer)].put(tensor.clone())
@@ -42,6 +42,11 @@ class ThreadTransport:
     def finish(self) -> None:
         self._meetings.finish()
         assert not any(self._posted.values()), "a posted receive was not used"
+
+
+def _worker() -> Worker:
+    """One that does not end the process of the tests."""
+    return Worker(end=print)
 
 
 class _Receive:
@@ -86,12 +91,12 @@ def run_threads(programs: Sequence[Program], body: Callable[[Program, Transport]
 
 
 def transports(
-    programs: Sequence[Program], patience: float = 20, worker: Callable[[], Worker] = Worker
+    programs: Sequence[Program], patience: float = 20, worker: Callable[[], Worker] | None = None
 ) -> list[ThreadTransport]:
     """One for each rank, joined to each other; with a ``worker`` for its collectives."""
     pairs = [Channel(a, b) for a in range(len(programs)) for b in range(len(programs))]
     queues: dict[Channel, SimpleQueue[Tensor]] = {pair: SimpleQueue() for pair in pairs}
-    return [ThreadTransport(program.rank, queues, patience, worker()) for program in programs]
+    return [ThreadTransport(program.rank, queues, patience, (worker or _worker)()) for program in programs]
 
 
 def errors_in_threads(programs: Sequence[Program], body: Callable[[Program], None]) -> list[Exception]:

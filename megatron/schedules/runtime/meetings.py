@@ -158,9 +158,8 @@ def _carry_out(
         except Empty:
             if failure.untold and failure.error is not None:
                 traceback.print_exception(failure.error)
-                end(
-                    one_line(f"{Path(sys.argv[0]).name}: error: a collective of the pipeline failed: {failure.error!r}")
-                )
+                line = f"error: a collective of the pipeline failed: {failure.error!r}"
+                end(one_line(f"{Path(sys.argv[0]).name}: {line}"))
                 return
             continue
         if posted is None:
@@ -175,6 +174,8 @@ class SideStream:
     A chain starts once the current stream has come to where it was posted, and the current stream waits for its end
     where what it gives is waited for. What a chain holds stays alive until then, or until the device is seen to have
     done it; what it gives belongs to the side stream's pool, and goes back there once the current stream has used it.
+    Whatever else a chain leaves may be used by a pass that takes what this or a later one gives, and let go of after:
+    no chain that could get its memory begins before that pass is done.
 
     Args:
         device: a GPU.

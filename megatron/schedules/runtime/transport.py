@@ -264,7 +264,7 @@ class GroupTransport:
     def __init__(self, channels: Channels, spec: MessageSpec, meetings: Meetings | None = None) -> None:
         self._channels = channels
         self._spec = spec
-        self._meetings = meetings or meetings_on(spec.device)
+        self._meetings = meetings
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
@@ -290,6 +290,8 @@ class GroupTransport:
 
     def meet(self, chain: Chain) -> Pending:
         """See :meth:`Transport.meet`."""
+        if self._meetings is None:
+            self._meetings = meetings_on(self._spec.device)
         return self._meetings.meet(chain)
 
     def post_send(self, peer: int, tensor: Tensor) -> None:
@@ -306,7 +308,8 @@ class GroupTransport:
 
     def finish(self) -> None:
         """See :meth:`Transport.finish`."""
-        self._meetings.finish()
+        if self._meetings is not None:
+            self._meetings.finish()
         while self._sends:
             self._sends[0][0].wait()
             self._sends.popleft()
