@@ -177,7 +177,7 @@ def _ending(flags: list[str]) -> tuple[int, str]:
 
 def _reductions(flags: list[str]) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
-    kinds = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+    kinds = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "output_weight": "T"}
 
     def noted(stages: Any, name: str) -> Any:
         run = getattr(stages, name)
@@ -193,6 +193,13 @@ def _reductions(flags: list[str]) -> list[tuple[str, int]]:
 
     for name in kinds:
         setattr(MegatronStages, name, noted(MegatronStages, name))
+    add = MegatronStages.add_embedding
+
+    def add_embedding(*args: Any) -> None:
+        seen.append(("ADD", 0))
+        add(*args)
+
+    MegatronStages.add_embedding = add_embedding
     chunks: dict[Any, int] = {}
     build, start = DistributedDataParallel.__init__, _ParamAndGradBucketGroup.start_grad_sync
 

@@ -34,6 +34,18 @@ def test_reductions_start_within_the_chunks_last_pass(megatron: Megatron, schedu
             assert not any(action[1] == chunk for action in actions[ended + 1 :]), "and it is the last"
 
 
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "1f1b"])
+def test_buckets_with_a_part_of_the_vocabulary_wait_for_it_alone(megatron: Megatron, schedule: str) -> None:
+    """On the first rank, which has several in its first chunk, the others have started already."""
+    flags = [*JOB, *OVERLAPPED, *under(schedule), "--pipeline-vocabulary-parallel"]
+    for rank, actions in enumerate(megatron("reductions", 4, [*MODEL, *UNTIED, *flags])):
+        added = max(index for index, action in enumerate(actions) if action == ("ADD", 0))
+        begun = max(index for index, action in enumerate(actions) if action in (("W", 0), ("B", 0)))
+        at = [index for index, action in enumerate(actions) if action == ("reduce", 0)]
+        assert added < max(at)
+        assert begun < min(at) < (added if rank < 2 else len(actions))
+
+
 @pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
 def test_gradients_are_stocks_with_many_buckets(train: Any, schedule: str) -> None:
     job = ("--train-iters", "3", "--global-batch-size", "8", *OVERLAPPED)
@@ -121,6 +133,22 @@ def test_buckets_start_in_one_order_on_all_ranks(reduction: Any, chunk: SimpleNa
     assert started == []
     arrive(chunk, "ab")
     assert started == ["0", "1", "2", "3"]
+
+
+def test_a_bucket_whose_last_gradient_comes_later_waits_for_it_alone(
+    reduction: Any, chunk: SimpleNamespace, started: list[str]
+) -> None:
+    """Its gradients of earlier microbatches, which come meanwhile, are not the last."""
+    reduction.completing(0, {"a", "b", "d"}, passes_left=3, later={"c"})
+    arrive(chunk, "abcd")
+    assert started == ["0", "2", "3"]
+    arrive(chunk, "c")
+    reduction.arriving({"c"})
+    assert started == ["0", "2", "3"]
+    arrive(chunk, "c")
+    assert started == ["0", "2", "3", "1"]
+    reduction.complete(0)
+    assert started == ["0", "2", "3", "1"], "each once"
 
 
 def test_what_gets_no_gradient_does_not_hold_it_up(reduction: Any, chunk: SimpleNamespace, started: list[str]) -> None:

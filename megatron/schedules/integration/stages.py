@@ -173,21 +173,28 @@ class MegatronStages(Stages):
         waits for first is gathered meanwhile; for the length of this pass one operand is so held as a whole.
         """
         self._reduction.begin_pass()
-        passes_left = self._program.completing.get((kind, stage, microbatch))
-        if passes_left is not None:
-            self._reduction.completing(
-                self._placement.chunk_of(stage), self._adds_to(kind, stage, microbatch), passes_left
-            )
+        ending = self._program.endings.get((kind, stage, microbatch))
+        if ending is not None:
+            elsewhere = {} if self._shared is None else self._shared.adds_to
+            if kind in elsewhere:
+                self._reduction.arriving(elsewhere[kind])
+            else:
+                chunk, later = self._placement.chunk_of(stage), set().union(*(elsewhere[op] for op in ending.later))
+                late = self._adds_to(kind, stage, microbatch)
+                self._reduction.completing(chunk, late, ending.passes_left, later)
         if isinstance(kind, Kind) and kind is not Kind.W:
             after = self._program.weight_after(kind, stage, microbatch)
             if after is not None:
                 self._store.prefetch(*after)
 
     def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
-        """The parameters whose gradients that pass adds to; None for perhaps all of the chunk's."""
+        """The parameters whose gradients a backward of a stage's weights adds to; None for perhaps all."""
         if kind is Kind.W:
             return self._store.parameters(stage, microbatch)
-        return None if self._shared is None else self._shared.adds_to.get(kind)
+        if self._shared is None:
+            return None
+        own: set[Tensor] = set(self._model[self._placement.chunk_of(stage)].parameters())
+        return own.difference(*self._shared.adds_to.values())
 
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         timers, shared = self._config.timers, self._shared

@@ -200,6 +200,18 @@ class Instruction(NamedTuple):
     filled: Slot | None
 
 
+class Ending(NamedTuple):
+    """The last of a stage's passes of one sort that add to gradients.
+
+    Args:
+        passes_left: how many passes of the rank follow it.
+        later: which sorts end later: W (or B), T, ``ADD``.
+    """
+
+    passes_left: int
+    later: frozenset[Kind | Op]
+
+
 class Channel(NamedTuple):
     """The one-way connection from one pipeline rank to another; each has its own process group."""
 
@@ -248,22 +260,32 @@ class Program:
             yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
 
     @cached_property
+    def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
+        """Of each stage whose gradients are reduced, the last backward of weights, the last T and the last ``ADD``.
+
+        By kind, stage and microbatch.
+        """
+        found: dict[tuple[Kind | Op, int, int], Ending] = {}
+        seen: dict[int, frozenset[Kind | Op]] = {}
+        left = 0
+        for op, stage, microbatch, _ in reversed(self.actions):
+            if op is Op.REDUCE:
+                seen[stage] = frozenset()
+            elif stage in seen and op in ADDS_GRADIENTS:
+                giver = op if op in (Kind.T, Op.ADD) else Kind.W
+                if giver not in seen[stage]:
+                    found[op, stage, microbatch] = Ending(left, seen[stage])
+                    seen[stage] |= {giver}
+            left += isinstance(op, Kind)
+        return found
+
+    @cached_property
     def completing(self) -> Mapping[tuple[Kind | Op, int, int], int]:
         """For each pass (or ``ADD``) that completes its stage's gradients, how many passes follow it.
 
         By kind, stage and microbatch.
         """
-        found: dict[tuple[Kind | Op, int, int], int] = {}
-        reduced: set[int] = set()
-        left = 0
-        for op, stage, microbatch, _ in reversed(self.actions):
-            if op is Op.REDUCE:
-                reduced.add(stage)
-            elif stage in reduced and op in ADDS_GRADIENTS:
-                reduced.remove(stage)
-                found[op, stage, microbatch] = left
-            left += isinstance(op, Kind)
-        return found
+        return {key: ending.passes_left for key, ending in self.endings.items() if not ending.later}
 
     @cached_property
     def messages_held(self) -> int:
