@@ -22,7 +22,7 @@ JOBS = {
     "bf16, multi-token prediction": (2, "--bf16 --mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"),
     "fp16": (2, "--fp16"),
     "tensor and sequence parallel": (4, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "shared vocabulary": (2, "--pipeline-vocabulary-parallel"),
+    "shared vocabulary": (2, "--pipeline-vocabulary-parallel --timing-log-level 2"),
     "shared vocabulary, tensor and sequence parallel, bf16": (
         4,
         "--pipeline-vocabulary-parallel --tensor-model-parallel-size 2 --sequence-parallel --bf16",

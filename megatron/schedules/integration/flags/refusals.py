@@ -178,6 +178,7 @@ _RULES = (
     _shared("sft", _ONE_SHAPE),
     _shared("variable_seq_lengths", _ONE_SHAPE, "args.variable_seq_lengths"),
     _shared("dataloader_inter_document_masking", _ONE_SHAPE),
+    _shared("fp8_output_proj", "its part of the output layer is not quantised; leave one of the two out"),
     _shared("use_mup", "its logits are scaled; leave one of the two out"),
     _shared("init_model_with_meta_device", "the first weights are dealt out to the ranks; leave one of the two out"),
     _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),

@@ -140,7 +140,7 @@ class SharedVocabulary:
 
     def output_part(self, microbatch: int, hidden: Tensor) -> None:
         """S."""
-        labels = _used(self._labels.pop(microbatch)).t().reshape(-1)
+        labels = self._labels.pop(microbatch).t().reshape(-1)
         self._made[microbatch] = self._output.forward(microbatch, hidden, labels)
 
     def loss_gradient(self, microbatch: int, total: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class SharedVocabulary:
 
     def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
         """T."""
-        scale = Scales(*map(_used, self._scales.pop(microbatch)))
+        scale = self._scales.pop(microbatch)
         if self._output.trained:
             self._output.weight_gradient(stage, microbatch, scale, _by_token(weights))
 
@@ -175,7 +175,7 @@ class SharedVocabulary:
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         """ADD."""
         if self._embeds_trained:
-            part, words = self._embedding, _used(self._words.pop(microbatch))
+            part, words = self._embedding, self._words.pop(microbatch)
             with torch.enable_grad():
                 found = arithmetic.look_up(words, part.weight, part.cut, deterministic=part.deterministic)
             torch.autograd.backward(found, gradient)
@@ -188,7 +188,7 @@ class SharedVocabulary:
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
         """Each token's loss, (microbatch, sequence), and the user's function."""
         rows, length = self._exchange.words
-        losses = _used(self._losses.pop(microbatch)).view(length, rows).t().contiguous()
+        losses = self._losses.pop(microbatch).view(length, rows).t().contiguous()
         return losses, self._loss_functions.pop(microbatch)
 
     def _embed(self, microbatch: int) -> Chain:
@@ -221,17 +221,16 @@ class SharedVocabulary:
         last = self._rank == self._last
 
         def chain() -> Tensor | None:
-            own = torch.stack([_used(each) for each in statistics])
-            every = own.new_empty(self._group.size() * len(own), own.size(1))
-            dist.all_gather_into_tensor(every, own, group=self._group)
-            every = every.view(self._group.size(), *own.shape)
+            own = torch.stack(statistics)
+            every = own.new_empty(self._group.size(), *own.shape)
+            dist.all_gather(list(every.unbind()), own, group=self._group)
             scale = arithmetic.scales(Statistics(*every.unbind(1)), statistics.largest)
             if last:
                 self._losses[microbatch] = scale.loss
             if addends is None:
                 return None
             self._scales[microbatch] = scale
-            others, label = map(_used, addends)
+            others, label = addends
             total = arithmetic.hidden_gradient(
                 others, label, self._output.own(scale.own), self._output.own(scale.label)
             )
@@ -256,7 +255,7 @@ class SharedVocabulary:
 
     def _brought(self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
         """What the rank ``source`` has, on all."""
-        tensor = torch.empty(shape, dtype=dtype, device=self._exchange.device) if own is None else _used(own)
+        tensor = torch.empty(shape, dtype=dtype, device=self._exchange.device) if own is None else own
         dist.broadcast(tensor, group_src=source, group=self._group)
         return tensor
 
@@ -264,10 +263,3 @@ class SharedVocabulary:
 def _by_token(values: Tensor) -> Tensor:
     """(microbatch, sequence) as (tokens,), in the order of hidden states."""
     return values.t().reshape(-1)
-
-
-def _used(tensor: Tensor) -> Tensor:
-    """``tensor``, made on another stream than the one that now uses it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream())
-    return tensor
