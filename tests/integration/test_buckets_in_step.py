@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
@@ -52,7 +53,7 @@ class Bucketed(MarkedStages):
         return super().forward(stage, microbatch, activation, split=split)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        self._begin(stage, microbatch)
+        self._begin(Kind.B, stage, microbatch)
         return super().backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -60,14 +61,14 @@ class Bucketed(MarkedStages):
         return super().backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        self._begin(stage, microbatch)
+        self._begin(Kind.W, stage, microbatch)
 
     def reduce_gradients(self, stage: int) -> None:
         self.reduction.complete(self._program.placement.chunk_of(stage))
 
-    def _begin(self, stage: int, microbatch: int) -> None:
+    def _begin(self, kind: Kind, stage: int, microbatch: int) -> None:
         self.reduction.begin_pass()
-        left = self._program.completing.get((stage, microbatch))
+        left = self._program.completing.get((kind, stage, microbatch))
         if left is not None:
             self.reduction.completing(self._program.placement.chunk_of(stage), None, left)
 

@@ -14,6 +14,7 @@ from megatron.schedules.planning.placement import Placement, interleaved, sequen
 from megatron.schedules.planning.schedule import Rows
 from tests.planning.made_schedules import examples, timed
 from tests.planning.slow_oracle import slow_spans
+from tests.runtime.random_schedules import shared_costs
 
 PLACEMENTS = st.one_of(
     st.integers(1, 6).map(sequential),
@@ -64,6 +65,26 @@ def _ticked(placement: Placement, microbatches: int, length: int, hop: int) -> R
                     come_in[work._replace(stage=work.stage + 1)] = now + length + (hop if apart else 0)
         now += 1
     return tuple(map(tuple, rows))
+
+
+@examples(40)
+@given(PLACEMENTS, st.integers(1, 9))
+def test_each_rank_does_its_part_of_a_shared_output_layer(placement: Placement, microbatches: int):
+    """Of each microbatch once, after the last stage's forward; the older microbatch goes first."""
+    schedule = forward_only(placement, microbatches, shared_costs(placement.stages))
+    end = {}
+    timeline = timed(schedule, shared_costs(placement.stages))
+    for row, ends in zip(schedule.order, timeline.end, strict=True):
+        end |= dict(zip(row, ends, strict=True))
+    for rank, row in enumerate(schedule.order):
+        *_, last = placement.stages_of(rank)
+        parts = [Pass(last, Kind.S, m) for m in range(microbatches)]
+        assert sorted(work for work in row if work.kind is Kind.S) == parts
+        for part in parts:
+            assert end[Pass(placement.last_stage, Kind.F, part.microbatch)] < end[part]
+    assert [work for work in schedule.order[placement.rank_of[-1]] if work.kind is Kind.S] == [
+        Pass(placement.last_stage, Kind.S, m) for m in range(microbatches)
+    ]
 
 
 @pytest.mark.parametrize("d", [2, 3, 4, 8])

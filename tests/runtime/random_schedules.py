@@ -1,13 +1,19 @@
-"""Random valid schedules over random placements: whatever the runtime must carry out, sensible or not."""
+"""Random valid schedules over random placements: whatever the runtime must carry out, sensible or not.
+
+And plans by name for a model whose vocabulary all ranks share.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.kinds import KINDS, Kind, stages_doing
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -25,8 +31,13 @@ def random_placement(rng: random.Random, ranks: int) -> Placement:
     return rng.choice(choices)
 
 
-def random_schedule(seed: int, ranks: int | None = None, microbatches: int | None = None) -> Schedule:
-    """A schedule that takes ready passes at random; I and W together, apart, or as B, mixed."""
+def random_schedule(
+    seed: int, ranks: int | None = None, microbatches: int | None = None, *, shared: bool = False
+) -> Schedule:
+    """A schedule that takes ready passes at random; I and W together, apart, or as B, mixed.
+
+    ``shared`` adds S and T, those of an output layer that all ranks share.
+    """
     rng = random.Random(seed)
     ranks = ranks or rng.randint(1, 4)
     placement = random_placement(rng, ranks)
@@ -36,13 +47,26 @@ def random_schedule(seed: int, ranks: int | None = None, microbatches: int | Non
     kinds = {(s, m): (Kind.I, Kind.W) if rng.random() < split else (Kind.B,) for s in range(last + 1) for m in range(n)}
     rows: list[list[Pass]] = [[] for _ in range(ranks)]
     ready = [Pass(0, Kind.F, m) for m in range(n)]
+    parts = stages_doing(Kind.S, placement) if shared else []
+    missing = dict.fromkeys(range(n), len(parts))
     while ready:
         work = ready.pop(rng.randrange(len(ready)))
         stage, kind, m = work
         rows[placement.rank_of[stage]].append(work)
         if kind is Kind.F:
-            ready.append(Pass(stage + 1, Kind.F, m) if stage < last else Pass(last, kinds[last, m][0], m))
-        elif kind is not Kind.W:
+            if stage < last:
+                ready.append(Pass(stage + 1, Kind.F, m))
+            elif parts:
+                ready += [Pass(each, Kind.S, m) for each in parts]
+            else:
+                ready.append(Pass(last, kinds[last, m][0], m))
+        elif kind is Kind.S:
+            missing[m] -= 1
+            if not missing[m]:
+                ready.append(Pass(last, kinds[last, m][0], m))
+        elif not KINDS[kind].filler:
+            if stage == last:
+                ready += [Pass(each, Kind.T, m) for each in parts]
             if stage:
                 ready.append(Pass(stage - 1, kinds[stage - 1, m][0], m))
             if kind is Kind.I:
@@ -55,6 +79,25 @@ def random_schedule(seed: int, ranks: int | None = None, microbatches: int | Non
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """The forwards alone, in the same order: an evaluation."""
-    rows = tuple(tuple(work for work in row if work.kind is Kind.F) for row in schedule.order)
+    """The forwards alone, and what is shared of them, in the same order: an evaluation."""
+    rows = tuple(tuple(work for work in row if work.kind in (Kind.F, Kind.S)) for row in schedule.order)
     return replace(schedule, order=rows)
+
+
+def shared_costs(layers: int) -> Costs:
+    """As measured on GPUs, with an output layer that takes as long as one and a half of so many decoder layers."""
+    part = Part(split=Load(1.0, 1.1, 0.75, 1.0))
+    last = Part(whole=Load(1.5, 1.6, 1.1, 0.5))
+    model = ModelLoads(Part(), (part,) * layers, last, kept_for_output=(0.1, 0.5))
+    return Costs(1, 1.1, 0.75, 0.05, model=model, shared_vocabulary=True)
+
+
+def shared_request(name: str, ranks: int, microbatches: int) -> Request:
+    """For a plan by name, or one that is searched for shortly, in which all ranks share the vocabulary."""
+    limit = 0.9 if name == "adaptive" else None
+    return Request(name, ranks, microbatches, shared_costs(4 * ranks), memory_limit=limit, search_seconds=0.02)
+
+
+def shared_plan(name: str, ranks: int, microbatches: int) -> Schedule:
+    """That plan."""
+    return plan(shared_request(name, ranks, microbatches))

@@ -1,7 +1,8 @@
 """Threads for ranks, and between them the worst of GPUs: nothing is buffered, and everything waits for the device.
 
-A message is through when both its ends are posted. Before a rank posts a message, starts a reduction or does a pass, it
-waits until all that it has posted is through, as if its device were synchronised there, or had one hardware queue.
+A message is through when both its ends are posted, a collective when all ranks have. Before a rank posts one of
+them, starts a reduction or does a pass, it waits until all that it has posted is through, as if its device were
+synchronised there, or had one hardware queue.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.runtime.meetings import Chain
 from megatron.schedules.runtime.program import Channel
 from megatron.schedules.runtime.transport import Channels
 
@@ -104,6 +106,51 @@ class End:
 
     def receive(self, tensor: Tensor) -> Rendezvous:
         return self._wire.post(1, tensor, self._device)
+
+
+class Hall:
+    """Where all ranks meet: the k-th collective of one rank is the k-th of all."""
+
+    def __init__(self, ranks: int, patience: float) -> None:
+        self._ranks, self._patience = ranks, patience
+        self._meetings: list[Rendezvous] = []
+        self._lock = threading.Lock()
+
+    def meeting(self, number: int) -> Rendezvous:
+        with self._lock:
+            if number == len(self._meetings):
+                self._meetings.append(Rendezvous(self._ranks, self._patience))
+            return self._meetings[number]
+
+
+class Meeter:
+    """A rank's collectives, as :class:`megatron.schedules.runtime.meetings.Meetings`; what a chain gives is its own."""
+
+    def __init__(self, hall: Hall, device: Device) -> None:
+        self._hall, self._device = hall, device
+        self._met: list[Rendezvous] = []
+
+    def meet(self, chain: Chain) -> Meeting:
+        self._met.append(self._hall.meeting(len(self._met)))
+        self._device.post(self._met[-1])
+        return Meeting(self._met[-1], chain)
+
+    def finish(self) -> None:
+        for meeting in self._met:
+            meeting.wait()
+
+
+class Meeting:
+    """A posted collective."""
+
+    def __init__(self, rendezvous: Rendezvous, chain: Chain) -> None:
+        self._rendezvous, self._chain = rendezvous, chain
+
+    def wait(self) -> Tensor:
+        self._rendezvous.wait()
+        given = self._chain()
+        assert given is not None
+        return given
 
 
 class Waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -19,27 +19,51 @@ from megatron.schedules.runtime.transport import GroupTransport, MessageSpec
 from megatron.schedules.runtime.variable_transport import VariableTransport
 from tests.planning.made_schedules import NAMED, REAL
 from tests.runtime.random_schedules import forwards_of, random_schedule
-from tests.runtime.strict_wires import Device, Rendezvous, StuckError, Waiting, strict_channels
+from tests.runtime.strict_wires import Device, Hall, Meeter, Rendezvous, StuckError, Waiting, strict_channels
 from tests.runtime.thread_ranks import errors_in_threads
 
 SPEC = MessageSpec((1, 1), torch.float32, torch.device("cpu"))
 
 
 class MarkedStages:
-    """Stages whose every message says whose it is, in its contents and, where it may, in its size."""
+    """Stages whose every message says whose it is, in its contents and, where it may, in its size.
+
+    What a collective brings says which it is; stages that have met for their words need it.
+    """
 
     def __init__(self, last_stage: int, *, varied: bool) -> None:
         self._last_stage, self._varied = last_stage, varied
+        self._shared = False
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
         if stage:
             self._check(activation, stage - 1, microbatch)
+        elif self._shared:
+            self._check_brought(activation, Op.EMBED, microbatch)
         return None if stage == self._last_stage else self._mark(stage, microbatch)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         if stage < self._last_stage:
             self._check(gradient, stage + 1, -1 - microbatch)
+        elif self._shared:
+            self._check_brought(gradient, Op.SUM, microbatch)
         return self._mark(stage, -1 - microbatch) if stage else None
+
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        self._check_brought(hidden, Op.OUTPUT, microbatch)
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        self._check_brought(weights, Op.WEIGH, microbatch)
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
+        self._check_brought(gradient, Op.EMBED_BACK, microbatch)
+
+    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
+        self._shared = True
+        return lambda: _brought(op, microbatch)
+
+    def _check_brought(self, tensor: Tensor | None, op: Op, microbatch: int) -> None:
+        assert tensor is not None and torch.equal(tensor, _brought(op, microbatch))
 
     backward_input = backward
 
@@ -55,6 +79,10 @@ class MarkedStages:
         assert message is not None and torch.equal(message, self._mark(stage, number))
 
 
+def _brought(op: Op, microbatch: int) -> Tensor:
+    return torch.tensor([list(Op).index(op), microbatch])
+
+
 def ends(
     programs: Sequence[Program], *, waits: bool = True, varied: bool = False, replicas: int = 1, patience: float = 20
 ) -> bool:
@@ -65,10 +93,11 @@ def ends(
     for replica in range(replicas):
         devices = [Device(waits=waits) for _ in programs]
         tensors = strict_channels(channels_of(placement), devices, patience)
+        hall = Hall(len(programs), patience)
         shapes = strict_channels(channels_of(placement), [Device(waits=False) for _ in programs], patience)
         for rank, program in enumerate(programs):
             stages = Waiting(MarkedStages(placement.last_stage, varied=varied), devices[rank], reductions)
-            fixed = GroupTransport(tensors[rank], SPEC)
+            fixed = GroupTransport(tensors[rank], SPEC, Meeter(hall, devices[rank]))
             transport = VariableTransport(tensors[rank], shapes[rank], SPEC) if varied else fixed
             ranks[replica * len(programs) + rank] = program, stages, transport
 
@@ -86,6 +115,15 @@ def test_nothing_hangs_whatever_waits_for_the_device(varied: bool):
             programs = lower(schedule)
             check(programs)
             assert ends(programs, varied=varied), programs
+
+
+def test_nothing_hangs_where_all_ranks_meet():
+    for seed in range(60):
+        passes = random_schedule(seed, shared=True)
+        for schedule in (passes, forwards_of(passes)):
+            programs = lower(schedule)
+            check(programs)
+            assert ends(programs), programs
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron.schedules.planning.kinds import Kind
@@ -24,7 +16,7 @@ from megatron.schedules.runtime.program import Instruction, Program
 from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import Transport
 from tests.runtime.plain_stages import PlainStages
-from tests.runtime.test_engine import NoTransport, Recorder, one_rank
+from tests.runtime.random_schedules import forwards_of, shared_plan
 from tests.runtime.thread_ranks import run_threads
 
 LIMIT, GRACE = 100.0, 12.5
@@ -77,7 +69,7 @@ def at(program: Program, *actions: str, place: Place | None = None) -> Place:
     place.begin(program)
     for action in actions:
         place.reach(step(program, action))
-        if place.spot is not None and place.spot.awaited is not None and action is not actions[-1]:
+        if place.spot is not None and place.spot.awaits and action is not actions[-1]:
             place.arrived()
     return place
 
@@ -121,6 +113,39 @@ def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str]
     assert line is not None and said in line
 
 
+@pytest.mark.parametrize(
+    ("rank", "action", "waits", "said"),
+    [
+        (0, "0F1", True, "at 0F1: what 0EMBED1 brings has not come from some pipeline rank, which has died"),
+        (0, "0S1", True, "at 0S1: what 0OUTPUT1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1S1", True, "at 1S1: what 1OUTPUT1 brings has not come from some pipeline rank, which has died"),
+        (1, "1B1", True, "at 1B1: what 1SUM1 brings has not come from some pipeline rank, which has died"),
+        (0, "0T1", True, "at 0T1: what 0WEIGH1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1ADD1", True, "at 1ADD1: what 1EMBED_BACK1 brings has not come from pipeline rank 0, which has died"),
+        (0, "0EMBED1", False, "in 0EMBED1, which takes longer than that (a first compilation, loading of data) or"),
+    ],
+)
+def test_what_a_collective_brings_is_named_with_whom_it_comes_from(rank: int, action: str, waits: bool, said: str):
+    program = lower(shared_plan("1f1b", 2, 4))[rank]
+    place = at(program, action)
+    watch = watching(place)
+    line = stand(watch, LIMIT + 3)
+    assert (line is None) == waits, "who waits for another rank lets it speak first"
+    line = line or stand(watch, GRACE)
+    assert line is not None and said in line
+    place.arrived()
+    line = stand(watching(place), LIMIT + 3)
+    assert line is not None and f"in {action}, which takes longer than that" in line
+
+
+def test_the_end_names_collectives_too():
+    place = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
+    place.reach(End.SENDS)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None
+    assert "its last messages are not taken by pipeline rank 1, or its last collective lacks one of all ranks," in line
+
+
 def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
     place = at(program_of(1), "1F0")
     place.arrived()
@@ -133,7 +158,7 @@ def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit
 def test_chunks_of_one_rank_wait_for_no_message():
     """In a V the rank at its turn hands a tensor on to itself."""
     place = at(program_of(1, "v-half"), "2F0")
-    assert place.spot is not None and place.spot.awaited is None
+    assert place.spot is not None and not place.spot.awaits
 
 
 def test_the_end_names_who_takes_the_last_messages():
@@ -157,7 +182,7 @@ def test_whatever_moves_begins_the_count_again():
             for each in program.instructions[:6]:
                 place.reach(each)
                 assert stand(watch, LIMIT - 2) is None
-                if place.spot is not None and place.spot.awaited is not None:
+                if place.spot is not None and place.spot.awaits:
                     place.arrived()
                     assert stand(watch, LIMIT - 2) is None
     for _ in range(10):
@@ -223,6 +248,19 @@ def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead
         device.passes(1)
         line = stand(watch, 2 * LIMIT)
         assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
+
+
+def test_a_device_that_waits_for_a_collective_is_named():
+    """Gradients of the embedding are work for the device, though no pass."""
+    device = Device()
+    place = Place(device.mark)
+    with place.under_way():
+        at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", place=place)
+        place.reach(End.SENDS)
+    device.passes(2)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "the GPU of" in line
+    assert "at 1ADD3: what 1EMBED_BACK3 brings has not come from pipeline rank 0" in line
 
 
 def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
@@ -297,116 +335,3 @@ def test_marks_do_not_pile_up():
     at(program_of(1), "1F0", "1F1", "1F2", place=place)
     assert len(device.marks) == 4  # of each pass that it left: its message, and itself
     assert not place.device_is_behind
-
-
-# --- in its thread ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def told() -> Iterator[tuple[list[str], Callable[[Place, float], StallWatch]]]:
-    """Lines that watches end with, and how to start one."""
-    lines: list[str] = []
-    started: list[StallWatch] = []
-
-    def start(place: Place, limit: float) -> StallWatch:
-        watch = StallWatch(place, limit, global_rank=0, advice="raise --the-flag", end=lines.append)
-        watch.start()
-        started.append(watch)
-        return watch
-
-    yield lines, start
-    for watch in started:
-        watch.close()
-
-
-class Sleeping(Recorder):
-    """Stages whose forwards take time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
-        time.sleep(self._seconds)
-        return super().forward(stage, microbatch, activation, split=split)
-
-
-def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_frame(told):
-    lines, start = told
-    place = Place()
-    start(place, 1.5)
-    with place.under_way():
-        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.4), NoTransport(), None, place)
-    assert lines == []
-    with place.under_way():
-        run(one_rank("0F0 0B0"), Sleeping(4), NoTransport(), None, place)
-    (line,) = lines
-    assert "pipeline rank 0 of 1 (global rank 0) has stood still for" in line and "in 0F0" in line
-    number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "sleep(self._sec" in text)
-    assert f"; host at {__file__}:{number} (forward); raise" in line
-
-
-def test_frames_of_torch_and_of_python_itself_are_passed_over(told):
-    lines, start = told
-    place = Place()
-    start(place, 0.1)
-
-    class Waiting(Recorder):
-        def forward(self, *args: object, **named: object) -> Tensor | None:
-            return torch.overrides.wrap_torch_function(lambda: ())(partial(threading.Event().wait, 1.0))()
-
-    with place.under_way():
-        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), None, place)
-    assert f"{__file__}:" in lines[0] and "(forward)" in lines[0]
-
-
-def test_a_process_that_stands_ends_with_a_status_and_one_line():
-    script = """
-        import time
-        from megatron.schedules.runtime.engine import run
-        from megatron.schedules.runtime.place import Place
-        from megatron.schedules.runtime.stall import StallWatch
-        from tests.runtime.test_engine import NoTransport, one_rank
-        from tests.runtime.test_stall import Sleeping
-        print("said before")
-        place = Place()
-        StallWatch(place, 0.2, global_rank=0, advice="raise --the-flag").start()
-        run(one_rank("0F0 0B0"), Sleeping(60), NoTransport(), None, place)
-    """
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1
-    assert done.stdout == "said before\n"
-    assert done.stderr.count("\n") == 1 and "in 0F0" in done.stderr, done.stderr
-    assert time.monotonic() - began < 40
-
-
-def test_a_process_ends_even_where_nobody_reads_what_it_says():
-    script = """
-        import sys, time
-        from megatron.schedules.runtime import stall
-        stall._LAST_WORDS_S = 0.2
-        sys.stdout.flush = lambda: time.sleep(60)  # as into a pipe that is full
-        stall.end_process("the line")
-    """
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
-    assert time.monotonic() - began < 40
-    assert done.returncode == 1
-    assert done.stderr.startswith("the line\n")
-
-
-def test_watching_costs_next_to_nothing(told):
-    """At most 100 microseconds a pass, as without it; the median over runs."""
-    _, start = told
-    n = 64
-    program = one_rank(" ".join([f"0F{m}" for m in range(n)] + [f"0{kind}{m}" for kind in "IW" for m in range(n)]), n=n)
-    place = Place(Device(at_once=True).mark)
-    start(place, 2.0)
-    times = []
-    for _ in range(5):
-        started = time.process_time()
-        with place.under_way():
-            run(program, Recorder(), NoTransport(), None, place)
-        times.append((time.process_time() - started) / len(program.actions))
-    assert sorted(times)[2] < 100e-6

@@ -8,6 +8,7 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from megatron.schedules.runtime.meetings import Chain, Coming, Worker
 from megatron.schedules.runtime.program import Channel, Program
 from megatron.schedules.runtime.transport import Transport
 
@@ -15,9 +16,16 @@ from megatron.schedules.runtime.transport import Transport
 class ThreadTransport:
     """Messages of one rank through queues shared by all threads."""
 
-    def __init__(self, rank: int, queues: dict[Channel, SimpleQueue[Tensor]], patience: float = 20) -> None:
+    def __init__(
+        self,
+        rank: int,
+        queues: dict[Channel, SimpleQueue[Tensor]],
+        patience: float = 20,
+        meetings: Worker | None = None,
+    ) -> None:
         self._rank, self._queues, self._patience = rank, queues, patience
         self._posted: dict[Channel, list[_Receive]] = {}
+        self._meetings = meetings or _worker()
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._queues[Channel(self._rank, peer)].put(tensor.clone())
@@ -28,8 +36,17 @@ class ThreadTransport:
         self._posted[channel].append(receive)
         return receive
 
+    def meet(self, chain: Chain) -> Coming:
+        return self._meetings.meet(chain)
+
     def finish(self) -> None:
+        self._meetings.finish()
         assert not any(self._posted.values()), "a posted receive was not used"
+
+
+def _worker() -> Worker:
+    """One that does not end the process of the tests."""
+    return Worker(end=print)
 
 
 class _Receive:
@@ -48,13 +65,38 @@ class _Receive:
         return self._message
 
 
+class ThreadTalk:
+    """What all ranks have, one meeting after another: the k-th call of one rank meets the k-th of all others."""
+
+    def __init__(self, ranks: int, patience: float = 20) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._brought: list[Tensor | None] = [None] * ranks
+        self._patience = patience
+
+    def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """The tensors that the ranks brought to this meeting, in their order."""
+        self._brought[rank] = tensor.clone()
+        self._barrier.wait(self._patience)
+        found = [each for each in self._brought if each is not None]
+        self._barrier.wait(self._patience)
+        return found
+
+
 def run_threads(programs: Sequence[Program], body: Callable[[Program, Transport], None]) -> None:
     """Run ``body(program, transport)`` for every rank at once; raises the first rank's error, if any."""
-    pairs = [Channel(a, b) for a in range(len(programs)) for b in range(len(programs))]
-    queues: dict[Channel, SimpleQueue[Tensor]] = {pair: SimpleQueue() for pair in pairs}
-    errors = errors_in_threads(programs, lambda program: body(program, ThreadTransport(program.rank, queues)))
+    made = transports(programs)
+    errors = errors_in_threads(programs, lambda program: body(program, made[program.rank]))
     if errors:
         raise errors[0]
+
+
+def transports(
+    programs: Sequence[Program], patience: float = 20, worker: Callable[[], Worker] | None = None
+) -> list[ThreadTransport]:
+    """One for each rank, joined to each other; with a ``worker`` for its collectives."""
+    pairs = [Channel(a, b) for a in range(len(programs)) for b in range(len(programs))]
+    queues: dict[Channel, SimpleQueue[Tensor]] = {pair: SimpleQueue() for pair in pairs}
+    return [ThreadTransport(program.rank, queues, patience, (worker or _worker)()) for program in programs]
 
 
 def errors_in_threads(programs: Sequence[Program], body: Callable[[Program], None]) -> list[Exception]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.program import Channel, Program, channels_of
+from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
@@ -51,7 +52,7 @@ def _channels(wanted: tuple[Channel, ...]) -> Channels:
     return make_channels([range(dist.get_world_size())], wanted)
 
 
-class _Stages:
+class _Stages(Stages):
     """The stages of one rank, as :class:`megatron.schedules.runtime.stages.Stages` asks for them."""
 
     def __init__(self, passes: Passes, stages: Sequence[int]) -> None:

@@ -80,3 +80,17 @@ class _Watched:
     def reduce_gradients(self, stage: int) -> None:
         with self._around(Action(Op.REDUCE, stage, 0)):
             self._stages.reduce_gradients(stage)
+
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        with self._around(Action(Kind.S, stage, microbatch)):
+            self._stages.output_part(stage, microbatch, hidden)
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        with self._around(Action(Kind.T, stage, microbatch)):
+            self._stages.output_weight(stage, microbatch, weights)
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
+        self._stages.add_embedding(microbatch, gradient)
+
+    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
+        return self._stages.meet(op, microbatch)

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
-from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.edge import edge_of
 from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
@@ -52,7 +53,7 @@ class _InFlight(NamedTuple):
     start: GradientEdge | Tensor | None
 
 
-class MegatronStages:
+class MegatronStages(Stages):
     """The model chunks of one rank during one call of the schedule.
 
     Args:
@@ -153,8 +154,8 @@ class MegatronStages:
         waits for first is gathered meanwhile; for the length of this pass one operand is so held as a whole.
         """
         self._reduction.begin_pass()
-        passes_left = self._program.completing.get((stage, microbatch))
-        if passes_left is not None and KINDS[kind].ends_gradients:
+        passes_left = self._program.completing.get((kind, stage, microbatch))
+        if passes_left is not None:
             late = self._store.parameters(stage, microbatch) if kind is Kind.W else None
             self._reduction.completing(self._placement.chunk_of(stage), late, passes_left)
         if kind is not Kind.W:

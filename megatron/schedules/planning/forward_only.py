@@ -1,4 +1,7 @@
-"""Forward passes alone, for evaluation: no memory to mind, only the pipeline to keep full."""
+"""Forward passes alone, for evaluation: no memory to mind, only the pipeline to keep full.
+
+Where all ranks share the vocabulary, each has its part of the output layer to do as well.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from megatron.schedules.planning.tasks import tasks_of
 
 def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Schedule:
     """All forwards of ``microbatches`` on ``placement``, each rank always doing the oldest microbatch that is ready."""
-    rows = tuple(
-        tuple(Pass(stage, Kind.F, m) for m in range(microbatches) for stage in placement.stages_of(rank))
-        for rank in range(placement.ranks)
-    )
+    of_each = [[Pass(stage, Kind.F, 0) for stage in placement.stages_of(rank)] for rank in range(placement.ranks)]
+    if costs.shared_vocabulary:
+        for works in of_each:
+            works.append(works[-1]._replace(kind=Kind.S))
+    rows = tuple(tuple(work._replace(microbatch=m) for m in range(microbatches) for work in works) for works in of_each)
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement))
     policy = Policy(lookahead=2 * placement.stages)

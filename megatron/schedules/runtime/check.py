@@ -2,8 +2,9 @@
 
 The model is the strictest there is. A channel is a directed pair of ranks with its own process group. It buffers
 nothing: a message is through when its sender has posted the send and its receiver the receive, and the k-th send meets
-the k-th receive. And before every single action, a pass or the posting of a message, a rank waits until all that it has
-posted is through (``device_sync``).
+the k-th receive. A collective is through when all ranks have posted it, and the k-th of each meets the k-th of all
+others. And before every single action, a pass or the posting of a message, a rank waits until all that it has posted is
+through (``device_sync``).
 
 No transport here waits so. But a rank may come to wait for its whole device in any pass, where something synchronises,
 and at any first use of a kernel, whose code is then loaded; with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, and
@@ -13,12 +14,15 @@ beforehand hosts wait for each other. What ends under this model ends wherever a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.program import (
+    ADDS_GRADIENTS,
+    COLLECTIVES,
     MESSAGES,
     RECEIVES,
     SENDS,
@@ -28,13 +32,12 @@ from megatron.schedules.runtime.program import (
     Program,
     ProgramError,
     Slot,
-    slot_filled,
-    slot_needed,
+    collectives_among,
 )
 
 
 def check(programs: Sequence[Program]) -> None:
-    """Prove that ``programs`` end and that both ends of every channel agree on order and meaning.
+    """Prove that ``programs`` end, and that all who meet agree on order and meaning.
 
     Args:
         programs: one for each pipeline rank, in order.
@@ -43,12 +46,14 @@ def check(programs: Sequence[Program]) -> None:
 
     Raises:
         ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never
-            used, a send that meets another receive, gradients that are added to after their reduction has started, or
-            ranks that wait for each other.
+            used, a send that meets another receive, ranks that meet in different collectives, one that lacks its part
+            or is missing, gradients that are added to after their reduction has started, or ranks that wait for each
+            other.
     """
     for rank, program in enumerate(programs):
         _check_rank(rank, program)
     _check_channels(programs)
+    _check_collectives(programs)
     _Run(programs).to_the_end()
 
 
@@ -59,11 +64,11 @@ def _check_rank(rank: int, program: Program) -> None:
     rank_of, last = program.placement.rank_of, program.placement.last_stage
     held: dict[Slot, Kind | Op] = {}
     reduced: dict[int, Action] = {}
-    for action in program.actions:
+    for action, needed, filled in program.steps():
         op, stage, _, peer = action
         if not 0 <= stage <= last or rank_of[stage] != rank:
             raise ProgramError(f"rank {rank}: {action}: stage {stage} is not on this rank")
-        if stage in reduced and (op is Op.REDUCE or (isinstance(op, Kind) and KINDS[op].ends_gradients)):
+        if stage in reduced and (op is Op.REDUCE or op in ADDS_GRADIENTS):
             raise ProgramError(f"rank {rank}: {action} comes after {reduced[stage]}, which has reduced its gradients")
         if op is Op.REDUCE:
             reduced[stage] = action
@@ -71,7 +76,6 @@ def _check_rank(rank: int, program: Program) -> None:
             other = stage + (MESSAGES[SENDS[op]].step if op in SENDS else -MESSAGES[RECEIVES[op]].step)
             if not 0 <= other <= last or rank_of[other] == rank or rank_of[other] != peer:
                 raise ProgramError(f"rank {rank}: {action} to or from rank {peer}, where stage {other} is not")
-        needed, filled = slot_needed(action, last), slot_filled(action, last)
         if needed is not None:
             if needed not in held:
                 raise ProgramError(f"rank {rank}: {action} needs {needed}, which is not there")
@@ -83,6 +87,43 @@ def _check_rank(rank: int, program: Program) -> None:
             held[filled] = op
     if held:
         raise ProgramError(f"rank {rank}: {next(iter(held))} is never used")
+
+
+def _check_parts(program: Program) -> None:
+    """Whether each collective stands with the right stage, after what makes this rank's part of it."""
+    stages, last = program.placement.stages_of(program.rank), program.placement.last_stage
+    done: set[Action] = set()
+    for action in program.actions:
+        done.add(action)
+        if action.op not in COLLECTIVES:
+            continue
+        chunk, made_by, makers, _, _ = COLLECTIVES[action.op]
+        stage = stages[chunk]
+        if action.stage != stage:
+            raise ProgramError(f"rank {program.rank}: {action} is written with stage {action.stage} instead of {stage}")
+        parts = [Action(kind, stage, action.microbatch) for kind in made_by]
+        if parts and makers.include(stage, last) and done.isdisjoint(parts):
+            made = " or ".join(map(str, parts))
+            raise ProgramError(f"rank {program.rank}: {action} comes before {made}, which makes this rank's part of it")
+
+
+def _check_collectives(programs: Sequence[Program]) -> None:
+    """Compare the collectives of all ranks, one by one, count them, and see that no rank lacks its part of one."""
+    present = {action.op for program in programs for action in program.actions}
+    expected = {*collectives_among(present), *(op for op in COLLECTIVES if op in present)}
+    rows = [[action for action in program.actions if action.op in COLLECTIVES] for program in programs]
+    for number, meeting in enumerate(zip_longest(*rows)):
+        for rank, action in enumerate(meeting):
+            if action is None or meeting[0] is None or action[::2] != meeting[0][::2]:
+                found = [f"rank {r} posts {meeting[r] or 'none'}" for r in (0, rank)]
+                raise ProgramError(f"collective {number}: {' and '.join(found)}")
+    posted = Counter((action.op, action.microbatch) for action in rows[0])
+    for op in sorted(expected):
+        for m in range(programs[0].microbatches):
+            if posted[op, m] != 1:
+                raise ProgramError(f"{op} of microbatch {m} is there {posted[op, m]} times instead of once")
+    for program in programs if expected else ():
+        _check_parts(program)
 
 
 def _check_channels(programs: Sequence[Program]) -> None:
@@ -121,6 +162,18 @@ class _Message(NamedTuple):
     channel: Channel
     number: int
 
+    def __str__(self) -> str:
+        return f"message {self.number} of channel {self.channel}"
+
+
+class _Meeting(NamedTuple):
+    """The ``number``-th collective of all ranks."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"collective {self.number}"
+
 
 class _Run:
     """The programs followed through: each rank goes on until it must wait, and is woken by what it waits for."""
@@ -128,10 +181,12 @@ class _Run:
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
         self._next = [0] * len(programs)
-        self._open: list[deque[_Message]] = [deque() for _ in programs]
+        self._open: list[deque[_Message | _Meeting]] = [deque() for _ in programs]
         self._sent: dict[Channel, int] = {}
         self._received: dict[Channel, int] = {}
-        self._stopped: dict[int, tuple[Action, _Message]] = {}
+        self._met = [0] * len(programs)
+        self._posted: Counter[int] = Counter()
+        self._stopped: dict[int, tuple[Action, _Message | _Meeting]] = {}
 
     def to_the_end(self) -> None:
         """Raises :class:`ProgramError` where ranks wait for each other."""
@@ -155,6 +210,8 @@ class _Run:
             channel = _channel(rank, action)
             if channel is not None:
                 woken += self._post(rank, channel)
+            elif action.op in COLLECTIVES:
+                woken += self._meet(rank)
             self._next[rank] = index + 1
         return woken
 
@@ -164,14 +221,29 @@ class _Run:
         message = _Message(channel, ends.get(channel, 0))
         ends[channel] = message.number + 1
         self._open[rank].append(message)
-        waiting = self._stopped.get(peer)
-        if waiting is None or not self._through(waiting[1]):
-            return []
-        del self._stopped[peer]
-        return [peer]
+        return self._woken([peer])
 
-    def _through(self, message: _Message) -> bool:
-        channel, number = message
+    def _meet(self, rank: int) -> list[int]:
+        """Post ``rank``'s end of its next collective; the others where all have posted theirs and this woke them."""
+        meeting = _Meeting(self._met[rank])
+        self._met[rank] += 1
+        self._open[rank].append(meeting)
+        self._posted[meeting.number] += 1
+        if self._posted[meeting.number] < len(self._programs):
+            return []
+        return self._woken(self._stopped)
+
+    def _woken(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that need not wait any more."""
+        woken = [rank for rank in ranks if rank in self._stopped and self._through(self._stopped[rank][1])]
+        for rank in woken:
+            del self._stopped[rank]
+        return woken
+
+    def _through(self, posted: _Message | _Meeting) -> bool:
+        if isinstance(posted, _Meeting):
+            return self._posted[posted.number] == len(self._programs)
+        channel, number = posted
         return self._sent.get(channel, 0) > number and self._received.get(channel, 0) > number
 
     def _describe(self) -> str:
@@ -180,11 +252,20 @@ class _Run:
         seen: list[int] = []
         while rank not in seen and rank in self._stopped:
             seen.append(rank)
-            channel = self._stopped[rank][1].channel
-            rank = channel.source if rank == channel.destination else channel.destination
+            rank = self._missing(rank, self._stopped[rank][1])
         circle = seen[seen.index(rank) :] if rank in seen else seen
         lines = []
         for stopped in circle:
-            action, message = self._stopped[stopped]
-            lines.append(f"rank {stopped} before {action} for message {message.number} of channel {message.channel}")
+            action, posted = self._stopped[stopped]
+            what = str(posted)
+            if isinstance(posted, _Meeting):
+                what = f"{posted}, which rank {self._missing(stopped, posted)} has not come to"
+            lines.append(f"rank {stopped} before {action} for {what}")
         return "ranks wait for each other: " + "; ".join(lines)
+
+    def _missing(self, rank: int, posted: _Message | _Meeting) -> int:
+        """A rank that has not posted its end of what ``rank`` waits for."""
+        if isinstance(posted, _Meeting):
+            return next(other for other, met in enumerate(self._met) if met <= posted.number)
+        source, destination = posted.channel
+        return source if rank == destination else destination

@@ -40,8 +40,8 @@ def run(
 ) -> None:
     """Carry out ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
 
-    A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send
-    has completed. ``place`` says at every moment where this is.
+    A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send and
+    every collective has completed. ``place`` says at every moment where this is.
 
     Raises:
         ProgramError: where a pass has no input, returns no output although another stage needs it, or where
@@ -119,16 +119,41 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
     def reduce(instruction: Instruction) -> None:
         stages.reduce_gradients(instruction.action.stage)
 
+    def output_part(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        stages.output_part(stage, microbatch, mailbox.brought(instruction))
+
+    def output_weight(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        stages.output_weight(stage, microbatch, mailbox.brought(instruction))
+
+    def add(instruction: Instruction) -> None:
+        stages.add_embedding(instruction.action.microbatch, mailbox.brought(instruction))
+
+    def meet(instruction: Instruction) -> None:
+        op, _, microbatch, _ = instruction.action
+        pending = transport.meet(stages.meet(Op(op), microbatch))
+        if instruction.filled is not None:
+            mailbox.expect(instruction, pending)
+
     return {
         Kind.F: forward,
         Kind.I: input_backward,
         Kind.W: weight_backward,
         Kind.B: whole_backward,
+        Kind.S: output_part,
+        Kind.T: output_weight,
         Op.SEND_F: send,
         Op.SEND_B: send,
         Op.RECV_F: receive,
         Op.RECV_B: receive,
         Op.REDUCE: reduce,
+        Op.EMBED: meet,
+        Op.OUTPUT: meet,
+        Op.SUM: meet,
+        Op.WEIGH: meet,
+        Op.EMBED_BACK: meet,
+        Op.ADD: add,
     }
 
 
@@ -148,7 +173,7 @@ class _Mailbox:
         self._held[instruction.filled] = result.detach()
 
     def expect(self, instruction: Instruction, pending: Pending) -> None:
-        """Keep what a posted receive will bring."""
+        """Keep what a posted receive or collective will bring."""
         assert instruction.filled is not None
         self._held[instruction.filled] = pending
 
@@ -163,6 +188,13 @@ class _Mailbox:
             return held
         tensor = held.wait()
         self._place.arrived()
+        return tensor
+
+    def brought(self, instruction: Instruction) -> Tensor:
+        """What ``instruction``, which needs something, needs."""
+        tensor = self.take(instruction)
+        if tensor is None:
+            raise ProgramError(f"{instruction.action} needs what no collective of its program brings")
         return tensor
 
     def check_empty(self) -> None:

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.runtime.program import Instruction, Program
+from megatron.schedules.runtime.program import Instruction, Program, computes
 
 
 class Mark(Protocol):
@@ -24,7 +23,7 @@ class Mark(Protocol):
 class End(Enum):
     """What comes after a program's last instruction."""
 
-    SENDS = "its sends are waited for"
+    SENDS = "its sends and collectives are waited for"
     AFTER = "what follows a program is under way"
 
 
@@ -34,7 +33,7 @@ class Spot(NamedTuple):
     Args:
         program: what is run.
         step: an instruction of it, or what comes after the last.
-        arrived: whether the message that the instruction needs is no longer waited for.
+        arrived: whether what the instruction needs from other ranks is no longer waited for.
     """
 
     program: Program
@@ -42,8 +41,13 @@ class Spot(NamedTuple):
     arrived: bool = False
 
     @property
+    def awaits(self) -> bool:
+        """Whether a message, or what a collective brings, is still waited for."""
+        return not self.arrived and not isinstance(self.step, End) and self.program.arrives(self.step)
+
+    @property
     def awaited(self) -> int | None:
-        """The pipeline rank whose message it still waits for."""
+        """The pipeline rank from which that comes, where it is one."""
         return None if self.arrived or isinstance(self.step, End) else self.program.sender(self.step)
 
 
@@ -106,7 +110,7 @@ class Place:
         """Mark where the device leaves ``spot``, unless nothing is computed there; forget what it has left."""
         if self._mark is None or spot is None:
             return
-        if isinstance(spot.step, End) or isinstance(spot.step.action.op, Kind):
+        if isinstance(spot.step, End) or computes(spot.step.action.op):
             self._ahead.append((spot, self._mark()))
             while self._ahead and self._ahead[0][1].query():
                 self._ahead.popleft()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +25,13 @@ class Op(StrEnum):
     ``RECV_B`` of s posts the receive of the gradient of its output from s + 1.
 
     ``REDUCE`` of s starts the data-parallel reduction of its gradients, which nothing adds to any more.
+
+    The others are there where all ranks share the vocabulary: collectives of all ranks of the pipeline
+    (:data:`COLLECTIVES`), each one action of every rank, and ``ADD``, which adds the gradient of a microbatch's
+    embedding to the rank's part of it and is written with the rank's first stage. ``EMBED`` looks words up, each rank
+    those of its part. ``OUTPUT`` brings the last stage's output to all ranks, ``SUM`` adds up the gradients of it that
+    each rank's part of the output layer gives, ``WEIGH`` brings all ranks the gradient of each token's loss, and
+    ``EMBED_BACK`` that of the embedding's output.
     """
 
     SEND_F = "SEND_F"
@@ -32,6 +39,12 @@ class Op(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
+    EMBED = "EMBED"
+    OUTPUT = "OUTPUT"
+    SUM = "SUM"
+    WEIGH = "WEIGH"
+    EMBED_BACK = "EMBED_BACK"
+    ADD = "ADD"
 
 
 class Message(NamedTuple):
@@ -59,6 +72,63 @@ _MADE: Mapping[Kind | Op, Result] = {kind: row.makes for kind, row in KINDS.item
 _IN_PARTS = {part for parts in WHOLES for part in parts}
 
 
+class Ranks(Enum):
+    """Which ranks have a part in a collective."""
+
+    FIRST = "that of the first stage"
+    LAST = "that of the last stage"
+    EVERY = "every rank"
+
+    def include(self, stage: int, last_stage: int) -> bool:
+        """Whether the rank is one of them whose action is written with ``stage``."""
+        return self is Ranks.EVERY or stage == (0 if self is Ranks.FIRST else last_stage)
+
+
+class Collective(NamedTuple):
+    """One meeting of all ranks for a microbatch.
+
+    Args:
+        chunk: with which of its stages a rank writes it: 0 for its first, -1 for its last.
+        made_by: of which kinds one makes a rank's part of it, on the same stage; none where there is nothing to make.
+        makers: the ranks that make a part.
+        used_by: of which one takes what it brings, on the same stage.
+        users: the ranks that it brings something.
+    """
+
+    chunk: int
+    made_by: tuple[Kind, ...]
+    makers: Ranks
+    used_by: tuple[Kind | Op, ...]
+    users: Ranks
+
+
+# In the order in which those of one place in the line of all passes are posted.
+COLLECTIVES: Mapping[Kind | Op, Collective] = {
+    Op.EMBED: Collective(0, (), Ranks.EVERY, (Kind.F,), Ranks.FIRST),
+    Op.OUTPUT: Collective(-1, (Kind.F,), Ranks.LAST, (Kind.S,), Ranks.EVERY),
+    Op.SUM: Collective(-1, (Kind.S,), Ranks.EVERY, (Kind.I, Kind.B), Ranks.LAST),
+    Op.WEIGH: Collective(-1, (Kind.I, Kind.B), Ranks.LAST, (Kind.T,), Ranks.EVERY),
+    Op.EMBED_BACK: Collective(0, (Kind.I, Kind.B), Ranks.FIRST, (Op.ADD,), Ranks.EVERY),
+}
+# What a stage's weight gradients are complete after.
+ADDS_GRADIENTS: Collection[Kind | Op] = {Op.ADD, *(kind for kind, row in KINDS.items() if row.ends_gradients)}
+_TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
+
+
+def computes(op: Kind | Op) -> bool:
+    """Whether ``op`` is work for the device: a pass, or what adds gradients up."""
+    return isinstance(op, Kind) or op is Op.ADD
+
+
+def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
+    """Those that programs have whose passes are ``present``, in order; none where no rank has a part of the output."""
+    if not any(isinstance(op, Kind) and KINDS[op].of_ranks for op in present):
+        return ()
+    return tuple(
+        Op(op) for op, each in COLLECTIVES.items() if not each.made_by or any(kind in present for kind in each.made_by)
+    )
+
+
 class Action(NamedTuple):
     """One step of a program, written ``{stage}{op}{microbatch}``: ``2F0``, ``2SEND_F0``, ``3RECV_F0``.
 
@@ -78,39 +148,47 @@ class Slot(NamedTuple):
     """Where a rank keeps a tensor between two passes, until the pass or the message that needs it takes it.
 
     Args:
-        result: what it is.
+        result: what it is: what another stage made, or what a collective brings.
         stage: the stage that uses it.
         microbatch: its microbatch.
     """
 
-    result: Result
+    result: Result | Op
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
+        if isinstance(self.result, Op):
+            return f"what {self.stage}{self.result}{self.microbatch} brings"
         what = "input" if self.result is Result.ACTIVATION else "output's gradient"
         return f"stage {self.stage}'s {what} of microbatch {self.microbatch}"
 
 
-def slot_needed(action: Action, last_stage: int) -> Slot | None:
+def _slot_needed(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
     """What ``action`` takes from the rank's slots: a pass its input, a send its message; None for nothing."""
     op, stage, microbatch, _ = action
-    if op in TAKEN:
-        result = TAKEN[op]
-        return Slot(result, stage, microbatch) if 0 <= stage - MESSAGES[result].step <= last_stage else None
+    if op in TAKEN and 0 <= stage - MESSAGES[TAKEN[op]].step <= last_stage:
+        return Slot(TAKEN[op], stage, microbatch)
     if op in SENDS:
         return Slot(SENDS[op], stage + MESSAGES[SENDS[op]].step, microbatch)
+    collective = _TAKES.get(op)
+    if collective is not None and collective in present and COLLECTIVES[collective].users.include(stage, last_stage):
+        return Slot(collective, stage, microbatch)
     return None
 
 
-def slot_filled(action: Action, last_stage: int) -> Slot | None:
-    """What ``action`` puts there: a pass its result, a receive what arrives; None for nothing."""
+def _slot_filled(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
+    """What ``action`` puts there: a pass its result, a receive or a collective what it brings; None for nothing."""
     op, stage, microbatch, _ = action
     if op in _MADE:
         user = stage + MESSAGES[_MADE[op]].step
         return Slot(_MADE[op], user, microbatch) if 0 <= user <= last_stage else None
     if op in RECEIVES:
         return Slot(RECEIVES[op], stage, microbatch)
+    if op in COLLECTIVES:
+        _, _, _, used_by, users = COLLECTIVES[op]
+        if users.include(stage, last_stage) and any(user in present for user in used_by):
+            return Slot(Op(op), stage, microbatch)
     return None
 
 
@@ -161,41 +239,66 @@ class Program:
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The actions with their slots: a program is made once and run in every iteration."""
-        last = self.placement.last_stage
-        return tuple(
-            Instruction(action, slot_needed(action, last), slot_filled(action, last)) for action in self.actions
-        )
+        return tuple(self.steps())
+
+    def steps(self) -> Iterator[Instruction]:
+        """The same, one by one: whoever looks at the programs of all ranks once need not keep them all."""
+        last, present = self.placement.last_stage, {action.op for action in self.actions}
+        for action in self.actions:
+            yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
 
     @cached_property
-    def completing(self) -> Mapping[tuple[int, int], int]:
-        """For each stage and microbatch whose last pass completes the stage's gradients, how many passes follow it."""
-        found: dict[tuple[int, int], int] = {}
+    def completing(self) -> Mapping[tuple[Kind | Op, int, int], int]:
+        """For each pass (or ``ADD``) that completes its stage's gradients, how many passes follow it.
+
+        By kind, stage and microbatch.
+        """
+        found: dict[tuple[Kind | Op, int, int], int] = {}
+        reduced: set[int] = set()
         left = 0
-        for action in reversed(self.actions):
-            if action.op is Op.REDUCE:
-                found[action.stage, action.microbatch] = left
-            left += isinstance(action.op, Kind)
+        for op, stage, microbatch, _ in reversed(self.actions):
+            if op is Op.REDUCE:
+                reduced.add(stage)
+            elif stage in reduced and op in ADDS_GRADIENTS:
+                reduced.remove(stage)
+                found[op, stage, microbatch] = left
+            left += isinstance(op, Kind)
         return found
 
     @cached_property
     def messages_held(self) -> int:
-        """The most messages that are held at once: posted ahead and not yet used, or sent since the pass before."""
+        """The most messages that are held at once: posted ahead and not yet used, or sent since the pass before.
+
+        What a collective brings counts as a message.
+        """
         most = ahead = sent = 0
         for instruction in self.instructions:
             op = instruction.action.op
-            ahead += op in RECEIVES
+            ahead += op in RECEIVES or (op in COLLECTIVES and instruction.filled is not None)
             sent += op in SENDS
-            if isinstance(op, Kind):
-                ahead -= self.sender(instruction) is not None
+            if computes(op):
+                ahead -= self.arrives(instruction)
                 most, sent = max(most, ahead + sent), 0
         return most
 
+    def arrives(self, instruction: Instruction) -> bool:
+        """Whether a message or a collective brings what ``instruction`` needs."""
+        needed = instruction.needed
+        if needed is None or instruction.action.op in SENDS:
+            return False
+        return isinstance(needed.result, Op) or self.sender(instruction) is not None
+
     def sender(self, instruction: Instruction) -> int | None:
-        """The rank whose message brings what ``instruction`` needs; None where no message does."""
+        """The one other rank from which what ``instruction`` needs comes; None where there is no such rank."""
         if instruction.needed is None or instruction.action.op in SENDS:
             return None
         result, stage, _ = instruction.needed
-        rank = self.placement.rank_of[stage - MESSAGES[result].step]
+        if isinstance(result, Result):
+            rank = self.placement.rank_of[stage - MESSAGES[result].step]
+        elif COLLECTIVES[result].makers is Ranks.EVERY:
+            return None
+        else:
+            rank = self.placement.rank_of[0 if COLLECTIVES[result].makers is Ranks.FIRST else -1]
         return None if rank == self.rank else rank
 
     @cached_property

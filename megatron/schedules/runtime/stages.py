@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
+
+from megatron.schedules.runtime.program import Op, ProgramError
 
 
 class Stages(Protocol):
@@ -14,6 +17,10 @@ class Stages(Protocol):
     the same rank, so it must not be written to; ``requires_grad_()`` on it is allowed. What is returned may
     carry history; the engine keeps a detached alias, so a stage is free to drop the data of its own output
     tensor afterwards.
+
+    The last four are asked for where all ranks share the vocabulary; other stages may do without by being a subclass.
+    Then F of stage 0 is given what ``EMBED`` brought, I and B of the last stage what ``SUM`` brought, and what F of the
+    last stage and I and B of stage 0 return is not used: the stages keep it, by microbatch, for the collectives.
     """
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
@@ -39,3 +46,24 @@ class Stages(Protocol):
     def reduce_gradients(self, stage: int) -> None:
         """The stage's gradients are complete: let their data-parallel reduction start, and overlap what follows."""
         ...
+
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        """S: this rank's part of the output layer, from the last stage's output that ``OUTPUT`` brought."""
+        raise ProgramError("these stages share no vocabulary")
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        """T: adds to the gradient of that part, given what ``WEIGH`` brought: the gradient of each token's loss."""
+        raise ProgramError("these stages share no vocabulary")
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
+        """ADD: adds to the gradient of this rank's part of the embedding, given what ``EMBED_BACK`` brought."""
+        raise ProgramError("these stages share no vocabulary")
+
+    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
+        """This rank's part in the collective ``op``: a chain of calls that wait for other ranks, and what is between.
+
+        Called in the thread that runs the program when the collective is posted, and may read data. What it returns is
+        called once, without autograd and possibly in another thread (:mod:`.meetings`); it gives what the collective
+        brings to this rank, None where that is nothing. It must not touch what a pass may be changing.
+        """
+        raise ProgramError("these stages share no vocabulary")

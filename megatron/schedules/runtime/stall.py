@@ -23,9 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.place import End, Place, Spot
-from megatron.schedules.runtime.program import RECEIVES, SENDS
+from megatron.schedules.runtime.program import COLLECTIVES, RECEIVES, SENDS, Op
 
 _LOOKS, _SHORTEST_S, _LONGEST_S = 40, 0.05, 3.0
 _GRACE = 1 / 8
@@ -167,7 +166,7 @@ def _ends_anyway() -> Iterator[None]:
 
 def _waits(spot: Spot) -> bool:
     """Whether ``spot`` is one at which another rank is waited for."""
-    return isinstance(spot.step, End) or spot.awaited is not None or spot.step.action.peer is not None
+    return isinstance(spot.step, End) or spot.awaits or spot.step.action.peer is not None
 
 
 def _where(spot: Spot) -> str:
@@ -178,15 +177,19 @@ def _where(spot: Spot) -> str:
     if step is End.SENDS:
         peers = sorted({a.peer for a in spot.program.actions if a.op in SENDS and a.peer is not None})
         to = " or ".join(map(str, peers))
-        return f"at the end of its program: its last messages are not taken by pipeline rank {to}, {gone}"
+        what = f"its last messages are not taken by pipeline rank {to}"
+        if any(a.op in COLLECTIVES for a in spot.program.actions):
+            what += ", or its last collective lacks one of all ranks"
+        return f"at the end of its program: {what}, {gone}"
     action, awaited = step.action, spot.awaited
-    if awaited is not None:
-        return f"at {action}: {step.needed} has not come from pipeline rank {awaited}, {gone}"
+    if spot.awaits:
+        who = "some pipeline rank" if awaited is None else f"pipeline rank {awaited}"
+        return f"at {action}: {step.needed} has not come from {who}, {gone}"
     if action.peer is not None:
         way = "from" if action.op in RECEIVES else "to"
         return f"at {action}, a message {way} pipeline rank {action.peer}, {gone}"
     what = "takes longer than that (a first compilation, loading of data)"
-    if not isinstance(action.op, Kind):
+    if action.op is Op.REDUCE:
         what = "starts a reduction of gradients"
     return f"in {action}, which {what} or waits for what does not come (a collective that not all its ranks call)"
 

@@ -1,4 +1,7 @@
-"""Transport: messages between pipeline ranks over torch.distributed, a process group for each direction."""
+"""Transport: messages between pipeline ranks over torch.distributed, a process group for each direction.
+
+Collectives of all ranks of a pipeline go over a group of their own (:mod:`.meetings`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.schedules.runtime.meetings import Chain, Meetings, meetings_on
 from megatron.schedules.runtime.program import Channel
 
 
 class Pending(Protocol):
-    """A receive that was posted."""
+    """A receive or a collective that was posted."""
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there. Called once.
+        """The tensor that it brings, once it is there. Called once.
 
         On a GPU it may still be coming: it is there for whatever the current stream does next.
         """
@@ -42,8 +46,16 @@ class Transport(Protocol):
         """Post the receive of the next message from pipeline rank ``peer``; returns at once."""
         ...
 
+    def meet(self, chain: Chain) -> Pending:
+        """Post a collective of all ranks of the pipeline, which each post all of theirs in one order.
+
+        Args:
+            chain: what this rank does in it; carried out once, after those posted before it.
+        """
+        ...
+
     def finish(self) -> None:
-        """Wait until every send has completed."""
+        """Wait until every send and every collective has completed; raises what one of them raised."""
         ...
 
 
@@ -130,14 +142,9 @@ def make_channels(
         ValueError: where this process is not in exactly one pipeline.
         RuntimeError: where a channel does not carry what was sent.
     """
-    me = dist.get_rank()
-    mine = [tuple(pipeline) for pipeline in pipelines if me in pipeline]
-    if len(mine) != 1:
-        raise ValueError(
-            f"global rank {me} is in {len(mine)} of the pipelines {list(map(list, pipelines))}; it must be in one"
-        )
+    me, mine = dist.get_rank(), _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    device = _device_of(backend)
     made, numbers = Channels({}, {}, device), count()
     for meeting in rounds(channels):
         for pipeline, channel in product(pipelines, meeting):
@@ -150,8 +157,61 @@ def make_channels(
             elif me == ends[1]:
                 made.incoming[channel.source] = End(group, dist.get_group_rank(group, ends[0]))
         for channel in meeting:
-            _greet(made, mine[0].index(me), channel, next(numbers))
+            _greet(made, mine.index(me), channel, next(numbers))
     return made
+
+
+def make_meeting_group(
+    pipelines: Sequence[Sequence[int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    options: Callable[[], Any] = lambda: None,
+    new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
+) -> dist.ProcessGroup:
+    """Make a process group of each whole pipeline, for its collectives; every process must call it.
+
+    Torch puts its ranks into the order of their global numbers, whatever the pipeline's. They add up a number before it
+    is used, which makes NCCL's communicator.
+
+    Args:
+        pipelines, backend, timeout, options, new_group: as :func:`make_channels` has them.
+
+    Returns:
+        the group of this process's pipeline.
+
+    Raises:
+        ValueError: where this process is not in exactly one pipeline.
+        RuntimeError: where the group does not add up.
+    """
+    mine = _own_pipeline(pipelines)
+    backend = backend or dist.get_backend()
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for pipeline in map(tuple, pipelines):
+        found[pipeline] = new_group(
+            list(pipeline), timeout=timeout, backend=backend, pg_options=options(), group_desc="pipeline meetings"
+        )
+    word = torch.tensor([1 + mine.index(dist.get_rank())], device=_device_of(backend))
+    dist.all_reduce(word, group=found[mine])
+    if word.item() != sum(range(1, 1 + len(mine))):
+        raise RuntimeError(f"the group of pipeline {list(mine)} adds 1 to {len(mine)} up to {word.item()}")
+    return found[mine]
+
+
+def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The one of ``pipelines`` that this process is in."""
+    me = dist.get_rank()
+    mine = [tuple(pipeline) for pipeline in pipelines if me in pipeline]
+    if len(mine) != 1:
+        raise ValueError(
+            f"global rank {me} is in {len(mine)} of the pipelines {list(map(list, pipelines))}; it must be in one"
+        )
+    return mine[0]
+
+
+def _device_of(backend: str) -> torch.device:
+    """Where ``backend`` takes its tensors from."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
 def rounds(channels: Iterable[Channel]) -> list[list[Channel]]:
@@ -198,11 +258,13 @@ class GroupTransport:
     Args:
         channels: this process's groups.
         spec: what every message of this run looks like.
+        meetings: carries out collectives; what suits the spec's device where None.
     """
 
-    def __init__(self, channels: Channels, spec: MessageSpec) -> None:
+    def __init__(self, channels: Channels, spec: MessageSpec, meetings: Meetings | None = None) -> None:
         self._channels = channels
         self._spec = spec
+        self._meetings = meetings
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
@@ -226,6 +288,12 @@ class GroupTransport:
         """See :meth:`Transport.receive`."""
         return self.post_receive(peer, self._spec.shape)
 
+    def meet(self, chain: Chain) -> Pending:
+        """See :meth:`Transport.meet`."""
+        if self._meetings is None:
+            self._meetings = meetings_on(self._spec.device)
+        return self._meetings.meet(chain)
+
     def post_send(self, peer: int, tensor: Tensor) -> None:
         """Send ``tensor`` as it is; the other end must post a receive of its shape."""
         while self._sends and self._sends[0][0].is_completed():
@@ -239,7 +307,9 @@ class GroupTransport:
         return _Arriving(self._channels.incoming[peer].receive(buffer), buffer, self._spec.device)
 
     def finish(self) -> None:
-        """See :meth:`Transport.finish`. Raises what a send raised."""
+        """See :meth:`Transport.finish`."""
+        if self._meetings is not None:
+            self._meetings.finish()
         while self._sends:
             self._sends[0][0].wait()
             self._sends.popleft()

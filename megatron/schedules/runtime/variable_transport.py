@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.schedules.runtime.meetings import Chain
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Pending
 
 
@@ -46,7 +47,11 @@ class VariableTransport:
         """See :meth:`.transport.Transport.receive`."""
         return self._tensors.post_receive(peer, self._shapes.receive(peer).wait().tolist())
 
+    def meet(self, chain: Chain) -> Pending:
+        """See :meth:`.transport.Transport.meet`: a chain knows its own shapes."""
+        return self._tensors.meet(chain)
+
     def finish(self) -> None:
-        """See :meth:`.transport.Transport.finish`. Raises what a send raised."""
+        """See :meth:`.transport.Transport.finish`."""
         self._shapes.finish()
         self._tensors.finish()
