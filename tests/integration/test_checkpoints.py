@@ -177,7 +177,7 @@ CROSSINGS = [
     ("1F1B TP2", "shared zb-1p PP4", False, False),
     ("shared zb-1p PP4", "shared v-half TP2", False, False),
     ("shared v-half TP2", "1F1B", False, False),
-    ("shared v-half DP2", "1F1B TP2", True, True),
+    ("shared v-half DP2", "1F1B TP2", True, False),
     ("1F1B DP2", "shared v-half", True, False),
 ]
 
