@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import StageCosts
@@ -13,7 +13,7 @@ from megatron.schedules.planning.polish import finished
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.reorder import improve
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import peaks, simulate
+from megatron.schedules.planning.simulate import peaks, sweep
 
 _ROUNDS = 40
 
@@ -33,18 +33,22 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
             ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too.
     """
     base = _in_parts(base)
-    timeline, last = simulate(base, costs), base.placement.last_stage
-    ended: dict[Kind, dict[int, float]] = {Kind.S: {}, Kind.T: {}}
+    starts, ends, turns = sweep(base, costs)
+    turns_of: list[list[int]] = [[] for _ in base.order]
+    for turn, rank in enumerate(turns):
+        turns_of[rank].append(turn)  # which tells what comes first of what takes no time
+    last = base.placement.last_stage
     rank = base.placement.rank_of[last]
-    for (stage, kind, m), end in zip(base.order[rank], timeline.end[rank], strict=True):
+    ended: dict[Kind, dict[int, tuple[float, int]]] = {Kind.S: {}, Kind.T: {}}
+    for (stage, kind, m), end in zip(base.order[rank], zip(ends[rank], turns_of[rank], strict=True), strict=True):
         if stage == last and kind is not Kind.W:
             ended[Kind.S if COUNTS_AS[kind] is Kind.F else Kind.T][m] = end
     rows = []
-    for row, starts, rank in zip(base.order, timeline.start, range(base.ranks), strict=True):
-        stage = base.placement.stages_of(rank)[-1]
+    for rank, row in enumerate(base.order):
+        stage, begun = base.placement.stages_of(rank)[-1], list(zip(starts[rank], turns_of[rank], strict=True))
         placed = [(index, 2, work) for index, work in enumerate(row)]
-        for order, (kind, ends) in enumerate(ended.items()):
-            placed += [(bisect_left(starts, end), order, Pass(stage, kind, m)) for m, end in ends.items()]
+        for order, (kind, each) in enumerate(ended.items()):
+            placed += [(bisect_right(begun, end), order, Pass(stage, kind, m)) for m, end in each.items()]
         rows.append(tuple(work for _, _, work in sorted(placed)))
     shared = replace(base, order=tuple(rows))
     lookahead = max(16, 2 * base.ranks)
