@@ -95,3 +95,25 @@ def test_layers_that_cannot_be_are_refused(capsys, flags: list[str], said: str):
 )
 def test_a_model_that_nobody_knows_is_refused(capsys, model: str, said: str):
     assert_refused(["compare", *SIZE, "--model", model], said, capsys)
+
+
+def test_the_vocabulary_may_be_shared_by_all_ranks(capsys):
+    alone, shared = (planned(capsys, "--model", "Llama-3-8B", *flags) for flags in ((), ("--vocabulary-parallel",)))
+    assert shared["figures"]["makespan"] < 0.9 * alone["figures"]["makespan"]
+    assert not alone["costs"]["shared_vocabulary"]
+    assert shared["costs"]["shared_vocabulary"]
+    assert {work[:2] for row in shared["order"] for work in row} >= {"7S", "7T", "4S", "4T"}
+
+
+def test_a_drawing_says_that_it_is_shared(capsys):
+    assert main(["draw", "--model", "Llama-3-8B", "--vocabulary-parallel", *SIZE]) == 0
+    assert "the output layer as long as 2.343 layers, shared by all ranks" in capsys.readouterr().out
+
+
+def test_what_is_shared_must_be_known(capsys, tmp_path: Path):
+    unknown = ["plan", "--schedule", "v-zb", *SIZE, "--vocabulary-parallel"]
+    assert_refused(unknown, "--vocabulary-parallel goes with --model", capsys)
+    file = tmp_path / "model.sh"
+    file.write_text(FLAGS.strip() + " --mtp-num-layers 1\n")
+    flags = ["plan", "--schedule", "v-zb", *SIZE, "--model", str(file), "--vocabulary-parallel"]
+    assert_refused(flags, "--vocabulary-parallel: the vocabulary cannot be shared with multi-token prediction", capsys)

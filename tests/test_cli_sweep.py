@@ -106,6 +106,7 @@ def cases(folder: Path) -> list[tuple[list[str], list[str]]]:
         "--schedule-file": named,
         "--output": outputs,
         "--gradients": [],
+        "--vocabulary-parallel": [],
         "--no-such-flag": ["1"],
     }
     made = []

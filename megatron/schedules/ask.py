@@ -42,6 +42,7 @@ FLAGS = {
     "costs_file": "--costs-file",
     "model": "--model",
     "layers": "--layers",
+    "shared_vocabulary": "--vocabulary-parallel",
     "memory_limit": "--memory-limit",
     "search_seconds": "--search-seconds",
     "stage_weights": "--stage-weights",
@@ -81,6 +82,13 @@ def size_flags(command: Command) -> Command:
                 help="With --model or a profile of it: how many decoder layers each stage has, in model order. auto "
                 "finds the spread with which the plan is shortest, and plan says it in Megatron's letters; even "
                 "without this flag.",
+            ),
+            click.option(
+                "--vocabulary-parallel",
+                is_flag=True,
+                help="With --model or a profile of it: cut the output layer along the vocabulary, a part for every "
+                "rank, and plan the passes S and T for it. For large vocabularies, where whole layers cannot balance "
+                "the last stage.",
             ),
             click.option(
                 "--costs",
@@ -187,6 +195,7 @@ class Ask:
         microbatches: str | None,
         model: str | None,
         layers: str | None,
+        vocabulary_parallel: bool,
         costs: str | None,
         costs_file: Path | None,
         chunks: str | None,
@@ -243,11 +252,17 @@ class Ask:
             raise PlanError(
                 "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?"
             )
+        if vocabulary_parallel and loads is None:
+            raise PlanError(
+                "--vocabulary-parallel goes with --model, or a --costs-file with the model's ends: what does its "
+                "output layer cost?"
+            )
         self._spreads = layers == "auto"
         self.costs = replace(
             measured,
             model=loads,
             layers=None if layers in (None, "even", "auto") else _counts(layers),
+            shared_vocabulary=vocabulary_parallel,
             stage_weights=numbers("--stage-weights", stage_weights),
             stage_activations=numbers("--stage-activations", stage_activations),
             **shares,

@@ -175,7 +175,7 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
             "weight_grad": costs.weight_grad,
             "comm": costs.comm,
         }
-        | ({"output_layer_in_layers": costs.last_in_layers} if costs.model else {}),
+        | _ends(costs),
         "figures": {
             "makespan": found.makespan,
             "bubble": found.bubble,
@@ -198,6 +198,13 @@ def _how_good(timeline: Timeline, ask: Ask) -> str:
         f"{percent(1 - timeline.ideal / least)}: this one, which ends at {number(timeline.makespan)}, is at most "
         f"{percent(timeline.makespan / least - 1)} longer than the best there is.\n"
     )
+
+
+def _ends(costs: Costs) -> dict[str, Any]:
+    """What there is to say of a model's ends."""
+    if costs.model is None:
+        return {}
+    return {"output_layer_in_layers": costs.last_in_layers, "shared_vocabulary": costs.shared_vocabulary}
 
 
 def _where(layers: tuple[int, ...] | None) -> str:
@@ -258,6 +265,7 @@ def _caption(ask: Ask) -> str:
     times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
     if ask.costs.model is not None:
         times += f", the output layer as long as {number(ask.costs.last_in_layers)} layers"
+        times += ", shared by all ranks" if ask.costs.shared_vocabulary else ""
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
         f"{times}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."

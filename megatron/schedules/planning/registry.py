@@ -224,7 +224,15 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
     if request.microbatches < 1:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}", "microbatches")
     schedule = entry.build(request, progress)
-    if request.costs.shared_vocabulary and not schedule.kinds.intersection(OF_RANKS):
+    shared = bool(schedule.kinds.intersection(OF_RANKS))
+    if request.schedule == "file" and shared != request.costs.shared_vocabulary:
+        has = (
+            "the CSV has S and T: leave them out, or share"
+            if shared
+            else "the CSV has no S and T, which it takes to share"
+        )
+        raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
+    if request.costs.shared_vocabulary and not shared:
         schedule = share_output(schedule, request.costs.around_one()[0].on(schedule.placement), progress)
     validate(schedule)
     schedule = in_microbatch_order(schedule)

@@ -14,13 +14,10 @@ from megatron.schedules.planning.reorder import improve
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, simulate
 
-# The input gradient of the last stage waits until all ranks have done their part and their messages have met. What a
-# rank may hold more for it: the paper (arXiv 2411.05288, section 5) counts one microbatch too.
-_MORE = 1.0
 _ROUNDS = 40
 
 
-def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard) -> Schedule:
+def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard, more: float = 1.0) -> Schedule:
     """``base`` with S and T of every rank and microbatch, reordered for what the last stage then waits.
 
     Each rank does its S before the first pass that ``base`` starts once the last stage's F has ended, and its T before
@@ -31,6 +28,8 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
         base: an order without them.
         costs: with times of S and T.
         progress: hears how far the reordering is.
+        more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
+            ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too.
     """
     timeline, last = simulate(base, costs), base.placement.last_stage
     ended: dict[Kind, dict[int, float]] = {Kind.S: {}, Kind.T: {}}
@@ -52,5 +51,5 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
         *(Policy(lookahead, patience=patience) for patience in (0.0, 0.5, 1.0)),
         Policy(lookahead, patience=0.0, ends_only=True),
     ]
-    limits = [peak + _MORE for peak in peaks(shared, costs)]
+    limits = [peak + more for peak in peaks(shared, costs)]
     return improve(shared, costs, limits, policies, _ROUNDS, progress)

@@ -10,14 +10,14 @@ FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sa
 WHITE: Rgb = (255, 255, 255)
 BLACK: Rgb = (0, 0, 0)
 
-# Four hues that stay apart for colour-blind readers too, dark enough that a lighter second chunk stands off.
+# Hues that stay apart for colour-blind readers too, dark enough that a lighter second chunk stands off.
 HUES: dict[Kind, Rgb] = {
     Kind.F: (36, 99, 196),
     Kind.I: (214, 107, 24),
     Kind.W: (22, 133, 92),
     Kind.B: (154, 62, 142),
-    Kind.S: (190, 150, 0),
-    Kind.T: (0, 140, 160),
+    Kind.S: (100, 0, 40),
+    Kind.T: (100, 180, 0),
 }
 # How far the last chunk's colour goes towards white.
 _LIGHTEST = 0.55

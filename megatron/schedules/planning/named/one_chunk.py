@@ -15,11 +15,17 @@ from megatron.schedules.planning.polish import polish
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.shared_output import share_output
 
 
 def one_f_one_b(request: Request) -> Schedule:
-    """Rank r runs d - 1 - r forwards ahead, then one forward and one whole backward in turn: peak min(n, d)."""
-    return _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank)
+    """Rank r runs d - 1 - r forwards ahead, then one forward and one whole backward in turn: peak min(n, d).
+
+    Where all ranks share the output layer it runs one more ahead, behind which the ranks do their parts of it.
+    """
+    shared = request.costs.shared_vocabulary
+    order = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank + shared)
+    return share_output(order, request.costs.around_one()[0].on(order.placement), more=0.0) if shared else order
 
 
 def eager_1f1b(request: Request) -> Schedule:
