@@ -36,7 +36,8 @@ from megatron.schedules.integration import gpt
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
+from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program

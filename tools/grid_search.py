@@ -42,10 +42,18 @@ class Answer(NamedTuple):
     found: list[Found]
 
 
-def search_all(questions: Sequence[Question], names: Sequence[str], top: int, jobs: int) -> list[Answer]:
-    """Every method for every question, in ``jobs`` processes, with a bar on standard error."""
+def search_all(
+    questions: Sequence[Question], names: Sequence[str], top: int, jobs: int, *, shared: bool = False
+) -> list[Answer]:
+    """Every method for every question, in ``jobs`` processes, with a bar on standard error.
+
+    With ``shared`` each with a vocabulary that all ranks share, too.
+    """
     # The longest first: their plans are searched for.
-    methods = sorted((m for m in _METHODS if m.name in names), key=lambda m: -len(_METHODS) if m is ADAPTIVE else 0)
+    asked = [method for method in _METHODS if method.name in names]
+    if shared:
+        asked += [method.sharing() for method in asked]
+    methods = sorted(asked, key=lambda method: method.schedule != ADAPTIVE.schedule)
     found: dict[tuple[int, str], Found] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
@@ -62,8 +70,7 @@ def search_all(questions: Sequence[Question], names: Sequence[str], top: int, jo
         for future in as_completed(futures):
             found[futures[future]] = future.result()
             progress.advance(task)
-    ordered = [method.name for method in _METHODS if method.name in names]
-    return [Answer(question, [found[at, name] for name in ordered]) for at, question in enumerate(questions)]
+    return [Answer(question, [found[at, method.name] for method in asked]) for at, question in enumerate(questions)]
 
 
 def as_text(answers: Iterable[Answer]) -> str:
@@ -169,6 +176,11 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     multiple=True,
     help="Only this one; give it several times. Without it, all.",
 )
+@click.option(
+    "--vocabulary-parallel",
+    is_flag=True,
+    help="Each method also with a vocabulary that all pipeline ranks share: any number of layers, ends of 1/PP each.",
+)
 @click.option("--top", type=click.IntRange(1), default=1, show_default=True, help="How many settings of each method.")
 @click.option(
     "--costs-file",
@@ -199,6 +211,7 @@ def main(
     device: str,
     memory: float | None,
     methods: Sequence[str],
+    vocabulary_parallel: bool,
     top: int,
     costs_file: Path | None,
     jobs: int,
@@ -219,7 +232,8 @@ def main(
     if costs_file is not None:
         correction = corrections(read_profile(costs_file), gpu)
     questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
-    answers = search_all(questions, methods or [method.name for method in _METHODS], top, jobs)
+    names = methods or [method.name for method in _METHODS]
+    answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)
     if output is None:
         click.echo(text, nl=False)

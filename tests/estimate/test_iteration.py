@@ -115,6 +115,34 @@ def test_costs_are_those_of_slots_however_many_stages_share_them():
         assert sum(on_stages.activation) == pytest.approx(4)
 
 
+@pytest.mark.parametrize("name", ["1F1B", "1F1B-R", "V-Half", "adaptive"])
+def test_a_shared_vocabulary_is_on_all_ranks_alike(name: str):
+    plain = setting(name)
+    shared = replace(plain, model=replace(SMALL, layers=16), method=plain.method.sharing())
+    static = static_bytes(shared)
+    assert max(static) == pytest.approx(min(static))
+    whole = 16 * SMALL.layer_parameters + 2 * SMALL.vocabulary * SMALL.hidden
+    assert sum(static) - 4 * RESERVED == pytest.approx(18.0 * whole)
+    found = estimate(shared, search_seconds=0.05)
+    assert least_seconds(shared) <= found.seconds + 1e-9
+    times, again = slot_times(Microbatch(SMALL), A100), times_again(name)
+    busy = (1 - found.bubble) * (found.seconds - after_the_pipeline(shared)) * 4
+    layers = 16 * (times.layer.whole + again * times.layer.forward)
+    assert busy == pytest.approx(12 * (layers + times.embedding.whole + times.output_layer.whole), rel=0.02)
+    assert "--pipeline-vocabulary-parallel" in shared.flags
+
+
+def times_again(name: str) -> int:
+    """How often a layer's forward is done again."""
+    return 1 if name == "1F1B-R" else 0
+
+
+def test_with_a_shared_vocabulary_layers_need_not_spread_evenly():
+    shared = replace(setting("V-Half"), model=replace(SMALL, layers=13), method=NAMED["V-Half"].sharing())
+    assert shared.wrong == ""
+    assert estimate(shared).mfu > 0
+
+
 def test_an_adaptive_plan_takes_what_room_there_is():
     tight = replace(setting("adaptive"), device=replace(A100, memory=max(static_bytes(setting("adaptive"))) + 1 * GIB))
     assert 0 < memory_limit(tight) < memory_limit(setting("adaptive")) == 2.0

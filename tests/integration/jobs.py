@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from argparse import ArgumentParser
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import count, pairwise
@@ -33,6 +34,7 @@ import pretrain_gpt
 from megatron.schedules.integration import gpt, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
+from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import conversations, fake_wandb, low_rank, plain_attention, standing_step, stock_script
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
@@ -60,15 +62,11 @@ def train(
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, timeout=timeout)
     last = ranks[-1]
-    gradients, weights = {}, {}
-    for rank in ranks:
-        gradients.update(rank["gradients"])
-        weights.update(rank["weights"])
     return Result(
         last["losses"],
         last["evaluations"],
-        gradients,
-        weights,
+        _joined(ranks, "gradients"),
+        _joined(ranks, "weights"),
         [rank["peak"] for rank in ranks],
         [rank["shapes"] for rank in ranks],
         last["iterations"],
@@ -338,7 +336,20 @@ def _rank_without_us(flags: list[str]) -> dict[str, Any]:
 
 def _nothing_seen() -> dict[str, Any]:
     lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales")}
-    return lists | {"gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
+    return lists | {"shares": False, "pipeline": 0, "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
+
+
+def _joined(ranks: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, int, int], torch.Tensor]:
+    """Of all ranks; of a vocabulary that all of a pipeline share, their parts put together as stock has it."""
+    found: dict[tuple[str, int, int], torch.Tensor] = {}
+    parts: dict[tuple[str, int, int], dict[int, torch.Tensor]] = defaultdict(dict)
+    for rank in ranks:
+        for key, tensor in rank[what].items():
+            if rank["shares"] and key[0] in (EMBEDDING, OUTPUT):
+                parts[key][rank["pipeline"]] = tensor
+            else:
+                found[key] = tensor
+    return found | {key: torch.cat([tensors[at] for at in sorted(tensors)]) for key, tensors in parts.items()}
 
 
 def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
@@ -413,6 +424,10 @@ def _listen(seen: dict[str, Any]) -> None:
 def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
     def call(*, model: Any, forward_only: bool = False, **rest: Any) -> Any:
         result = schedule(model=model, forward_only=forward_only, **rest)
+        seen["shares"], seen["pipeline"] = (
+            parts_of(model) is not None,
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
         if not forward_only:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))

@@ -67,6 +67,7 @@ def assert_the_same(resumed: Result, straight: Result) -> None:
 
 # How many ranks, whether embeddings are tied, flags, under which schedules, and under which of them by default.
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+SHARED = "--pipeline-vocabulary-parallel"
 ENOUGH = ("zb-1p", "v-half")  # where the schedule has no part in what is resumed
 RESUMED = {
     "dropout": (2, False, DROPOUT, SCHEDULES, ("adaptive",)),
@@ -75,6 +76,9 @@ RESUMED = {
     "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", SCHEDULES, ("v-half",)),
     "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ENOUGH, ()),
     "constant structure": (4, False, "--ckpt-assume-constant-structure", ENOUGH, ()),
+    "shared vocabulary": (2, False, SHARED, ENOUGH, ()),
+    "shared vocabulary, tied, DP2, shared reading": (4, True, f"{SHARED} --ckpt-fully-parallel-load", ENOUGH, ()),
+    "shared vocabulary, tied, DP2, bf16": (4, True, f"{SHARED} --bf16 {DISTRIBUTED}", ENOUGH, ("v-half",)),
 }
 
 
@@ -137,6 +141,11 @@ SIDES = {
     "adaptive": (2, pipeline(2, *under("adaptive"))),
     "v-min": (2, pipeline(2, *under("v-min"))),
     "v-zb": (2, pipeline(2, *under("v-zb"))),
+    "shared 1F1B": (2, pipeline(2, *under("1f1b"), SHARED)),
+    "shared v-half": (2, pipeline(2, *under("v-half"), SHARED)),
+    "shared v-half DP2": (4, pipeline(2, *under("v-half"), SHARED)),
+    "shared v-half TP2": (4, pipeline(2, *under("v-half"), SHARED, *TP2)),
+    "shared zb-1p PP4": (4, pipeline(4, *under("zb-1p"), SHARED)),
 }
 # From, to, with the distributed optimizer, by default.
 CROSSINGS = [
@@ -163,6 +172,13 @@ CROSSINGS = [
     ("PP1", "adaptive", True, False),
     ("1F1B", "v-min", False, False),
     ("v-zb", "1F1B", False, False),
+    ("shared v-half", "1F1B", False, True),
+    ("PP1", "shared v-half", False, False),
+    ("1F1B TP2", "shared zb-1p PP4", False, False),
+    ("shared zb-1p PP4", "shared v-half TP2", False, False),
+    ("shared v-half TP2", "1F1B", False, False),
+    ("shared v-half DP2", "1F1B TP2", True, True),
+    ("1F1B DP2", "shared v-half", True, False),
 ]
 
 
@@ -175,11 +191,11 @@ def crossing(start: str, end: str, distributed: bool, usual: bool) -> object:
     return pytest.param(start, end, distributed, marks=marks + [pytest.mark.full_matrix] * (not usual))
 
 
-def assert_goes_on(train, saved, start, end, optimizer=(), model=()):
+def assert_goes_on(train, saved, start, end, optimizer=(), model=(), tied=False):
     """A job of one of ``SIDES`` goes on as another, with the losses of the one that was not interrupted."""
     (world, before), (world_after, after) = SIDES[start], SIDES[end]
-    folder, straight = saved(world, *before, *optimizer, model=model)
-    resumed = train.resume(world_after, *after, *optimizer, *model, load=folder, iteration=SAVED)
+    folder, straight = saved(world, *before, *optimizer, model=model, tied=tied)
+    resumed = train.resume(world_after, *after, *optimizer, *model, load=folder, iteration=SAVED, tied=tied)
     assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
     assert len(resumed.losses) == ITERATIONS - SAVED
 
@@ -204,11 +220,29 @@ def test_so_does_one_with_layers_of_other_kinds(train, saved, start, end, what):
 
 
 @pytest.mark.parametrize(
+    ("start", "end", "optimizer"),
+    [
+        case("shared v-half", "1F1B", RESHARDABLE, usual=False),
+        case("1F1B", "shared 1F1B", RESHARDABLE, usual=False),
+        case("shared 1F1B", "shared v-half", "", usual=False),
+        case("v-half", "shared zb-1p PP4", "", usual=False),
+    ],
+)
+def test_so_does_one_with_tied_embeddings_and_a_shared_vocabulary(train, saved, start, end, optimizer):
+    assert_goes_on(train, saved, start, end, optimizer.split(), tied=True)
+
+
+@pytest.mark.parametrize(
     ("chunks", "optimizer"),
-    [case(2, "", usual=True), case(4, RESHARDABLE, usual=True), case(2, RESHARDABLE, usual=False)],
+    [
+        case(2, "", usual=True),
+        case(4, RESHARDABLE, usual=True),
+        case(2, RESHARDABLE, usual=False),
+        case("shared", RESHARDABLE, usual=False),
+    ],
 )
 def test_a_process_without_this_package_goes_on_from_our_checkpoint(saved, megatron, four_chunks, chunks, optimizer):
-    ours = under("v-half") if chunks == 2 else four_chunks
+    ours = {2: under("v-half"), 4: four_chunks, "shared": (*under("v-half"), SHARED)}[chunks]
     folder, straight = saved(2, *pipeline(2, *ours), *optimizer.split())
     flags = [*MODEL, *UNTIED, *pipeline(2), *optimizer.split()]
     iterations, losses = megatron("train_without_us", 2, [*flags, "--load", str(folder), "--ckpt-step", str(SAVED)])

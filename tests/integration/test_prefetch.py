@@ -47,7 +47,8 @@ def _program(order: str) -> Program:
 def _trained(order: str, log: list[str]) -> list[Tensor]:
     """The gradients of two microbatches, under the engine."""
     from megatron.schedules.integration.linears.local import split_linears
-    from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
+    from megatron.schedules.integration.schedule_call import ScheduleCall
+    from megatron.schedules.integration.stages import MegatronStages
 
     model, store = helpers.block(sequence_parallel=True), WeightGradients()
     model.set_input_tensor = lambda _: None

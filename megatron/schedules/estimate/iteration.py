@@ -20,6 +20,7 @@ from megatron.schedules.estimate.roofline import (
 )
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.loads import Load, ModelLoads, Part, even
 from megatron.schedules.planning.placement import Placement, sequential, zigzag
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
@@ -42,6 +43,7 @@ class Method(NamedTuple):
         chunks: stages a rank holds.
         recompute: whether layers keep their inputs only, and run their forward again.
         memory_limit: for ``adaptive``, of 1F1B's activation memory; None: as much as there is room for.
+        shared: whether all pipeline ranks share the vocabulary, which then is no slot of layers' size.
     """
 
     name: str
@@ -49,6 +51,11 @@ class Method(NamedTuple):
     chunks: int
     recompute: bool = False
     memory_limit: float | None = None
+    shared: bool = False
+
+    def sharing(self) -> Method:
+        """The same, the vocabulary shared."""
+        return self._replace(name=f"{self.name}, shared", shared=True)
 
 
 METHODS = (
@@ -111,7 +118,7 @@ class Setting:
         """Why there is no such run; empty where there is."""
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
-        if self.model.slots % (self.pipeline * self.method.chunks):
+        if not self.method.shared and self.model.slots % (self.pipeline * self.method.chunks):
             return "the layers do not spread over the stages"
         if self.tensor > self.device.node or self.device.node % self.tensor or self.model.heads % self.tensor:
             return "heads or GPUs of a node do not divide by the tensor parallel size"
@@ -125,7 +132,9 @@ class Setting:
             f"--pipeline-model-parallel-size {self.pipeline}",
             f"--seq-length {self.model.sequence} --max-position-embeddings {self.model.sequence}",
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.global_batch}",
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            "--pipeline-vocabulary-parallel --pipeline-schedule-layers auto"
+            if self.method.shared
+            else "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             "--use-distributed-optimizer",
             f"--pipeline-schedule {self.method.schedule}",
         ]
@@ -190,7 +199,12 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
 
 
 def costs(setting: Setting) -> Costs:
-    """Seconds of half a rank's slots, and what single slots take and hold against the average."""
+    """Seconds of half a rank's slots, and what single slots take and hold against the average.
+
+    Where the vocabulary is shared: of half a rank's layers, spread evenly, and what the ends cost against them.
+    """
+    if setting.method.shared:
+        return _shared_costs(setting)
     times = _times(setting)
     slots = [times.embedding, *[times.layer] * setting.model.layers, times.output_layer]
     mean = PassTimes(*(sum(each) / len(slots) for each in zip(*slots, strict=True)))
@@ -205,10 +219,30 @@ def costs(setting: Setting) -> Costs:
         comm=_latency(setting),
         stage_weights=tuple(slot.whole / mean.whole for slot in slots),
         stage_activations=tuple(each / average for each in held),
-        # A whole backward leaves nothing to a W.
-        weight_share=kept if setting.method.schedule == "1f1b" else _WAITS_FOR_WEIGHTS,
+        weight_share=_left_to_w(setting),
         recompute=1.0 if setting.method.recompute else 0.0,
         kept=kept,
+    )
+
+
+def _shared_costs(setting: Setting) -> Costs:
+    times, held = _times(setting), _held_by_slot(setting)
+    layer, half = times.layer, setting.model.layers / (2 * setting.pipeline)
+    return Costs(
+        forward=half * layer.forward,
+        input_grad=half * layer.input_grad,
+        weight_grad=half * layer.weight_grad,
+        comm=_latency(setting),
+        weight_share=_left_to_w(setting),
+        recompute=1.0 if setting.method.recompute else 0.0,
+        kept=_kept(setting),
+        model=ModelLoads(
+            Part(whole=Load(*times.embedding, held[0])),
+            (Part(split=Load(*layer, held[1])),) * setting.model.layers,
+            Part(whole=Load(*times.output_layer, held[-1])),
+            kept_for_output=_kept_for_output(setting),
+        ),
+        shared_vocabulary=True,
     )
 
 
@@ -284,19 +318,36 @@ def _held_by_slot(setting: Setting) -> list[float]:
     return [ends[0], *[model.layer.whole.held * tokens] * model.layers, ends[1]]
 
 
+def _kept_for_output(setting: Setting) -> tuple[float, float]:
+    """Bytes that S leaves to T: hidden states on each rank, and of all words together what the loss says of them."""
+    model, tokens = setting.model, setting.microbatch.tokens / setting.tensor
+    return 2.0 * model.hidden * tokens, 2.0 * model.vocabulary * tokens
+
+
+def _left_to_w(setting: Setting) -> float:
+    """Of a layer's activations, the part that waits from I to W; a whole backward leaves nothing."""
+    return _kept(setting) if setting.method.schedule == "1f1b" else _WAITS_FOR_WEIGHTS
+
+
 def _kept(setting: Setting) -> float:
     """The part of a layer's activations that is there from F to I: all, or two bytes a token and unit of its input."""
     return 2 * setting.model.hidden / setting.model.layer.whole.held if setting.method.recompute else 1.0
 
 
 def _rank_activations(setting: Setting) -> float:
-    return sum(_held_by_slot(setting)) / setting.pipeline
+    held = _held_by_slot(setting)
+    return sum(held[1:-1] if setting.method.shared else held) / setting.pipeline
 
 
 def _parameters(setting: Setting) -> list[float]:
     """Of one GPU of each pipeline rank."""
     model, placement = setting.model, setting.placement
     ends = float(model.vocabulary * model.hidden)
+    if setting.method.shared:
+        counts = even(model.layers, placement.stages)
+        layers = [sum(counts[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+        both = 2 * ends / placement.ranks
+        return [(count * model.layer_parameters + both) / setting.tensor for count in layers]
     slots = [ends, *[float(model.layer_parameters)] * model.layers, ends]
     each = len(slots) // placement.stages
     of_stage = [sum(slots[stage * each : (stage + 1) * each]) / setting.tensor for stage in range(placement.stages)]

@@ -51,7 +51,7 @@ def distribute_main_replicas(stock: Replacement, session: Session) -> Replacemen
 
     def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
         stock(sharded_state_dict, *args, **kwargs)
-        if session.loss_on_first_rank:
+        if session.two_copies:
             _write_once(sharded_state_dict)
 
     return replacement
@@ -62,7 +62,7 @@ def fill_in_deferred_sharded_items(stock: Replacement, session: Session) -> Repl
 
     def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
         stock(sharded_state_dict, *args, **kwargs)
-        if session.loss_on_first_rank:
+        if session.two_copies:
             _own_tensors(sharded_state_dict)
 
     return replacement

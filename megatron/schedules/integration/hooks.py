@@ -28,13 +28,16 @@ from megatron.schedules.integration.flags.check import check, refuse, stall_seco
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
+from megatron.schedules.integration.vocabulary.build import share_vocabulary
 from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
@@ -72,6 +75,8 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
+        if shares(args) and (shape := shape_of(args)) is not None:
+            args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement
         placed = asked.request.costs.layers if placed_by_planner(args) else None
         if placed is not None:  # as if it had been written so
@@ -124,6 +129,8 @@ def _validate_result(stock: Replacement, session: Session) -> Replacement:
 
 def _placed(build: Replacement, session: Session) -> Replacement:
     """``build`` of one model chunk, with the embedding and the output layer where the placement has them."""
+    if not session.loss_on_first_rank:
+        return build
     takes = inspect.signature(build).parameters
 
     def build_chunk(*args: Any, **kwargs: Any) -> Any:
@@ -134,12 +141,27 @@ def _placed(build: Replacement, session: Session) -> Replacement:
     return build_chunk
 
 
+def _shared(build: Replacement, planner: Planner) -> Replacement:
+    """``build`` of one model chunk after another; with the last of a rank its parts of the vocabulary are put in."""
+    built: list[Any] = []
+
+    def build_chunk(*args: Any, **kwargs: Any) -> Any:
+        built.append(build(*args, **kwargs))
+        if len(built) == planner.placement.chunks:
+            share_vocabulary(built, planner.last_stage_rank)
+        return built[-1]
+
+    return build_chunk
+
+
 def _build_chunks(stock: Replacement, session: Session) -> Replacement:
     def build_chunks(build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.loss_on_first_rank:
-            return stock(build_chunk, *args, **kwargs)
-        model = stock(_placed(build_chunk, session), *args, **kwargs)
-        tied.start_equal(model)
+        build = _placed(build_chunk, session)
+        if session.planner is not None and session.shares_vocabulary:
+            build = _shared(build, session.planner)
+        model = stock(build, *args, **kwargs)
+        if session.two_copies:
+            tied.start_equal(model)
         return model
 
     return build_chunks
@@ -165,7 +187,7 @@ def _is_pipeline_last_stage(stock: Replacement, session: Session) -> Replacement
 
 def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacement:
     def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-        return [pp_ranks[0]] if session.loss_on_first_rank else list(stock(pp_ranks))
+        return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
 
     return default_embedding_ranks
 
@@ -231,13 +253,15 @@ HOOKS = (
     Hook(
         training,
         "get_model",
-        "stock puts the output layer on the last rank (scripts with a model provider)",
+        "stock puts the output layer on the last rank, and the vocabulary on the two ends (scripts with a model "
+        "provider)",
         _build_chunks,
     ),
     Hook(
         dist_utils,
         "build_virtual_pipeline_stages",
-        "stock puts the output layer on the last rank (scripts with a model configuration)",
+        "stock puts the output layer on the last rank, and the vocabulary on the two ends (scripts with a model "
+        "configuration)",
         _build_chunks,
     ),
     Hook(
@@ -255,7 +279,7 @@ HOOKS = (
     Hook(
         parallel_state,
         "default_embedding_ranks",
-        "with both copies of a tied embedding on the first rank there is no group to reduce over",
+        "with both copies of a tied embedding on one rank there is no group to reduce over",
         _default_embedding_ranks,
     ),
     Hook(

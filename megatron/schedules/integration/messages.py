@@ -11,7 +11,14 @@ from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.runtime.program import channels_of
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Transport, make_channels
+from megatron.schedules.runtime.transport import (
+    Channels,
+    GroupTransport,
+    MessageSpec,
+    Transport,
+    make_channels,
+    make_meeting_group,
+)
 from megatron.schedules.runtime.variable_transport import VariableTransport
 
 # A posted receive holds its multiprocessors until its message comes. These few still fill a link within a node.
@@ -24,6 +31,8 @@ class Messages:
     ``--distributed-timeout-minutes`` and ``-seconds-after-init``, and for NCCL what ``--nccl-communicator-config-path``
     and ``--high-priority-stream-groups`` say of ``pp``, hold for them as for stock's own pipeline groups.
 
+    ``meeting_group`` is of all ranks of the pipeline, where they share the vocabulary.
+
     Args:
         planner: says who talks to whom.
         args: the job's.
@@ -34,18 +43,16 @@ class Messages:
 
     def __init__(self, planner: Planner, args: Any) -> None:
         _agree(planner.digest)
-        self._make = partial(
-            make_channels,
-            _pipelines(),
-            channels_of(planner.placement),
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            new_group=parallel_state.create_group,  # keeps count of groups, for timeouts that change
-        )
-        if "nccl" in dist.get_backend():
-            self._channels = self._make(options=partial(nccl_options, args))
-        else:
-            self._channels = self._make()
+        pipelines, channels = _pipelines(), channels_of(planner.placement)
+        how: dict[str, Any] = {
+            "timeout": timedelta(minutes=args.distributed_timeout_minutes),
+            "new_group": parallel_state.create_group,  # keeps count of groups, for timeouts that change
+        }
+        self._make = partial(make_channels, pipelines, channels, **how)
+        over = how | ({"options": partial(nccl_options, args)} if "nccl" in dist.get_backend() else {})
+        self._channels = make_channels(pipelines, channels, **over)
         self._shapes: Channels | None = None
+        self.meeting_group = make_meeting_group(pipelines, **over) if planner.shares_vocabulary else None
 
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
         """For the messages of one run; all ranks ask alike."""

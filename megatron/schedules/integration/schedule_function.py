@@ -22,8 +22,10 @@ from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.peak_memory import PeakMemory
-from megatron.schedules.integration.stages import MegatronStages, ScheduleCall
+from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.timers import events_in
+from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.place import Place
@@ -118,7 +120,11 @@ class ScheduleFunction:
             meter = measured.meter
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
-        stages = MegatronStages(program, chunks, config, call, store, self._running, meter)
+        exchange = None
+        if self._messages.meeting_group is not None:
+            words = micro_batch_size, (decoder_seq_length or seq_length) // cp_size
+            exchange = Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
+        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange)
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         last_rank = self._group.size() - 1
         with self._place.under_way():

@@ -42,6 +42,16 @@ class Session:
         return self.planner is not None and self.planner.last_stage_rank == 0
 
     @property
+    def shares_vocabulary(self) -> bool:
+        """Whether each rank has a part of the embedding and of the output layer."""
+        return self.planner is not None and self.planner.shares_vocabulary
+
+    @property
+    def two_copies(self) -> bool:
+        """Whether one rank may have both copies of a tied embedding, which stock has on two ranks."""
+        return self.loss_on_first_rank or self.shares_vocabulary
+
+    @property
     def layers_elsewhere(self) -> bool:
         """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
         return self.planner is not None and not self.planner.placement.looped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
@@ -12,34 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
+from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.edge import edge_of
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-
-
-class ScheduleCall(NamedTuple):
-    """What one call of stock's training loop asks for: the arguments of its schedule functions that passes need.
-
-    Args:
-        forward_step_func: the user's forward step, as stock takes it.
-        data_iterators: one for each chunk of this rank.
-        num_microbatches: n.
-        forward_only: whether no backward follows.
-        collect_non_loss_data: as stock.
-        first_val_step: as stock.
-        cp_size: context-parallel ranks, for the scale of the loss.
-    """
-
-    forward_step_func: Callable[..., Any]
-    data_iterators: Sequence[Iterator[Any] | None]
-    num_microbatches: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    cp_size: int
 
 
 class _InFlight(NamedTuple):
@@ -64,6 +44,7 @@ class MegatronStages(Stages):
         store: where split linears queue their weight gradients.
         running: entered round the forward of every stage.
         meter: counts the activations held; None for not counting.
+        exchange: how ranks meet over a vocabulary that all share; None where they do not.
     """
 
     def __init__(
@@ -75,6 +56,7 @@ class MegatronStages(Stages):
         store: WeightGradients,
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
@@ -84,9 +66,17 @@ class MegatronStages(Stages):
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
+        self._shared: SharedVocabulary | None = None
+        if exchange is not None:
+            self._shared = SharedVocabulary(
+                self._placement, model, config, call, exchange, meter, self.losses, self.tokens
+            )
 
     def finish(self) -> None:
-        """Start what gradients' reductions have not started; to be called once the program has ended well."""
+        """Report and reduce what has not been; to be called once the program has ended well."""
+        if self._shared is not None:
+            with self._running(self._placement.last_stage):
+                self._shared.report_losses()
         self._reduction.finish()
 
     def close(self) -> None:
@@ -97,16 +87,21 @@ class MegatronStages(Stages):
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._begin(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
-        training = not self._call.forward_only
-        if activation is not None and training:
+        training, shared = not self._call.forward_only, self._shared
+        step, samples, given = self._call.forward_step_func, self._call.data_iterators[chunk], activation
+        if shared is not None and activation is not None and stage == 0:
+            samples, given = shared.feed(activation), None
+        elif activation is not None and training:
             activation.requires_grad_()
+        if shared is not None and is_last:
+            step = shared.last_step
         with self._around(stage, microbatch, split):
             output, tokens = forward_step(
-                self._call.forward_step_func,
-                self._call.data_iterators[chunk],
+                step,
+                samples,
                 self._model[chunk],
                 self._call.num_microbatches,
-                activation,
+                given,
                 self.losses,
                 self._config,
                 cp_group_size=self._call.cp_size,
@@ -114,14 +109,14 @@ class MegatronStages(Stages):
                 is_first_microbatch=self._is_first(chunk),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(self._model) > 1 else None,
-                is_last_stage=is_last,
+                is_last_stage=is_last and shared is None,
             )
-            if is_last:
+            if is_last and shared is None:
                 self.tokens += tokens  # elsewhere stock counts none, and in host memory
                 start: GradientEdge | Tensor | None = output
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
-                output = output.to(self._config.pipeline_dtype)
+                output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
         if training:
             self._in_flight[stage, microbatch] = _InFlight(activation, start)
@@ -143,11 +138,35 @@ class MegatronStages(Stages):
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
 
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        """S: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Kind.S, stage, microbatch)
+        assert self._shared is not None
+        self._shared.output_part(microbatch, hidden)
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        """T: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Kind.T, stage, microbatch)
+        assert self._shared is not None
+        self._shared.output_weight(stage, microbatch, weights)
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
+        """ADD: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Op.ADD, self._placement.stages_of(self._program.rank)[0], microbatch)
+        assert self._shared is not None
+        self._shared.add_embedding(microbatch, gradient)
+
+    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
+        """See :class:`megatron.schedules.runtime.stages.Stages`."""
+        assert self._shared is not None
+        with self._running(0):  # whose forward may run ahead
+            return self._shared.meet(op, microbatch)
+
     def reduce_gradients(self, stage: int) -> None:
         """See :class:`megatron.schedules.runtime.stages.Stages`."""
         self._reduction.complete(self._placement.chunk_of(stage))
 
-    def _begin(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def _begin(self, kind: Kind | Op, stage: int, microbatch: int) -> None:
         """Have the messages among replicas and among tensor-parallel ranks under way that may be so during this pass.
 
         All ranks of their groups do so at the same point, for they have one program. What a W right after this pass
@@ -156,15 +175,25 @@ class MegatronStages(Stages):
         self._reduction.begin_pass()
         passes_left = self._program.completing.get((kind, stage, microbatch))
         if passes_left is not None:
-            late = self._store.parameters(stage, microbatch) if kind is Kind.W else None
-            self._reduction.completing(self._placement.chunk_of(stage), late, passes_left)
-        if kind is not Kind.W:
+            self._reduction.completing(
+                self._placement.chunk_of(stage), self._adds_to(kind, stage, microbatch), passes_left
+            )
+        if isinstance(kind, Kind) and kind is not Kind.W:
             after = self._program.weight_after(kind, stage, microbatch)
             if after is not None:
                 self._store.prefetch(*after)
 
+    def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
+        """The parameters whose gradients that pass adds to; None for perhaps all of the chunk's."""
+        if kind is Kind.W:
+            return self._store.parameters(stage, microbatch)
+        return None if self._shared is None else self._shared.adds_to.get(kind)
+
     def _backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        timers = self._config.timers
+        timers, shared = self._config.timers, self._shared
+        if shared is not None and gradient is not None and stage == self._placement.last_stage:
+            with self._running(stage):
+                gradient = shared.loss_gradient(microbatch, gradient)
         if timers is not None:
             timers("backward-compute", log_level=2).start()
         activation, start = self._in_flight.pop((stage, microbatch))
@@ -174,7 +203,10 @@ class MegatronStages(Stages):
             torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
-        return None if activation is None else activation.grad
+        result = None if activation is None else activation.grad
+        if shared is not None and stage == 0:
+            shared.embedded(microbatch, result)
+        return result
 
     def _around(self, stage: int, microbatch: int, split: bool) -> AbstractContextManager[Any]:
         stack = ExitStack()

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import COUNTS_AS, Kind
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind
 from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.polish import finished
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.reorder import improve
 from megatron.schedules.planning.schedule import Schedule
@@ -31,6 +32,7 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
         more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
             ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too.
     """
+    base = _in_parts(base)
     timeline, last = simulate(base, costs), base.placement.last_stage
     ended: dict[Kind, dict[int, float]] = {Kind.S: {}, Kind.T: {}}
     rank = base.placement.rank_of[last]
@@ -52,4 +54,15 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
         Policy(lookahead, patience=0.0, ends_only=True),
     ]
     limits = [peak + more for peak in peaks(shared, costs)]
-    return improve(shared, costs, limits, policies, _ROUNDS, progress)
+    return finished(improve(shared, costs, limits, policies, _ROUNDS, progress), costs)
+
+
+def _in_parts(schedule: Schedule) -> Schedule:
+    """``schedule`` with each B as I and W, where it splits any: else a B might add gradients before a W."""
+    if not schedule.splits:
+        return schedule
+    rows = (
+        tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
+        for row in schedule.order
+    )
+    return replace(schedule, order=tuple(rows))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.program import (
+    ADDS_GRADIENTS,
     COLLECTIVES,
     MESSAGES,
     RECEIVES,
@@ -31,7 +32,6 @@ from megatron.schedules.runtime.program import (
     Program,
     ProgramError,
     Slot,
-    adds_gradients,
     collectives_among,
 )
 
@@ -64,22 +64,18 @@ def _check_rank(rank: int, program: Program) -> None:
     rank_of, last = program.placement.rank_of, program.placement.last_stage
     held: dict[Slot, Kind | Op] = {}
     reduced: dict[int, Action] = {}
-    done: set[Action] = set()
-    for action, needed, filled in program.instructions:
+    for action, needed, filled in program.steps():
         op, stage, _, peer = action
         if not 0 <= stage <= last or rank_of[stage] != rank:
             raise ProgramError(f"rank {rank}: {action}: stage {stage} is not on this rank")
-        if stage in reduced and (op is Op.REDUCE or adds_gradients(op)):
+        if stage in reduced and (op is Op.REDUCE or op in ADDS_GRADIENTS):
             raise ProgramError(f"rank {rank}: {action} comes after {reduced[stage]}, which has reduced its gradients")
         if op is Op.REDUCE:
             reduced[stage] = action
-        if op in COLLECTIVES:
-            _check_part(program, action, done)
         if op in SENDS or op in RECEIVES:
             other = stage + (MESSAGES[SENDS[op]].step if op in SENDS else -MESSAGES[RECEIVES[op]].step)
             if not 0 <= other <= last or rank_of[other] == rank or rank_of[other] != peer:
                 raise ProgramError(f"rank {rank}: {action} to or from rank {peer}, where stage {other} is not")
-        done.add(action)
         if needed is not None:
             if needed not in held:
                 raise ProgramError(f"rank {rank}: {action} needs {needed}, which is not there")
@@ -93,20 +89,28 @@ def _check_rank(rank: int, program: Program) -> None:
         raise ProgramError(f"rank {rank}: {next(iter(held))} is never used")
 
 
-def _check_part(program: Program, action: Action, done: set[Action]) -> None:
-    """Whether a collective stands with the right stage, after what makes this rank's part of it."""
-    chunk, made_by, makers, _, _ = COLLECTIVES[action.op]
-    stage = program.placement.stages_of(program.rank)[chunk]
-    if action.stage != stage:
-        raise ProgramError(f"rank {program.rank}: {action} is written with stage {action.stage} instead of {stage}")
-    parts = [Action(kind, stage, action.microbatch) for kind in made_by]
-    if parts and makers.include(stage, program.placement.last_stage) and done.isdisjoint(parts):
-        made = " or ".join(map(str, parts))
-        raise ProgramError(f"rank {program.rank}: {action} comes before {made}, which makes this rank's part of it")
+def _check_parts(program: Program) -> None:
+    """Whether each collective stands with the right stage, after what makes this rank's part of it."""
+    stages, last = program.placement.stages_of(program.rank), program.placement.last_stage
+    done: set[Action] = set()
+    for action in program.actions:
+        done.add(action)
+        if action.op not in COLLECTIVES:
+            continue
+        chunk, made_by, makers, _, _ = COLLECTIVES[action.op]
+        stage = stages[chunk]
+        if action.stage != stage:
+            raise ProgramError(f"rank {program.rank}: {action} is written with stage {action.stage} instead of {stage}")
+        parts = [Action(kind, stage, action.microbatch) for kind in made_by]
+        if parts and makers.include(stage, last) and done.isdisjoint(parts):
+            made = " or ".join(map(str, parts))
+            raise ProgramError(f"rank {program.rank}: {action} comes before {made}, which makes this rank's part of it")
 
 
 def _check_collectives(programs: Sequence[Program]) -> None:
-    """Compare the collectives of all ranks, one by one, and count them."""
+    """Compare the collectives of all ranks, one by one, count them, and see that no rank lacks its part of one."""
+    present = {action.op for program in programs for action in program.actions}
+    expected = {*collectives_among(present), *(op for op in COLLECTIVES if op in present)}
     rows = [[action for action in program.actions if action.op in COLLECTIVES] for program in programs]
     for number, meeting in enumerate(zip_longest(*rows)):
         for rank, action in enumerate(meeting):
@@ -114,11 +118,12 @@ def _check_collectives(programs: Sequence[Program]) -> None:
                 found = [f"rank {r} posts {meeting[r] or 'none'}" for r in (0, rank)]
                 raise ProgramError(f"collective {number}: {' and '.join(found)}")
     posted = Counter((action.op, action.microbatch) for action in rows[0])
-    present = {action.op for program in programs for action in program.actions}
-    for op in {*collectives_among(present), *(op for op, _ in posted)}:
+    for op in sorted(expected):
         for m in range(programs[0].microbatches):
             if posted[op, m] != 1:
                 raise ProgramError(f"{op} of microbatch {m} is there {posted[op, m]} times instead of once")
+    for program in programs if expected else ():
+        _check_parts(program)
 
 
 def _check_channels(programs: Sequence[Program]) -> None:

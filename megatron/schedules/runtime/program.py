@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cached_property
@@ -110,17 +110,14 @@ COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.WEIGH: Collective(-1, (Kind.I, Kind.B), Ranks.LAST, (Kind.T,), Ranks.EVERY),
     Op.EMBED_BACK: Collective(0, (Kind.I, Kind.B), Ranks.FIRST, (Op.ADD,), Ranks.EVERY),
 }
+# What a stage's weight gradients are complete after.
+ADDS_GRADIENTS: Collection[Kind | Op] = {Op.ADD, *(kind for kind, row in KINDS.items() if row.ends_gradients)}
 _TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
 
 
 def computes(op: Kind | Op) -> bool:
     """Whether ``op`` is work for the device: a pass, or what adds gradients up."""
     return isinstance(op, Kind) or op is Op.ADD
-
-
-def adds_gradients(op: Kind | Op) -> bool:
-    """Whether a stage's weight gradients are not complete before its last ``op``."""
-    return op is Op.ADD or (isinstance(op, Kind) and KINDS[op].ends_gradients)
 
 
 def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
@@ -242,11 +239,13 @@ class Program:
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The actions with their slots: a program is made once and run in every iteration."""
+        return tuple(self.steps())
+
+    def steps(self) -> Iterator[Instruction]:
+        """The same, one by one: whoever looks at the programs of all ranks once need not keep them all."""
         last, present = self.placement.last_stage, {action.op for action in self.actions}
-        return tuple(
-            Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
-            for action in self.actions
-        )
+        for action in self.actions:
+            yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
 
     @cached_property
     def completing(self) -> Mapping[tuple[Kind | Op, int, int], int]:
@@ -260,7 +259,7 @@ class Program:
         for op, stage, microbatch, _ in reversed(self.actions):
             if op is Op.REDUCE:
                 reduced.add(stage)
-            elif stage in reduced and adds_gradients(op):
+            elif stage in reduced and op in ADDS_GRADIENTS:
                 reduced.remove(stage)
                 found[op, stage, microbatch] = left
             left += isinstance(op, Kind)

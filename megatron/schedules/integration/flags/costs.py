@@ -9,6 +9,7 @@ from typing import Any
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.recompute import with_recompute
+from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_hand, wrong_layers
 from megatron.schedules.planning.cost_profile import CostProfile, read_profile
@@ -28,14 +29,21 @@ def costs_of(args: Any, stages: int) -> Costs:
     Raises:
         PlanError: naming the flag that is wrong.
     """
-    shape = shape_of(args)
+    shape, shared = shape_of(args), shares(args)
+    if shared and (shape is None or not shape.vocabulary):
+        raise PlanError(f"{FLAGS['shared_vocabulary']} needs the model's sizes, its vocabulary's too: give their flags")
+    if shared and args.pipeline_schedule_stage_weights is not None:
+        raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave {FLAGS['stage_weights']} out")
+    if shared and shape is not None:
+        shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
     costs = _times(args, shape)
     if shape is not None:
         if args.recompute_granularity is not None:
             parts = shape.layer(experts=shape.experts is not None)
             costs = with_recompute(costs, args, parts, shape.layers / stages)
         stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-        costs = replace(costs, model=replace(costs.model or shape.loads, stand_in=stand_in))
+        model = replace(costs.model or shape.loads, stand_in=stand_in)
+        costs = replace(costs, model=model, shared_vocabulary=shared)
     if placed_by_hand(args) and not wrong_layers(args, stages):
         costs = replace(costs, layers=layers_by_stage(args, stages))
     weights = numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
@@ -59,6 +67,8 @@ def assumed(args: Any, costs: Costs) -> str:
     where = f"; layers {as_layout(costs.layers, args.mtp_num_layers or 0)}" if costs.layers else ""
     ahead = " with multi-token prediction" if args.mtp_num_layers else ""
     known = "" if layers > 0.01 else ", its vocabulary not being known"
+    if costs.shared_vocabulary:
+        known = f", and shared with the embedding by {args.pipeline_model_parallel_size} ranks"
     return f"{said}; the output layer{ahead} counted as {layers:.2g} decoder layers{known}{where}"
 
 

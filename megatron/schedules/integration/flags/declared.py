@@ -20,6 +20,7 @@ FLAGS = {
     "search_seconds": "--pipeline-search-seconds",
     "layers": "--pipeline-schedule-layers",
     "stage_weights": "--pipeline-schedule-stage-weights",
+    "shared_vocabulary": "--pipeline-vocabulary-parallel",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
 }
@@ -91,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "equal slices (as many as stages, or a multiple), how long each takes against the average, in model order.",
     )
     group.add_argument(
+        "--pipeline-vocabulary-parallel",
+        action="store_true",
+        help="Cut the word embedding and the output layer along the vocabulary over all pipeline ranks, each of which "
+        "then does its part for every microbatch. Give it where the vocabulary is large: where the output layer takes "
+        "longer than a rank's layers can make up for, or the two ends lack memory for their tables. Results stay the "
+        "same to rounding, checkpoints fit any other setting.",
+    )
+    group.add_argument(
         "--pipeline-schedule-stall-seconds",
         metavar="S",
         help="How long a rank may stand at one pass or message before the job ends with a line that says where; 120 "
@@ -136,6 +145,7 @@ STOCK: megatron_flags.Flags = {
     "--fp8-format": (str, None),
     "--global-batch-size": (int, None),
     "--hybrid-layer-pattern": (str, None),
+    "--init-model-with-meta-device": (None, False),
     "--micro-batch-size": (int, None),
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),

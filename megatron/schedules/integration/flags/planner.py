@@ -48,6 +48,11 @@ class Planner:
         return self.placement.rank_of[-1]
 
     @property
+    def shares_vocabulary(self) -> bool:
+        """Whether each rank has a part of the embedding and of the output layer."""
+        return self._request.costs.shared_vocabulary
+
+    @property
     def digest(self) -> str:
         """Tells the first plan, and the costs by which its messages are placed, from any other."""
         return hashlib.sha256(f"{to_csv(self.first)}{self._request.costs!r}".encode()).hexdigest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.planning.schedule import Schedule
@@ -34,6 +36,10 @@ class _Facts(NamedTuple):
         return self.schedule.splits
 
     @property
+    def shares(self) -> bool:
+        return bool(self.args.pipeline_vocabulary_parallel)
+
+    @property
     def chunks(self) -> int:
         return self.schedule.placement.chunks
 
@@ -58,6 +64,16 @@ def _several(facts: _Facts) -> bool:
 def _ends_elsewhere(facts: _Facts) -> bool:
     placement = facts.schedule.placement
     return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
+
+
+def _shares(facts: _Facts) -> bool:
+    return facts.shares
+
+
+def _shared(name: str, why: str, written: str | None = None) -> _Rule:
+    """A rule against a stock argument beside a shared vocabulary."""
+    rule = _flag(name, why, _shares, written)
+    return _Rule(rule.applies, lambda facts: f"with {FLAGS['shared_vocabulary']} {rule.why(facts)}")
 
 
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
@@ -91,6 +107,7 @@ _OLD_FORMAT = (
     "it keeps layers by their number on the rank, and a job with another schedule would take them for others; leave "
     "the flag out, and checkpoints go from any schedule to any other"
 )
+_ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two out"
 _RULES = (
     _Rule(
         lambda facts: (
@@ -146,6 +163,24 @@ _RULES = (
         lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.looped,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
     ),
+    _Rule(
+        lambda facts: facts.shares and facts.args.ckpt_format == "torch",
+        lambda facts: (
+            f"with {FLAGS['shared_vocabulary']} does not work with --ckpt-format torch: it does not say which words a "
+            "rank holds; leave the flag out"
+        ),
+    ),
+    _Rule(
+        lambda facts: facts.shares and bool(indivisible(facts.args)),
+        lambda facts: f"with {FLAGS['shared_vocabulary']} {indivisible(facts.args)}",
+    ),
+    _shared("mtp_num_layers", "it uses the whole output layer on one rank; leave one of the two out"),
+    _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
+    _shared("sft", _ONE_SHAPE),
+    _shared("variable_seq_lengths", _ONE_SHAPE, "args.variable_seq_lengths"),
+    _shared("dataloader_inter_document_masking", _ONE_SHAPE),
+    _shared("use_mup", "its logits are scaled; leave one of the two out"),
+    _shared("init_model_with_meta_device", "the first weights are dealt out to the ranks; leave one of the two out"),
     _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
     _flag(
         "num_microbatches_with_partial_activation_checkpoints",

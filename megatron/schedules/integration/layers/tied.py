@@ -1,9 +1,10 @@
-"""Embeddings that are in two chunks of one rank, as in a V: one tensor's worth of values in two parameters.
+"""Embeddings that one rank has twice: one tensor's worth of values in two parameters.
 
 The second copy is the output layer's where they are tied, or that of multi-token prediction, which embeds too.
 
 Stock keeps the copies of the first and the last rank equal by an all-reduce between the two. In a V they are in two
-chunks of the first rank, and what an all-reduce would do is done locally.
+chunks of the first rank, and of a vocabulary that all ranks share each has its part twice. What an all-reduce would do
+is then done locally.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron.schedules.integration.vocabulary.parts import parts_of
+
 
 def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """The embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
+    parts = parts_of(model)
+    if parts is not None:
+        return (parts.embedding.weight, parts.output.weight) if parts.output.tied else None
     if len(model) < 2:
         return None
     first, last = (get_attr_wrapped_model(m, "pre_process", return_model_obj=True) for m in (model[0], model[-1]))
@@ -41,7 +47,7 @@ def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
     Stock puts shared embeddings in buckets of their own, so each rank's shard of the two copies is the same slice.
     """
     found = copies(model)
-    if found is not None:
+    if found is not None and found[0].requires_grad:
         first, last = map(_gradient, found)
         first.add_(last)
         last.copy_(first)

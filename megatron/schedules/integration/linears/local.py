@@ -288,7 +288,7 @@ class _WeightGradient:
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         with self._as_in_forward():
             if call.fusion:
-                _add_to_main_grad(call.weight, input, grad_output)
+                add_to_main_grad(call.weight, input, grad_output)
             gradients = [None if call.fusion else grad_output.t().matmul(input)]
             if call.bias is not None:
                 gradients.append(grad_output.sum(dim=0) if call.bias.requires_grad else None)
@@ -307,7 +307,7 @@ class _WeightGradient:
         return [gradient, *others]
 
 
-def _add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
+def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
     """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad

@@ -1,0 +1,148 @@
+"""The arithmetic of a softmax whose words are cut over ranks: what each computes alone, and what statistics make of it.
+
+The paper's algorithm with one barrier: a rank computes the gradient of the hidden states before it knows the other
+ranks' logits, relative to the largest of its own, and scales it once it does.
+
+The label's word is kept apart. Its logit's gradient is p - 1, which for a sure token is the small difference of two
+numbers near 1; from the loss it comes out exact, as it does where a whole softmax subtracts in the logits.
+
+Rows are tokens, (tokens, ...). Statistics are in fp32, whatever the numbers of the model, and in fp64 for fp64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Cut(NamedTuple):
+    """The words of one rank.
+
+    Args:
+        start: the first.
+        size: how many.
+    """
+
+    start: int
+    size: int
+
+    def within(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``words`` are of the cut, and each one's row in it; row 0 for those that are not."""
+        rows = words - self.start
+        own = (rows >= 0) & (rows < self.size)
+        return own, torch.where(own, rows, 0)
+
+
+class Statistics(NamedTuple):
+    """What other ranks need to know of a rank's logits, each (tokens,).
+
+    Args:
+        largest: the largest logit.
+        total: the sum of all exponentials, relative to that.
+        label: the label's logit; minus infinity where that is another rank's.
+    """
+
+    largest: Tensor
+    total: Tensor
+    label: Tensor
+
+
+class Scales(NamedTuple):
+    """What the statistics of all ranks give one of them, each (tokens,).
+
+    Args:
+        loss: of each token.
+        own: what makes this rank's relative exponentials probabilities.
+        label: the probability of the label minus 1.
+    """
+
+    loss: Tensor
+    own: Tensor
+    label: Tensor
+
+
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """This rank's logits, (tokens, words), from hidden states (tokens, hidden), in the type of statistics."""
+    logits = hidden @ weight.t()
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def label_logits(logits: Tensor, labels: Tensor, cut: Cut) -> Tensor:
+    """Each label's logit, (tokens,); minus infinity for words of other ranks."""
+    own, rows = cut.within(labels)
+    found = logits.gather(1, rows.unsqueeze(1)).squeeze(1)
+    return found.masked_fill_(~own, -torch.inf)
+
+
+def exponentials(logits: Tensor, largest: Tensor) -> Tensor:
+    """``logits``, in place, as exponentials relative to ``largest``."""
+    return logits.sub_(largest.unsqueeze(1)).exp_()
+
+
+def without_labels(exponentials: Tensor, labels: Tensor, cut: Cut, value: Tensor | None = None) -> Tensor:
+    """``exponentials``, in place, with zeros, or ``value`` (tokens,), at the labels that are words of this rank."""
+    own, rows = cut.within(labels)
+    rows = rows.unsqueeze(1)
+    kept = exponentials.gather(1, rows).squeeze(1)
+    put = torch.zeros_like(kept) if value is None else value.to(kept.dtype)
+    return exponentials.scatter_(1, rows, torch.where(own, put, kept).unsqueeze(1))
+
+
+def look_up(words: Tensor, weight: Tensor, cut: Cut, *, deterministic: bool = False) -> Tensor:
+    """The rows of ``words`` in this rank's part of a table, zeros for the words of other ranks.
+
+    Args:
+        words: of any shape.
+        weight: (words, hidden).
+        cut: of the part.
+        deterministic: whether the backward is to add up in the same order always, as stock has it under its flag.
+
+    Returns:
+        The shape of ``words``, and hidden.
+    """
+    own, rows = cut.within(words)
+    found = weight[rows] if deterministic else torch.nn.functional.embedding(rows, weight)
+    return found.masked_fill(~own.unsqueeze(-1), 0.0)
+
+
+def scales(every: Statistics, own: Tensor) -> Scales:
+    """What all ranks' statistics say.
+
+    Args:
+        every: those of all ranks, each (ranks, tokens).
+        own: the largest logit of the one that asks.
+    """
+    largest = every.largest.amax(0)
+    total = (every.total * (every.largest - largest).exp_()).sum(0)
+    label = every.label.amax(0)
+    # A label that is no word at all, as of a token that does not count, is taken for the largest, as in stock.
+    relative = torch.where(label == -torch.inf, 0.0, label - largest)
+    loss = total.log() - relative
+    return Scales(loss, (own - largest).exp_() / total, torch.expm1(-loss))
+
+
+def hidden_gradient(others: Tensor, label: Tensor, own_scale: Tensor, label_scale: Tensor) -> Tensor:
+    """A rank's addend to the gradient of the hidden states, of the sum of all tokens' losses.
+
+    Args:
+        others: (tokens, hidden), the relative exponentials without the label's times the weight.
+        label: (tokens, hidden), the label's row of the weight, zero where that is another rank's.
+        own_scale, label_scale: of :class:`Scales`.
+    """
+    return (others * own_scale.unsqueeze(1) + label * label_scale.unsqueeze(1)).to(others.dtype)
+
+
+def logits_gradient(exponentials: Tensor, labels: Tensor, cut: Cut, scale: Scales, gradient: Tensor) -> Tensor:
+    """``exponentials``, without the labels', as the gradient of the logits, in place.
+
+    Args:
+        exponentials: (tokens, words).
+        labels: (tokens,).
+        cut: this rank's words.
+        scale: what the statistics gave it.
+        gradient: (tokens,), of each token's loss.
+    """
+    exponentials.mul_((scale.own * gradient).unsqueeze(1))
+    return without_labels(exponentials, labels, cut, scale.label * gradient)

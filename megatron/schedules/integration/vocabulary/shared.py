@@ -1,0 +1,273 @@
+"""One call of the schedule on a shared vocabulary: what ranks tell each other of it, and what the ends do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from torch import Tensor
+
+from megatron.schedules.integration.schedule_call import ScheduleCall
+from megatron.schedules.integration.vocabulary import arithmetic
+from megatron.schedules.integration.vocabulary.ahead import Ahead
+from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
+from megatron.schedules.integration.vocabulary.late_losses import LateLosses
+from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
+from megatron.schedules.integration.vocabulary.parts import parts_of
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.program import Op
+
+Chain = Callable[[], Tensor | None]
+
+
+class Exchange(NamedTuple):
+    """What collectives need to know of the ranks and of what they exchange.
+
+    Args:
+        group: the pipeline's ranks, for collectives alone.
+        hidden: the shape of hidden states, (sequence, microbatch, hidden), of sequence-parallel ranks their part.
+        words: that of a microbatch's words and labels, (microbatch, sequence).
+        dtype: of hidden states.
+        device: where all lie.
+    """
+
+    group: dist.ProcessGroup
+    hidden: tuple[int, ...]
+    words: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SharedVocabulary:
+    """What a rank does with its parts of the embedding and the output layer, by microbatch.
+
+    Chains of calls run elsewhere, on a thread or a stream of their own, in the order in which they were posted. What
+    one leaves here is read by a pass that waits for it, or by a later chain.
+
+    Args:
+        placement: where stages are.
+        model: this rank's chunks.
+        config: theirs.
+        call: what was asked for.
+        exchange: how ranks meet.
+        meter: counts what is held; None for not counting.
+        reported: takes the users' losses, on the last stage's rank.
+        tokens: on which those that count there are added up.
+
+    Raises:
+        RuntimeError: where the chunks have no parts of a vocabulary.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        model: Sequence[torch.nn.Module],
+        config: Any,
+        call: ScheduleCall,
+        exchange: Exchange,
+        meter: ActivationMeter | None,
+        reported: list[Any],
+        tokens: Tensor,
+    ) -> None:
+        parts = parts_of(model)
+        if parts is None:
+            raise RuntimeError("--pipeline-vocabulary-parallel: the model was not built by Megatron's training loop")
+        backward = not call.forward_only
+        self._embedding, self._output_part, self._model, self._exchange = *parts, model[0], exchange
+        self._ahead = Ahead(call.forward_step_func, call.data_iterators[0], parts.embedding)
+        self._output = OutputLayer(parts.output, config, backward=backward, meter=meter)
+        calculate = partial(
+            forward_step_calc_loss,
+            model=model[-1],
+            config=config,
+            vp_stage=len(model) - 1 if len(model) > 1 else None,
+            collect_non_loss_data=False,
+            num_microbatches=call.num_microbatches,
+            forward_data_store=reported,
+            cp_group_size=call.cp_size,
+            is_last_stage=True,
+        )
+        self._late = LateLosses(call.forward_step_func, calculate, config, tokens)
+        self._group, self._rank = exchange.group, dist.get_rank(exchange.group)
+        self._first, self._last = placement.rank_of[0], placement.rank_of[-1]
+        self._embeds_trained = backward and parts.embedding.weight.requires_grad
+        self._words: dict[int, Tensor] = {}
+        self._ends: dict[int, tuple[Tensor, Tensor]] = {}
+        self._loss_functions: dict[int, Any] = {}
+        self._labels: dict[int, Tensor] = {}
+        self._made: dict[int, Made] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._scales: dict[int, Scales] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._embedded: dict[int, Tensor] = {}
+        self._chains = {
+            Op.EMBED: self._embed,
+            Op.OUTPUT: self._spread,
+            Op.SUM: self._sum,
+            Op.WEIGH: self._weigh,
+            Op.EMBED_BACK: self._embed_back,
+        }
+
+    def meet(self, op: Op, microbatch: int) -> Chain:
+        """See :class:`megatron.schedules.runtime.stages.Stages`."""
+        return self._chains[op](microbatch)
+
+    def feed(self, looked_up: Tensor) -> Iterator[Any] | None:
+        """Before stage 0's forward: give it what EMBED brought; returns what it reads its samples from."""
+        if self._embeds_trained:
+            looked_up.requires_grad_()
+        self._embedding.brought = looked_up
+        return self._ahead.again()
+
+    @property
+    def last_step(self) -> Callable[..., Any]:
+        """The user's forward step as the last stage runs it."""
+        return self._late.step
+
+    def ended(self, microbatch: int) -> Tensor:
+        """After the last stage's forward: the hidden states at which it ended, with their history."""
+        hidden, labels = self._output_part.take()
+        hidden = hidden.to(self._exchange.dtype)
+        self._ends[microbatch] = hidden.detach().contiguous(), labels.contiguous()
+        self._loss_functions[microbatch] = self._late.take()
+        return hidden
+
+    def output_part(self, microbatch: int, hidden: Tensor) -> None:
+        """S."""
+        labels = _used(self._labels.pop(microbatch)).t().reshape(-1)
+        self._made[microbatch] = self._output.forward(microbatch, hidden, labels)
+
+    def loss_gradient(self, microbatch: int, total: Tensor) -> Tensor:
+        """In the last stage's backward: report the loss; the gradient of its output from what SUM brought.
+
+        Args:
+            microbatch: which.
+            total: the gradient of the sum of all tokens' losses.
+        """
+        each = self._late.gradient(*self._loss(microbatch))
+        self._weights[microbatch] = each
+        own = self._output.own(_by_token(each)).view(*total.shape[:2], 1)
+        return (total * own).to(self._exchange.dtype)
+
+    def report_losses(self) -> None:
+        """Where no backward follows: report the losses of all microbatches; on the last stage's rank."""
+        for microbatch in sorted(self._losses):
+            self._late.report(*self._loss(microbatch))
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        """T."""
+        scale = Scales(*map(_used, self._scales.pop(microbatch)))
+        if self._output.trained:
+            self._output.weight_gradient(stage, microbatch, scale, _by_token(weights))
+
+    def embedded(self, microbatch: int, gradient: Tensor | None) -> None:
+        """After stage 0's backward: the gradient of what EMBED brought."""
+        if self._embeds_trained:
+            assert gradient is not None, "the first stage's backward gave the embedding no gradient"
+            self._embedded[microbatch] = gradient
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
+        """ADD."""
+        if self._embeds_trained:
+            part, words = self._embedding, _used(self._words.pop(microbatch))
+            with torch.enable_grad():
+                found = arithmetic.look_up(words, part.weight, part.cut, deterministic=part.deterministic)
+            torch.autograd.backward(found, gradient)
+
+    @property
+    def adds_to(self) -> Mapping[Kind | Op, set[Tensor]]:
+        """The parameters whose gradients ADD and T give."""
+        return {Op.ADD: {self._embedding.weight}, Kind.T: {self._output_part.weight}}
+
+    def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
+        """Each token's loss, (microbatch, sequence), and the user's function."""
+        rows, length = self._exchange.words
+        losses = _used(self._losses.pop(microbatch)).view(length, rows).t().contiguous()
+        return losses, self._loss_functions.pop(microbatch)
+
+    def _embed(self, microbatch: int) -> Chain:
+        first = self._rank == self._first
+        words = self._ahead.words(self._model).contiguous() if first else None
+        weight, cut = self._embedding.rows().detach(), self._embedding.cut
+
+        def chain() -> Tensor | None:
+            known = self._brought(words, self._exchange.words, torch.int64, self._first)
+            if self._embeds_trained:
+                self._words[microbatch] = known
+            found = arithmetic.look_up(known, weight, cut)
+            dist.reduce(found, group_dst=self._first, group=self._group)
+            return found if first else None
+
+        return chain
+
+    def _spread(self, microbatch: int) -> Chain:
+        hidden, labels = self._ends.pop(microbatch, (None, None))
+
+        def chain() -> Tensor:
+            spread = self._brought(hidden, self._exchange.hidden, self._exchange.dtype, self._last)
+            self._labels[microbatch] = self._brought(labels, self._exchange.words, torch.int64, self._last)
+            return spread
+
+        return chain
+
+    def _sum(self, microbatch: int) -> Chain:
+        statistics, addends, hold = self._made.pop(microbatch)
+        last = self._rank == self._last
+
+        def chain() -> Tensor | None:
+            own = torch.stack([_used(each) for each in statistics])
+            every = own.new_empty(self._group.size() * len(own), own.size(1))
+            dist.all_gather_into_tensor(every, own, group=self._group)
+            every = every.view(self._group.size(), *own.shape)
+            scale = arithmetic.scales(Statistics(*every.unbind(1)), statistics.largest)
+            if last:
+                self._losses[microbatch] = scale.loss
+            if addends is None:
+                return None
+            self._scales[microbatch] = scale
+            others, label = map(_used, addends)
+            total = arithmetic.hidden_gradient(
+                others, label, self._output.own(scale.own), self._output.own(scale.label)
+            )
+            # Of all, and not for one: so the order of the sum is the same wherever the last stage is.
+            dist.all_reduce(total, group=self._group)
+            if hold is not None:
+                hold.release()
+            return total.view(self._exchange.hidden) if last else None
+
+        return chain
+
+    def _weigh(self, microbatch: int) -> Chain:
+        weights = self._weights.pop(microbatch, None)
+        return lambda: self._brought(weights, self._exchange.words, torch.float32, self._last)
+
+    def _embed_back(self, microbatch: int) -> Chain:
+        if not self._embeds_trained:
+            return lambda: torch.empty(0, device=self._exchange.device)
+        gradient, weight = self._embedded.pop(microbatch, None), self._embedding.weight
+        kept = None if gradient is None else gradient.contiguous()
+        return lambda: self._brought(kept, (*self._exchange.words, weight.size(1)), weight.dtype, self._first)
+
+    def _brought(self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+        """What the rank ``source`` has, on all."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._exchange.device) if own is None else _used(own)
+        dist.broadcast(tensor, group_src=source, group=self._group)
+        return tensor
+
+
+def _by_token(values: Tensor) -> Tensor:
+    """(microbatch, sequence) as (tokens,), in the order of hidden states."""
+    return values.t().reshape(-1)
+
+
+def _used(tensor: Tensor) -> Tensor:
+    """``tensor``, made on another stream than the one that now uses it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+    return tensor
