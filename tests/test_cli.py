@@ -119,6 +119,10 @@ def test_draw_puts_1f1b_above_v_half(capsys):
 
 
 DRAWN = {
+    "docs/images/vocabulary.svg": [
+        *("--schedule", "1f1b", "--schedule", "v-zb", "--costs", "1,1.1,0.75,0.05"),
+        *("--model", "Llama-3-8B", "--vocabulary-parallel"),
+    ],
     "docs/images/v-half.svg": ["--costs", "1,1,1,0"],
     "docs/images/schedules.svg": [
         *("--schedule", "1f1b", "--schedule", "zb-1p", "--schedule", "v-min"),

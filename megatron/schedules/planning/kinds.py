@@ -118,7 +118,7 @@ _SINGLE = {
         ends_gradients=True,
     ),
     Kind.S: Row(
-        "output layer, a rank's part",
+        "part of the output layer",
         needs=(Need((Kind.F,), At.LAST),),
         takes=(Share.VOCABULARY,),
         optional=True,

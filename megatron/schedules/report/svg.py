@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
+from textwrap import wrap
 from typing import NamedTuple
 
 from megatron.schedules.planning.kinds import KINDS, Kind
@@ -29,6 +30,8 @@ _HEADING, _MEMORY, _GAP = 30, 54, 22
 _ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
 _ROW_BEST, _ROW_LEAST = 24, 7
 _DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute
+_LETTER = 6.4  # width of one, on average, in words of the usual size
+_LINE = 144  # letters in a line
 
 # Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
 # reads on any page.
@@ -195,15 +198,18 @@ class _Sheet:
         x, self.y = float(_LEFT), self.y + 8
         for kind, (meaning, *_) in KINDS.items():
             shades = sorted({colour for look, colour in self.looks.items() if look.kind is kind})
+            label = f"{kind} {meaning}"
+            width = 13 * len(shades) + 6 + len(label) * _LETTER + 18
+            if shades and x + width > _WIDTH:
+                x, self.y = float(_LEFT), self.y + 20
             for colour in shades:
                 self.parts.append(
                     f'<rect fill="{palette.hexadecimal(colour)}" x="{_n(x)}" y="{_n(self.y)}" width="13" height="13"/>'
                 )
                 x += 13
             if shades:
-                label = f"{kind} {meaning}"
                 self.text(x + 6, self.y + 11, label, "faint")
-                x += 6 + len(label) * 6.4 + 18
+                x += width - 13 * len(shades)
         if self.chunks > 1:
             self.text(x, self.y + 11, "lighter: later chunk", "faint")
         self.y += 22
@@ -214,9 +220,10 @@ class _Sheet:
             self.y += 22
 
     def caption(self, caption: str) -> None:
-        """One line of plain words."""
-        self.text(_LEFT, self.y + 10, escape(caption), "faint")
-        self.y += 20
+        """Plain words, in as many lines as they need."""
+        for line in wrap(caption, _LINE):
+            self.text(_LEFT, self.y + 10, escape(line), "faint")
+            self.y += 20
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
         """A line of text; ``content`` is markup."""
