@@ -12,6 +12,7 @@ from megatron.schedules.planning.loads import Part as Layers
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.spread import spread_layers
+from tools.benchmarks import vocabulary_job
 from tools.benchmarks.emulated import UNIT_S
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
@@ -46,6 +47,7 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
     """A row for each contestant and number of microbatches."""
     for n in (16,) if quick else (16, 32):
         yield from _setting(n, 1 if quick else _REPETITIONS, say)
+    yield from vocabulary_job.measure(quick, say)
 
 
 def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
@@ -137,7 +139,12 @@ def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int
 
 
 def section(rows: Sequence[Row]) -> str:
-    """What was claimed, and a table."""
+    """What was claimed, and a table; then the same of real jobs."""
+    jobs = [row for row in rows if "job" in row]
+    return "\n\n".join((_emulated([row for row in rows if "job" not in row]), vocabulary_job.section(jobs)))
+
+
+def _emulated(rows: Sequence[Row]) -> str:
     ours = [row for row in rows if row["engine"] == "ours"]
     worst = max(ours, key=lambda row: abs(row["error"]))
     held = "held" if abs(worst["error"]) <= _WITHIN else "not held"
