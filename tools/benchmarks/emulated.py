@@ -80,7 +80,7 @@ def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[
     from tools.benchmarks.emulated_engines import measure
 
     timeout = 4 * _expected(found, costs) * repetitions + 180
-    return [Spread.of(taken) for taken in measure(found, costs, repetitions, timeout)]
+    return [Spread.of(taken) for taken in measure(found, [costs] * len(found), repetitions, timeout)]
 
 
 def _expected(found: Sequence[Contestant], costs: Costs) -> float:

@@ -14,7 +14,6 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
 from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
@@ -44,17 +43,18 @@ class Contestant(NamedTuple):
 
 def ours(request: Request) -> list[Contestant]:
     """Our schedules that have a name, planned for the costs of ``request``."""
-    return [_of_ours(name, plan(replace(request, schedule=name)), request.costs) for name in OURS]
+    return [of_ours(name, plan(replace(request, schedule=name)), request.costs) for name in OURS]
 
 
 def adaptive(request: Request) -> list[Contestant]:
     """Our adaptive within each of :data:`LIMITS`, for the costs of ``request``, which may have a P2P latency."""
     asked = replace(request, schedule="adaptive")
     plans = {limit: plan(replace(asked, memory_limit=limit)) for limit in LIMITS}
-    return [_of_ours(f"adaptive {limit:g}", found, request.costs) for limit, found in plans.items()]
+    return [of_ours(f"adaptive {limit:g}", found, request.costs) for limit, found in plans.items()]
 
 
-def _of_ours(name: str, schedule: Schedule, costs: Costs) -> Contestant:
+def of_ours(name: str, schedule: Schedule, costs: Costs) -> Contestant:
+    """Our engine with ``schedule``, lowered for ``costs``."""
     programs = lower(schedule, costs.on(schedule.placement))
     check(programs)
     return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
@@ -65,17 +65,21 @@ def others(by_name: Sequence[Contestant]) -> list[Contestant]:
     one, two = (_named(by_name, name).schedule for name in ("1f1b", "interleaved-1f1b"))
     d, n = one.ranks, one.microbatches
     found = [
-        Contestant("megatron-core", "1F1B", one, partial(emulated_stock.start, one.placement, n)),
+        stocks("1F1B", one),
         Contestant("torch", "1F1B", one, partial(emulated_torch.start, emulated_torch.ONE_CHUNK, one.placement, n)),
     ]
     if n % d == 0:  # else they refuse
-        found.insert(
-            1, Contestant("megatron-core", "interleaved", two, partial(emulated_stock.start, two.placement, n))
-        )
+        found.insert(1, stocks("interleaved", two))
         for name, (kind, _) in emulated_torch.TWO_CHUNKS.items():
             order = emulated_torch.order(name, d, n)
             found.append(Contestant("torch", name, order, partial(emulated_torch.start, kind, order.placement, n)))
     return found
+
+
+def stocks(name: str, schedule: Schedule) -> Contestant:
+    """Stock's own function for one chunk a rank or several, whose order is that of ``schedule``."""
+    start = partial(emulated_stock.start, schedule.placement, schedule.microbatches)
+    return Contestant("megatron-core", name, schedule, start)
 
 
 def _named(found: Sequence[Contestant], name: str) -> Contestant:
@@ -83,13 +87,13 @@ def _named(found: Sequence[Contestant], name: str) -> Contestant:
     return next(one for one in found if (one.engine, one.name) == ("ours", name))
 
 
-def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout: float) -> list[list[float]]:
-    """For each of ``found``, which has :func:`ours`, the seconds of every repetition; ``costs`` are in seconds.
+def measure(found: Sequence[Contestant], costs: Sequence[Costs], repetitions: int, timeout: float) -> list[list[float]]:
+    """For each of ``found``, which has our ``v-zb``, the seconds of every repetition; its ``costs`` are in seconds.
 
     The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
     """
-    split = lower(_named(found, _SETTLING).schedule)
-    taken = run_ranks(len(split), partial(_on_a_rank, found, split, costs, repetitions), timeout)
+    settling = next(one for one in zip(found, costs, strict=True) if one[0][:2] == ("ours", _SETTLING))
+    taken = run_ranks(found[0].schedule.ranks, partial(_on_a_rank, found, costs, settling, repetitions), timeout)
     seconds: list[list[float]] = [[] for _ in found]
     for at in range(repetitions * len(found)):
         begins, ends = zip(*(of_rank[at] for of_rank in taken), strict=True)
@@ -98,15 +102,16 @@ def measure(found: Sequence[Contestant], costs: Costs, repetitions: int, timeout
 
 
 def _on_a_rank(
-    found: Sequence[Contestant], split: Sequence[Program], costs: Costs, repetitions: int
+    found: Sequence[Contestant], costs: Sequence[Costs], settling: tuple[Contestant, Costs], repetitions: int
 ) -> list[tuple[float, float]]:
     """Begin and end of every iteration on this rank, after each engine has warmed up once in quick time."""
     begin_together()
     around = dict.fromkeys(Kind, 0.0)
-    emulated_ours.settle(split, Passes(costs.on(split[0].placement), around))
+    schedule, own = settling[0].schedule, settling[1]
+    emulated_ours.settle(lower(schedule), Passes(own.on(schedule.placement), around))
     runs = []
-    for contestant in found:
-        passes = Passes(costs.on(contestant.schedule.placement), around)
+    for contestant, own in zip(found, costs, strict=True):
+        passes = Passes(own.on(contestant.schedule.placement), around)
         runs.append(contestant.start(passes))
         passes.pace = _WARM_UP_PACE
         begin_together()

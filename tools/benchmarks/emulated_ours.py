@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,15 @@ from torch import Tensor
 
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.program import Channel, Program, channels_of
+from megatron.schedules.runtime.program import COLLECTIVES, Channel, Op, Program, channels_of
 from megatron.schedules.runtime.stages import Stages
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from megatron.schedules.runtime.transport import (
+    Channels,
+    GroupTransport,
+    MessageSpec,
+    make_channels,
+    make_meeting_group,
+)
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 _SPEC = MessageSpec(SHAPE, torch.float32, torch.device("cpu"))
@@ -28,7 +34,7 @@ def start(programs: Sequence[Program], passes: Passes) -> Callable[[], None]:
     """What carries out this rank's one of ``programs`` once."""
     program = programs[dist.get_rank()]
     channels = _channels(channels_of(program.placement))
-    stages = _Stages(passes, program.placement.stages_of(program.rank))
+    stages = _Stages(passes, program)
     return lambda: run(program, stages, GroupTransport(channels, _SPEC))
 
 
@@ -40,7 +46,7 @@ def settle(programs: Sequence[Program], passes: Passes) -> None:
     """
     program = programs[dist.get_rank()]
     for _ in range(_ROUNDS):
-        stages = _Timed(passes, program.placement.stages_of(program.rank))
+        stages = _Timed(passes, program)
         run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC))
         for kind, longer in stages.longer.items():
             passes.around[kind] += statistics.mean(longer)
@@ -52,12 +58,19 @@ def _channels(wanted: tuple[Channel, ...]) -> Channels:
     return make_channels([range(dist.get_world_size())], wanted)
 
 
+@cache
+def _meeting_group() -> dist.ProcessGroup:
+    return make_meeting_group([range(dist.get_world_size())])
+
+
 class _Stages(Stages):
     """The stages of one rank, as :class:`megatron.schedules.runtime.stages.Stages` asks for them."""
 
-    def __init__(self, passes: Passes, stages: Sequence[int]) -> None:
-        self._passes = passes
-        self._layers = {stage: Layers(passes, stage, Kind.I) for stage in stages}
+    def __init__(self, passes: Passes, program: Program) -> None:
+        self._passes, self._placement = passes, program.placement
+        self._layers = {stage: Layers(passes, stage, Kind.I) for stage in program.placement.stages_of(program.rank)}
+        if any(action.op in COLLECTIVES for action in program.actions):
+            self._group = _meeting_group()
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
@@ -81,12 +94,43 @@ class _Stages(Stages):
 
     def reduce_gradients(self, stage: int) -> None: ...
 
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        self._passes.run(Kind.S, stage)
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        self._passes.run(Kind.T, stage)
+
+    def add_embedding(self, microbatch: int, gradient: Tensor) -> None: ...
+
+    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
+        """The messages of a real one: hidden states, a number or three for each token, and its word."""
+        first, last = self._placement.rank_of[0], self._placement.rank_of[-1]
+        hidden, tokens, words = torch.zeros(SHAPE), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2], dtype=torch.int64)
+        every = [torch.zeros(3, *SHAPE[:2]) for _ in range(self._placement.ranks)]
+        cast = partial(dist.broadcast, group=self._group)
+        gather = partial(dist.all_gather, every, every[0].clone(), group=self._group)
+        add = partial(dist.all_reduce, hidden, group=self._group)
+        calls: Sequence[Callable[[], object]] = {
+            Op.EMBED: [partial(cast, words, first), partial(dist.reduce, hidden, first, group=self._group)],
+            Op.OUTPUT: [partial(cast, hidden, last), partial(cast, words, last)],
+            Op.SUM: [gather, add],
+            Op.WEIGH: [partial(cast, tokens, last)],
+            Op.EMBED_BACK: [partial(cast, hidden, first)],
+        }[op]
+
+        def chain() -> Tensor:
+            for call in calls:
+                call()
+            return tokens if op is Op.WEIGH else hidden
+
+        return chain
+
 
 class _Timed(_Stages):
     """The same, noting by how many seconds longer than its time each pass took."""
 
-    def __init__(self, passes: Passes, stages: Sequence[int]) -> None:
-        super().__init__(passes, stages)
+    def __init__(self, passes: Passes, program: Program) -> None:
+        super().__init__(passes, program)
         self.longer: dict[Kind, list[float]] = defaultdict(list)
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
@@ -100,6 +144,14 @@ class _Timed(_Stages):
     def backward_weight(self, stage: int, microbatch: int) -> None:
         with self._timing(Kind.W, stage):
             super().backward_weight(stage, microbatch)
+
+    def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
+        with self._timing(Kind.S, stage):
+            super().output_part(stage, microbatch, hidden)
+
+    def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
+        with self._timing(Kind.T, stage):
+            super().output_weight(stage, microbatch, weights)
 
     @contextmanager
     def _timing(self, kind: Kind, stage: int) -> Iterator[None]:

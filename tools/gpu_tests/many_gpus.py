@@ -12,7 +12,7 @@ from tools.gpu_tests import jobs
 from tools.gpu_tests.comparing import BF16, FP32, compared
 from tools.gpu_tests.layouts import Layout, layout_of
 from tools.gpu_tests.one_gpu import fault_of
-from tools.gpu_tests.pieces import FAMILIES, FAULT, Row, Setting
+from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting
 from tools.gpu_tests.timeline import against_the_simulator
 from tools.gpu_tests.watchers import LittleMemory, Spans, Timed
 
@@ -34,10 +34,19 @@ def _flags(setting: Setting, layout: Layout, schedules: Sequence[str], iteration
 
 def trains(setting: Setting, name: str, connections: int, family: str) -> Iterator[Row]:
     """Every schedule of ``family`` beside stock's 1F1B of the same layout."""
+    yield from _beside_stock(setting, name, connections, FAMILIES[family])
+
+
+def vocabulary(setting: Setting, name: str, connections: int) -> Iterator[Row]:
+    """Each rank with its part of the embedding and of the output layer: collectives beside the passes."""
+    yield from _beside_stock(setting, name, connections, ("1f1b", "zb-1p", "v-half", "v-zb"), VOCABULARY)
+
+
+def _beside_stock(setting: Setting, name: str, connections: int, schedules: Sequence[str], *more: str) -> Iterator[Row]:
     # Where there is no GPU, as few ranks as show the layout.
     gpus = setting.gpus or (8 if name == "tp-pp-dp" else 4)
     layout = layout_of(name, gpus, jobs.marks_norms(setting))
-    schedules = [s for s in FAMILIES[family] if not setting.on_cpu or s in _FEW_ON_CPU]
+    schedules = [s for s in schedules if not setting.on_cpu or s in _FEW_ON_CPU]
     iterations = 2 if setting.on_cpu else _ITERATIONS
     flags = _flags(setting, layout, schedules, iterations)
     what: Row = {"ranks": layout.world, "pipeline": layout.pipeline} | ({"note": layout.note} if layout.note else {})
@@ -48,7 +57,8 @@ def trains(setting: Setting, name: str, connections: int, family: str) -> Iterat
             yield row | {FAULT: None}
             continue
         try:
-            ours = jobs.train(layout.world, jobs.Job((*flags, *jobs.schedule_flags(schedule)), connections=connections))
+            asked = (*flags, *jobs.schedule_flags(schedule), *more)
+            ours = jobs.train(layout.world, jobs.Job(asked, connections=connections))
         except RankError as error:
             yield row | {FAULT: fault_of(error)}
         else:

@@ -10,7 +10,7 @@ from typing import Any
 from tools.benchmarks import memory
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import FP32, compared, same_bits
-from tools.gpu_tests.pieces import FAMILIES, FAULT, Row, Setting, Skipped
+from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Skipped
 
 # Where only a few are tried, these: the baseline, one chunk split, a V.
 _FEW = ("1f1b", "zb-1p", "v-half")
@@ -42,7 +42,12 @@ def transformer_engine(setting: Setting) -> Iterator[Row]:
 
 
 def _against_stock(
-    setting: Setting, schedules: tuple[str, ...], sizes: tuple[int, ...], *, fused: bool = False
+    setting: Setting,
+    schedules: tuple[str, ...],
+    sizes: tuple[int, ...],
+    *,
+    fused: bool = False,
+    more: tuple[str, ...] = (),
 ) -> Iterator[Row]:
     """fp32, by ranks that share the GPU; stock is one rank, for its own messages are for a GPU a rank."""
     from tools.gpu_tests import jobs
@@ -63,13 +68,14 @@ def _against_stock(
             continue
         for size in sizes:
             row: Row = {"schedule": schedule, "ranks": size}
-            asked = [*flags, "--pipeline-model-parallel-size", str(size), *jobs.schedule_flags(schedule)]
+            asked = [*flags, "--pipeline-model-parallel-size", str(size), *jobs.schedule_flags(schedule), *more]
             try:
                 ours = jobs.train(size, jobs.Job(tuple(asked), exact=True), shared=True)
             except RankError as error:
                 yield row | {FAULT: fault_of(error)}
             else:
-                yield row | compared(ours, stock, iterations, FP32, to_the_bit=to_the_bit)
+                # What adds up in another order has another last digit.
+                yield row | compared(ours, stock, iterations, FP32, to_the_bit=to_the_bit and not more)
 
 
 def apex_fused(setting: Setting) -> Iterator[Row]:
@@ -82,6 +88,11 @@ def apex_fused(setting: Setting) -> Iterator[Row]:
 def shared(setting: Setting, family: str) -> Iterator[Row]:
     """Every schedule of ``family``."""
     yield from _against_stock(setting, FAMILIES[family], (4,) if setting.on_cpu else (2, 4))
+
+
+def vocabulary(setting: Setting) -> Iterator[Row]:
+    """Each rank with its part of the embedding and of the output layer."""
+    yield from _against_stock(setting, _FEW, (4,) if setting.on_cpu else (2, 4), more=(VOCABULARY,))
 
 
 def no_waits(setting: Setting) -> Iterator[Row]:

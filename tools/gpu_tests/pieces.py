@@ -58,6 +58,7 @@ class Piece(NamedTuple):
         return lambda setting: function(setting, *arguments)
 
 
+VOCABULARY = "--pipeline-vocabulary-parallel"
 # Each together in one piece; ten schedules and their baselines take more than one piece's time.
 FAMILIES = {
     "one-chunk": ("1f1b", "eager-1f1b", "zb-1p", "zb-2p"),
@@ -109,8 +110,23 @@ PIECES = (
         )
         for family, schedules in FAMILIES.items()
     ),
+    Piece(
+        "vocabulary",
+        "Schedules with a vocabulary that all ranks share train as stock does, by ranks that share a GPU",
+        (f"{_ONE}:vocabulary", ()),
+    ),
     Piece("ranges", "A profile names every pass and message, as 3F12 and 3SEND_F12", (f"{_ONE}:ranges", ())),
     *(_trains(layout, connections, family) for layout in LAYOUTS for connections in CONNECTIONS for family in FAMILIES),
+    *(
+        Piece(
+            f"vocabulary-{connections}",
+            "Schedules with a vocabulary that all ranks share train as stock does: tensor parallel 2 with sequence "
+            f"parallelism, over NCCL with CUDA_DEVICE_MAX_CONNECTIONS={connections}; nothing hangs",
+            (f"{_MANY}:vocabulary", ("tp-pp", connections)),
+            FEWEST_OF_MANY,
+        )
+        for connections in CONNECTIONS
+    ),
     Piece(
         "cold-start",
         "Nothing hangs where every kernel is compiled and loaded within the first program, with timers in every pass",

@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
+from megatron.schedules.integration.vocabulary.parts import parts_of
+
 _DEVIATION = 0.02
 
 
@@ -34,13 +36,18 @@ def start_equal(model: Sequence[torch.nn.Module]) -> None:
 
     Norms and biases start the same everywhere, and stay as they are.
     """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    shared = {id(part.weight) for part in parts_of(model) or ()}
     for name, parameter in named_parameters(model):
         if parameter.ndim < 2:
             continue
+        # Of a table that the pipeline's ranks share, this one's piece.
+        pieces, own = (pipeline.size(), pipeline.rank()) if id(parameter) in shared else (1, 0)
         part = parallel_state.get_tensor_model_parallel_rank() if _is_a_part(parameter) else 0
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {part}".encode()))
         with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(_DEVIATION))
+            whole = torch.randn(len(parameter) * pieces, *parameter.shape[1:], generator=generator)
+            parameter.copy_(whole.chunk(pieces)[own].mul_(_DEVIATION))
 
 
 def gradient_digests(model: Sequence[torch.nn.Module]) -> dict[str, str]:

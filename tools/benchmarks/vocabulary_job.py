@@ -1,0 +1,154 @@
+"""Real jobs with a vocabulary of 50 thousand words: what every rank holds, and the losses, beside stock's."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from tools.benchmarks.apart import rows_apart, tell_megatron
+from tools.benchmarks.parts import Row, Say, markdown_table
+
+_RANKS, _ITERATIONS = 4, 10
+_MODEL = shlex.split("""
+    --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm --no-persist-layer-norm
+    --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 50257 --mock-data
+    --micro-batch-size 2 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 --clip-grad 0
+    --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0 --eval-iters 0 --eval-interval 1000
+    --log-interval 1 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-rope-fusion --distributed-backend gloo --dataloader-type cyclic
+""")
+_SHARED = "--pipeline-vocabulary-parallel"
+
+
+class Job(NamedTuple):
+    """What is run.
+
+    Args:
+        name: of the job.
+        flags: that make it so.
+        beside: the job, run before, that draws the same weights at its start: a V puts layers on other ranks.
+    """
+
+    name: str
+    flags: list[str]
+    beside: str = ""
+
+
+JOBS = (
+    Job("stock 1F1B", []),
+    Job("`1f1b`", ["--pipeline-schedule", "1f1b"], "stock 1F1B"),
+    Job("`1f1b`, vocabulary shared", ["--pipeline-schedule", "1f1b", _SHARED], "stock 1F1B"),
+    Job("`v-half`", ["--pipeline-schedule", "v-half"]),
+    Job("`v-half`, vocabulary shared", ["--pipeline-schedule", "v-half", _SHARED], "`v-half`"),
+)
+_MOST_LOSS_ERROR, _UNEVEN = 1e-6, 0.05
+
+
+class Held(NamedTuple):
+    """What one rank holds, in bytes, and on the last one each iteration's loss."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    losses: list[float]
+
+
+def measure(quick: bool, say: Say) -> Iterator[Row]:
+    """A row for each job."""
+    return rows_apart(_measure, quick, say)
+
+
+def _measure(quick: bool, say: Say) -> Iterator[Row]:
+    import pretrain_gpt  # noqa: F401 - here once, for all ranks
+    from tools.benchmarks.emulated_ranks import run_ranks
+    from tools.benchmarks.quick_start import quick_start
+
+    quick_start()
+    known: dict[str, list[float]] = {}
+    for name, flags, beside in JOBS:
+        say(f"vocabulary: a job with 50 thousand words, {name}")
+        found = run_ranks(_RANKS, partial(_train, [*flags, "--train-iters", "3" if quick else str(_ITERATIONS)]), 600)
+        losses = known[name] = found[-1].losses
+        yield {
+            "job": name,
+            **{field: [getattr(rank, field) for rank in found] for field in Held._fields[:-1]},
+            "losses": losses,
+            "beside": beside,
+            "worst_loss_error": max(abs(a / b - 1) for a, b in zip(losses, known[beside or name], strict=True)),
+        }
+
+
+def _train(flags: Sequence[str]) -> Held:
+    from megatron.training import training
+
+    import pretrain_gpt
+    from megatron.schedules.integration.schedule_function import ScheduleFunction
+
+    tell_megatron()
+    losses: list[float] = []
+    held: dict[str, int] = {}
+    step, call = training.train_step, ScheduleFunction.__call__
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        found = step(*args, **kwargs)
+        model, optimizer = args[2], args[3]
+        parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+        held["weights"] = sum(parameter.nbytes for parameter in parameters)
+        held["gradients"] = sum(parameter.main_grad.nbytes for parameter in parameters)
+        states = [value for each in optimizer.optimizer.state.values() for value in each.values()]
+        held["optimizer"] = sum(value.nbytes for value in states if hasattr(value, "nbytes"))
+        if "lm loss" in found[0]:
+            losses.append(float(found[0]["lm loss"]))
+        return found
+
+    def called(self: ScheduleFunction, **asked: Any) -> list[Any]:
+        if "activations" not in held:
+            self.count_next_call()
+        found = call(self, **asked)
+        held.setdefault("activations", self.peak_activation_bytes)
+        return found
+
+    training.train_step = stepped
+    ScheduleFunction.__call__ = called  # type: ignore[method-assign]
+    sys.argv = ["pretrain_gpt.py", *_MODEL, "--pipeline-model-parallel-size", str(_RANKS), *flags]
+    pretrain_gpt.main()
+    return Held(held["weights"], held["gradients"], held["optimizer"], held.get("activations", 0), losses)
+
+
+def section(rows: Sequence[Row]) -> str:
+    """What was claimed, and a row for each job and rank."""
+    text = []
+    for row in rows:
+        if "shared" in row["job"]:
+            held = _verdict(row["worst_loss_error"] <= _MOST_LOSS_ERROR)
+            text.append(
+                f"- Losses of {row['job']} within {_MOST_LOSS_ERROR:g} of those of {row['beside']}, "
+                f"{len(row['losses'])} iterations: {row['worst_loss_error']:.1e} at most, {held}"
+            )
+            for what in ("weights", "gradients", "activations"):
+                uneven = max(row[what]) / (sum(row[what]) / len(row[what])) - 1
+                if what != "activations" or "v-half" in row["job"]:
+                    text.append(
+                        f"- {what.capitalize()} of {row['job']}: the worst rank within {_UNEVEN:.0%} of the mean: "
+                        f"{uneven:+.1%}, {_verdict(uneven <= _UNEVEN)}"
+                    )
+    text.append(
+        "\nFour ranks, the demo's model of 8 layers with 50,304 words, eight microbatches, fp32, from scratch; bytes "
+        "are those of tensors, activations those that autograd and waiting passes hold at most."
+    )
+    heads = ["", "rank", "weights, MiB", "gradients, MiB", "optimizer, MiB", "activations, MiB"]
+    table = []
+    for row in rows:
+        for rank in range(len(row["weights"])):
+            figures = [row[what][rank] / 2**20 for what in Held._fields[:-1]]
+            table.append([row["job"], str(rank), *(f"{figure:.2f}" if figure else "" for figure in figures)])
+    return "\n".join([*text, "", markdown_table(heads, table)])
+
+
+def _verdict(held: bool) -> str:
+    return "**held**" if held else "**not held**"
