@@ -111,6 +111,13 @@ def test_any_number_of_layers_over_any_number_of_stages(layers: int, stages: int
     assert timed(found).makespan < timed(request).makespan
 
 
+@pytest.mark.parametrize("ends", [0.0, 0.1])
+def test_adaptive_is_never_longer_than_with_even_layers(ends: float):
+    """Where little is to be gained a climb and the whole search may differ on what is shorter."""
+    request = asked("adaptive", 3, 9, 12, ends, memory_limit=0.6)
+    assert timed(spread_layers(request)).makespan <= timed(request).makespan + 1e-9
+
+
 def test_chunks_are_chosen_with_the_layers():
     found = spread_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
     assert found.costs.layers is not None

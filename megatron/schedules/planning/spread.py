@@ -36,7 +36,8 @@ _EFFORT, _NAMED_EFFORT, _OVERHEAD = 600_000, 300_000, 2_000
 _FEWEST_PLANS = 24
 # Rounds of a climb that tells one spread from another, and of one that tells the best apart.
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
-# From where no move gains, so many random ones are made, to bounds this much above the best plan, as a factor.
+# From where no move gains, so many random ones are made, to bounds this much above the best plan, as a factor. So much
+# the whole search may make of what a climb left.
 _STEPS, _TRIES, _NEAR = 2, 50, 1.01
 # Of the moves from the even spread that its bound does not rule out, so many are planned at the end, by size.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
@@ -47,8 +48,8 @@ _MOST_MOVES = 1_600
 def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
 
-    A schedule by name is never longer than with even layers, nor, up to some eight ranks, than with any one of these
-    moved. ``adaptive`` is compared with them by climbs of equal length, not by its whole search.
+    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved;
+    ``adaptive`` is compared with the latter by climbs of equal length, not by its whole search.
 
     Args:
         request: its costs have a model.
@@ -64,7 +65,33 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     for each in where:
         found.append(_Search(request, each).best(lambda share: progress(share / len(where))))
     shortest = min(found, key=lambda each: each.makespan)
-    return placed(request, shortest.spread, (shortest.placement.chunks,))
+    best = placed(request, shortest.spread, (shortest.placement.chunks,))
+    return _or_even(request, best, shortest.makespan) if request.schedule == "adaptive" else best
+
+
+def _or_even(request: Request, found: Request, climbed: float) -> Request:
+    """``found``, or even layers where the whole search makes more of them than of it.
+
+    Args:
+        request: what was asked for.
+        found: its layers placed.
+        climbed: how long the plan of ``found`` was after a climb.
+    """
+    model = request.costs.model
+    assert model is not None
+    even = []
+    for where in _placements(request):
+        other = placed(request, model.evenly(where.stages), (where.chunks,))
+        on_stages, limit = other.costs.on(where), limit_in_microbatches(found)
+        fits = on_stages.least(where) <= limit + EPSILON
+        if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
+            even.append(other)
+    return min((found, *even), key=_planned_length) if even else found
+
+
+def _planned_length(request: Request) -> float:
+    schedule = plan(request)
+    return simulate(schedule, request.costs.on(schedule.placement)).makespan
 
 
 def placed(request: Request, spread: Spread, chunk_choices: tuple[int, ...]) -> Request:
