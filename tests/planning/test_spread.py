@@ -118,6 +118,20 @@ def test_adaptive_is_never_longer_than_with_even_layers(ends: float):
     assert timed(spread_layers(request)).makespan <= timed(request).makespan + 1e-9
 
 
+def test_what_the_parameters_of_the_ends_take_is_not_there_for_activations():
+    """Both tables are on the V's first rank, and take as much there as two microbatches of its layers would."""
+    request = asked("adaptive", 4, 12, 16, memory_limit=1.0)
+    assert request.costs.model is not None
+    tables = request.costs.model.last._replace(parameters=400.0)
+    model = replace(request.costs.model, last=tables, parameter_held=2.0)
+    heavy = replace(request, costs=replace(request.costs, model=model))
+    light, found = timed(spread_layers(request)), timed(spread_layers(heavy))
+    # 800 are two microbatches of a rank's layers: one and a half more than the average rank has of them.
+    assert found.peaks[0] <= 4 - 1.5 + 1e-9 < light.peaks[0]
+    assert max(found.peaks) <= found.limit + 1e-9 <= 4 + 1e-9
+    assert found.makespan >= light.makespan - 1e-9
+
+
 def test_chunks_are_chosen_with_the_layers():
     found = spread_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
     assert found.costs.layers is not None

@@ -41,12 +41,14 @@ class StageCosts:
         comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
         held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
             what I leaves to W, and, on the last stage of each rank, what S leaves to T.
+        standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
     activation: tuple[float, ...]
     comm: float
     held: Mapping[Share, tuple[float, ...]]
+    standing: tuple[float, ...] = ()
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -75,15 +77,40 @@ class StageCosts:
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        kept, left, most = self.held[Share.FORWARD], self.held[Share.WEIGHTS], 0.0
-        for rank in range(placement.ranks):
-            # That of the output layer is there from the last stage's F until its I, and perhaps longer.
-            shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
-            held = 0.0
-            for stage in placement.stages_of(rank):
-                # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-                most = max(most, held + max(kept[stage], left[stage]) + shared)
-                held += kept[stage]
+        return max(self._least(placement, rank) for rank in range(placement.ranks))
+
+    def limits(self, placement: Placement, limit: float) -> list[float]:
+        """What each rank may hold where an average one may hold ``limit``.
+
+        Less by what its parameters hold beyond those of an average rank, though never less than one microbatch takes.
+        """
+        beyond = enumerate(self._beyond(placement))
+        return [min(limit, max(limit - more, self._least(placement, rank))) if more else limit for rank, more in beyond]
+
+    def within(self, placement: Placement, peaks: Sequence[float]) -> float:
+        """The least that an average rank must be let hold for ranks to hold ``peaks``."""
+        beyond = enumerate(self._beyond(placement))
+        return max(
+            peak + more * (peak > self._least(placement, rank))
+            for peak, (rank, more) in zip(peaks, beyond, strict=True)
+        )
+
+    def _beyond(self, placement: Placement) -> list[float]:
+        """How much more each rank's parameters hold than those of an average one."""
+        if not self.standing:
+            return [0.0] * placement.ranks
+        own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+        return [max(0.0, each - sum(own) / placement.ranks) for each in own]
+
+    def _least(self, placement: Placement, rank: int) -> float:
+        kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
+        # That of the output layer is there from the last stage's F until its I, and perhaps longer.
+        shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
+        held = most = 0.0
+        for stage in placement.stages_of(rank):
+            # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
+            most = max(most, held + max(kept[stage], left[stage]) + shared)
+            held += kept[stage]
         return most
 
 
@@ -192,7 +219,7 @@ class Costs:
                 times | self._shared_times(self.model, placement),
                 held | self._shared_held(self.model, placement),
             )
-        return StageCosts(times, activation, self.comm, held)
+        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts))
 
     def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
@@ -251,6 +278,12 @@ class Costs:
             Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
             Share.VOCABULARY: (0.0,) * placement.stages,
         }
+
+    def _standing(self, placement: Placement, parts: Sequence[Part] | None) -> tuple[float, ...]:
+        if parts is None or self.model is None or not self.model.parameter_held:
+            return ()
+        whole_rank = self.model.mean.held * len(self.model.layers) / placement.ranks
+        return tuple(part.parameters * self.model.parameter_held / whole_rank for part in parts)
 
     def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""

@@ -67,6 +67,8 @@ class ModelLoads:
         stand_in: how many layers the first and the last stand in for where layers are spread evenly.
         kept_for_output: activation memory that waits for the output layer's weight gradient where all ranks share its
             vocabulary: what each of them keeps, and what they keep together.
+        parameter_held: what a parameter's weight, gradient and optimizer state hold all the time, in the unit of
+            activation memory; 0 where that is not to be counted.
     """
 
     first: Part
@@ -74,6 +76,7 @@ class ModelLoads:
     last: Part
     stand_in: tuple[int, int] = (0, 0)
     kept_for_output: tuple[float, float] = (0.0, 0.0)
+    parameter_held: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.mean) <= 0:
@@ -87,7 +90,7 @@ class ModelLoads:
 
     @cached_property
     def without_output(self) -> ModelLoads:
-        """The same, its output layer done by all ranks together.
+        """The same, its output layer done and its vocabulary held by all ranks together.
 
         Raises:
             PlanError: where there is more behind the layers.
@@ -97,7 +100,7 @@ class ModelLoads:
                 "the vocabulary cannot be shared with multi-token prediction, which uses the output layer too",
                 "shared_vocabulary",
             )
-        return replace(self, last=Part())
+        return replace(self, first=self.first._replace(parameters=0.0), last=Part())
 
     def by_stage(self, counts: Sequence[int]) -> list[Part]:
         """What each stage has where it has so many of the layers."""

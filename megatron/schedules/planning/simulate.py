@@ -91,6 +91,11 @@ class Timeline:
             for stage in self.schedule.placement.stages_of(rank)
         )
 
+    @cached_property
+    def limit(self) -> float:
+        """The least memory limit that it keeps within: more than its peak where many parameters are on that rank."""
+        return self.costs.within(self.schedule.placement, self.peaks)
+
     @property
     def peak(self) -> float:
         """Peak activation memory of the worst rank; 1F1B's is d, where there are so many microbatches."""

@@ -289,7 +289,7 @@ class _Planned:
         if problem.least > self._limit + EPSILON:
             return math.inf
         starts = [problem.order(each) for each in (self._order, None)]
-        fitting = [order for order in starts if problem.peak(order) <= self._limit + EPSILON]
+        fitting = [order for order in starts if problem.fits(order, self._limit)]
         climb, _ = race(problem, fitting, self._limit, self._rounds * len(fitting) * problem.effort)
         if climb.makespan < self._length:
             self._length = climb.makespan

@@ -11,7 +11,12 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.recompute import with_recompute
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_hand, wrong_layers
+from megatron.schedules.integration.layers.by_stage import (
+    layers_by_stage,
+    placed_by_hand,
+    placed_by_planner,
+    wrong_layers,
+)
 from megatron.schedules.planning.cost_profile import CostProfile, read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
@@ -42,7 +47,8 @@ def costs_of(args: Any, stages: int) -> Costs:
             parts = shape.layer(experts=shape.experts is not None)
             costs = with_recompute(costs, args, parts, shape.layers / stages)
         stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-        model = replace(costs.model or shape.loads, stand_in=stand_in)
+        counted = _held_by_a_parameter(args) if placed_by_planner(args) else 0.0
+        model = replace(costs.model or shape.loads, stand_in=stand_in, parameter_held=counted)
         costs = replace(costs, model=model, shared_vocabulary=shared)
     if placed_by_hand(args) and not wrong_layers(args, stages):
         costs = replace(costs, layers=layers_by_stage(args, stages))
@@ -70,6 +76,21 @@ def assumed(args: Any, costs: Costs) -> str:
     if costs.shared_vocabulary:
         known = f", and shared with the embedding by {args.pipeline_model_parallel_size} ranks"
     return f"{said}; the output layer{ahead} counted as {layers:.2g} decoder layers{known}{where}"
+
+
+def _held_by_a_parameter(args: Any) -> float:
+    """Bytes of its weight, gradient and Adam's state, for a token of a microbatch, as bytes at half precision.
+
+    Tensor-parallel ranks share parameters and activations alike.
+    """
+    half = bool(args.bf16 or args.fp16)
+    gradient = 4 if not half or args.accumulate_allreduce_grads_in_fp32 or args.bf16 else 2
+    shared_by = 1
+    if args.use_distributed_optimizer:
+        shared_by = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+    held = (2 if half else 4) + gradient + (12 if half else 8) / shared_by
+    tokens = args.micro_batch_size * args.seq_length / args.context_parallel_size
+    return held / tokens / (1 if half else 2)
 
 
 def _times(args: Any, shape: Shape | None) -> Costs:

@@ -18,6 +18,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     """
     stages = range(placement.stages)
     rank_of, n = placement.rank_of, microbatches
+    limits = costs.limits(placement, limit)
     forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
     # All ranks together do what is between the last stage's F and its I.
@@ -46,5 +47,5 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
-            bound = max(bound, head + occupied / limit)
+            bound = max(bound, head + occupied / limits[rank])
     return bound

@@ -99,7 +99,7 @@ def frontier(
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
     ranks, n = problems[0].placement.ranks, problems[0].schedule.microbatches
-    limits = ladder(ranks, n, [problem.least for problem in problems], [timeline.peak for timeline in named])
+    limits = ladder(ranks, n, [problem.least for problem in problems], [timeline.limit for timeline in named])
     share = {limit: _SELDOM if not ranks / 3 <= limit <= ranks else 1.0 for limit in limits}
     full = budget / sum(share[limit] for limit in limits if limit <= max(ranks, limits[0]))
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
@@ -110,7 +110,7 @@ def frontier(
     below = -math.inf
     for limit in asked:
         fits = [(index, problem) for index, problem in enumerate(problems) if problem.least <= limit + EPSILON]
-        new = [timeline for timeline in named if below < timeline.peak <= limit + EPSILON]
+        new = [timeline for timeline in named if below < timeline.limit <= limit + EPSILON]
         best = min([*([best] if best else []), *new], key=lambda found: found.makespan, default=None)
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         size = sum(problem.effort for _, problem in fits)
@@ -121,7 +121,7 @@ def frontier(
                 continue
             fresh, spent = race(problem, [problem.order()], limit, spend / 2)
             split = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
-            known = [order for order in split if problem.peak(order) <= limit + EPSILON]
+            known = [order for order in split if problem.fits(order, limit)]
             carried = [found[index]] if index in found else []
             climb, _ = race(problem, [*carried, fresh.best, *known], limit, spend - spent)
             found[index] = climb.best

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, SPLIT, Kind, in_dependency_order
-from megatron.schedules.planning.list_scheduling import Instance, Policy
+from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -69,13 +69,18 @@ class Problem:
         """``order`` as a schedule's rows."""
         return self._tasks.rows(order.tolist(), self.passes)
 
-    def peak(self, order: TaskOrder) -> float:
-        """What the worst rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
+    def fits(self, order: TaskOrder, limit: float) -> bool:
+        """Whether no rank holds more in ``order`` than it may under ``limit``.
+
+        It holds more than with whole backwards, where I leaves more than F did.
+        """
         first, change = np.asarray(self._forward.first), np.asarray(self._forward.change)
-        return max(float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist()))
+        peaks = (float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist()))
+        limits = self.costs.limits(self.placement, limit)
+        return all(peak <= most + EPSILON for peak, most in zip(peaks, limits, strict=True))
 
     def forward(self, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
-        """A round of list scheduling of ``order`` with at most ``limit`` microbatches on a rank; order and makespan.
+        """A round of list scheduling of ``order`` with ``limit`` microbatches on an average rank; order and makespan.
 
         ``order`` itself must keep within ``limit``: it is what a rank falls back on.
         """
@@ -88,7 +93,7 @@ class Problem:
 
     def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
         found, missing = np.empty_like(order), np.array(instance.waits)
-        limits = np.full(self.placement.ranks, limit, dtype=np.float64)
+        limits = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
         makespan = compiled()(instance, order, limits, policy, missing, np.zeros(self.size), found)
         return found, makespan
 
