@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron.schedules.integration.flags import vocabulary
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.planning.schedule import Schedule
@@ -37,7 +37,7 @@ class _Facts(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        return bool(self.args.pipeline_vocabulary_parallel)
+        return vocabulary.shares(self.args)
 
     @property
     def chunks(self) -> int:
@@ -171,8 +171,8 @@ _RULES = (
         ),
     ),
     _Rule(
-        lambda facts: facts.shares and bool(indivisible(facts.args)),
-        lambda facts: f"with {FLAGS['shared_vocabulary']} {indivisible(facts.args)}",
+        lambda facts: facts.shares and bool(vocabulary.indivisible(facts.args)),
+        lambda facts: f"with {FLAGS['shared_vocabulary']} {vocabulary.indivisible(facts.args)}",
     ),
     _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
     _shared("sft", _ONE_SHAPE),
