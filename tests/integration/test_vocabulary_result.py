@@ -208,6 +208,7 @@ def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule):
     assert min(megatron("train", 2, [*job, SHARED]).peaks) > tokens * words // 2 * bytes_each
 
 
+@pytest.mark.full_matrix
 def test_layers_are_placed_by_the_planner_too(train):
     """Six on the eight stages of a V: the last stage has none, and nothing to do but to end."""
     job = ("--train-iters", "2", "--global-batch-size", "4", "--num-layers", "6")

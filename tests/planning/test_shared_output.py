@@ -73,7 +73,14 @@ def test_it_takes_one_microbatch_more_and_little_longer_than_without_an_output_l
     assert with_it.makespan <= without.makespan * 1.1 + (with_it.ideal - without.ideal)
 
 
-@pytest.mark.parametrize(("limit", "most"), [(1.0, 203.5), (0.625, 219), (0.5, 242)])
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        pytest.param(1.0, 203.5, marks=pytest.mark.full_matrix),
+        pytest.param(0.625, 219, marks=pytest.mark.full_matrix),
+        (0.5, 242),
+    ],
+)
 def test_adaptive_comes_near_the_work_whatever_the_output_layer_weighs(limit: float, most: float):
     """Even layers with the output layer on the last stage take 308, 314 and 319; the work is 198."""
     shared = costs()
