@@ -78,7 +78,7 @@ RESUMED = {
     "constant structure": (4, False, "--ckpt-assume-constant-structure", ENOUGH, ()),
     "shared vocabulary": (2, False, SHARED, ENOUGH, ()),
     "shared vocabulary, tied, DP2, shared reading": (4, True, f"{SHARED} --ckpt-fully-parallel-load", ENOUGH, ()),
-    "shared vocabulary, tied, DP2, bf16": (4, True, f"{SHARED} --bf16 {DISTRIBUTED}", ENOUGH, ("v-half",)),
+    "shared vocabulary, tied, DP2, bf16": (4, True, f"{SHARED} --bf16 {DISTRIBUTED}", ENOUGH, ()),
 }
 
 

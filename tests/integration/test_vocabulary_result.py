@@ -60,7 +60,7 @@ SETTINGS = {
         False,
     ),
 }
-USUAL = {("two ranks", "1f1b"), ("tied", "v-half"), ("sequence parallel", "v-half"), ("four ranks", "v-half")}
+USUAL = {("two ranks", "1f1b"), ("tied", "v-half"), ("sequence parallel", "v-half")}
 EVERYWHERE = ("two ranks", "tied", "sequence parallel", "overlapped reduction")
 FEATURE = "vocabulary shared by all ranks"
 
@@ -135,7 +135,7 @@ NUMBERS = {"bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
     [
         pytest.param("bf16", ""),
         pytest.param("bf16", f"{TENSOR} --sequence-parallel", marks=pytest.mark.full_matrix),
-        pytest.param("fp16", ""),
+        pytest.param("fp16", "", marks=pytest.mark.full_matrix),
     ],
 )
 @pytest.mark.parametrize("schedule", ["v-half", pytest.param("1f1b", marks=pytest.mark.full_matrix)])

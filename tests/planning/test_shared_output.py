@@ -32,7 +32,7 @@ def costs(layers: int = 32, output: float = 2.74, *, shared: bool = True) -> Cos
     return Costs(1, 1.1, 0.75, 0.05, model=model, shared_vocabulary=shared)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from([*NAMED, "adaptive"]),
     d=st.integers(2, 6),

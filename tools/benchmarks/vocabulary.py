@@ -13,7 +13,6 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.spread import spread_layers
 from tools.benchmarks import vocabulary_job
-from tools.benchmarks.emulated import UNIT_S
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
 if TYPE_CHECKING:
@@ -24,12 +23,15 @@ _TIMES = 1.0, 1.1, 0.75
 # Llama-3-8B's: 128 thousand words at a width of 4096. S holds as much as 6 % of what a rank's layers do.
 _OUTPUT, _HELD_BY_S = 2.74, 0.06
 _WITHIN = 0.03
-_HOP_S = 0.001
+# Twice what passes take elsewhere: what eight ranks on a few cores need to meet in a collective, the ranks of a real
+# pipeline do not, and S and T are short.
+_UNIT_S, _HOP_S = 0.040, 0.001
 _FIT_STEPS = 16
 
 _HOW = """\
-As above, real processes and the real messages of a shared vocabulary; costs F,I,W 1,1.1,0.75, 8 ranks, and a model of
-32 layers whose output layer takes as long as 2.74 of them, as that of Llama-3-8B. Stock's flag
+As above, real processes and the real messages of a shared vocabulary; a pass sleeps 40 ms where its cost is 1, for S
+and T are short and eight ranks meet on the cores of one machine. Costs F,I,W 1,1.1,0.75, 8 ranks, and a model of 32
+layers whose output layer takes as long as 2.74 of them, as that of Llama-3-8B. Stock's flag
 `--account-for-loss-in-pipeline-split` needs a model of 31 or 39 layers, so its row has 31, and times are given over
 what a rank's even share of all work takes. Memory is that of decoder layers and, where it is shared, of the output
 layer."""
@@ -56,7 +58,9 @@ def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
     say(f"vocabulary: planning for {n} microbatches")
     found = _entries(n)
     in_seconds = [
-        replace(each.costs, forward=_TIMES[0] * UNIT_S, input_grad=_TIMES[1] * UNIT_S, weight_grad=_TIMES[2] * UNIT_S)
+        replace(
+            each.costs, forward=_TIMES[0] * _UNIT_S, input_grad=_TIMES[1] * _UNIT_S, weight_grad=_TIMES[2] * _UNIT_S
+        )
         for each in found
     ]
     expected = sum(_simulated(each, 0.0) for each in found)
@@ -72,7 +76,7 @@ def _costs(layers: int, *, shared: bool = False, spread: tuple[int, ...] | None 
     layer, last = Layers(split=Load(1, 1, 1, 1)), Layers(whole=Load(_OUTPUT, _OUTPUT, _OUTPUT))
     kept = _HELD_BY_S * layers / _RANKS, 0.0
     model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept)
-    return Costs(*_TIMES, _HOP_S / UNIT_S, model=model, layers=spread, shared_vocabulary=shared)
+    return Costs(*_TIMES, _HOP_S / _UNIT_S, model=model, layers=spread, shared_vocabulary=shared)
 
 
 def _entries(n: int) -> list[_Entry]:
@@ -98,7 +102,7 @@ def _entries(n: int) -> list[_Entry]:
 def _simulated(entry: _Entry, latency: float) -> float:
     """Seconds."""
     schedule = entry.contestant.schedule
-    return UNIT_S * simulate(schedule, replace(entry.costs, comm=latency / UNIT_S).on(schedule.placement)).makespan
+    return _UNIT_S * simulate(schedule, replace(entry.costs, comm=latency / _UNIT_S).on(schedule.placement)).makespan
 
 
 def _fitted(found: Sequence[_Entry], spreads: Sequence[Spread]) -> float:
@@ -110,7 +114,7 @@ def _fitted(found: Sequence[_Entry], spreads: Sequence[Spread]) -> float:
     def wrong(latency: float) -> float:
         return sum((seconds / _simulated(each, latency) - 1) ** 2 for each, seconds in pairs)
 
-    low, high = 0.0, UNIT_S / 2
+    low, high = 0.0, _UNIT_S / 2
     for _ in range(_FIT_STEPS):
         one, other = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, other) if wrong(one) < wrong(other) else (one, high)
@@ -120,7 +124,7 @@ def _fitted(found: Sequence[_Entry], spreads: Sequence[Spread]) -> float:
 def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int) -> dict[str, object]:
     schedule = entry.contestant.schedule
     timeline = simulate(schedule, entry.costs.on(schedule.placement))
-    work, simulated = UNIT_S * timeline.ideal, _simulated(entry, latency)
+    work, simulated = _UNIT_S * timeline.ideal, _simulated(entry, latency)
     return {
         "engine": entry.contestant.engine,
         "schedule": entry.contestant.name,

@@ -69,15 +69,15 @@ class Problem:
         """``order`` as a schedule's rows."""
         return self._tasks.rows(order.tolist(), self.passes)
 
-    def fits(self, order: TaskOrder, limit: float) -> bool:
-        """Whether no rank holds more in ``order`` than it may under ``limit``.
-
-        It holds more than with whole backwards, where I leaves more than F did.
-        """
+    def peaks(self, order: TaskOrder) -> list[float]:
+        """What each rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
         first, change = np.asarray(self._forward.first), np.asarray(self._forward.change)
-        peaks = (float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist()))
+        return [float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist())]
+
+    def fits(self, order: TaskOrder, limit: float) -> bool:
+        """Whether no rank holds more in ``order`` than it may under ``limit``."""
         limits = self.costs.limits(self.placement, limit)
-        return all(peak <= most + EPSILON for peak, most in zip(peaks, limits, strict=True))
+        return all(peak <= most + EPSILON for peak, most in zip(self.peaks(order), limits, strict=True))
 
     def forward(self, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
         """A round of list scheduling of ``order`` with ``limit`` microbatches on an average rank; order and makespan.
