@@ -6,6 +6,7 @@ the costs given, within the memory limit. Then the backward is merged where its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs, StageCosts
@@ -25,19 +26,29 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 def polish(base: Schedule, costs: Costs, limit: float, progress: Progress = unheard) -> Schedule:
     """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split."""
-    on_stages = costs.around_one()[0].on(base.placement)
+    return polished(base, costs.around_one()[0].on(base.placement), [limit] * base.ranks, progress)
+
+
+def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progress: Progress = unheard) -> Schedule:
+    """The same within a limit for each rank.
+
+    Args:
+        base: the order.
+        costs: with times around 1, see :meth:`.costs.Costs.around_one`.
+        limits: microbatches each rank may hold.
+        progress: hears of every round.
+    """
     # Two microbatches a rank reach everything that a rank could sensibly start ahead of its turn.
     lookahead = max(16, 2 * base.ranks)
     policies = [Policy(lookahead, patience=patience) for patience in (0.0, 0.5, 1.0)]
     ends = Policy(lookahead, patience=0.0, ends_only=True)
-    if any(KINDS[work.kind].filler for _, work in base.passes()):
+    if any(KINDS[kind].filler for kind in base.kinds):
         policies += [Policy(lookahead, defer_fillers=True, patience=0.5), ends]
     else:  # nothing fills gaps, so an order that is tight in its steady state is best left alone there
         policies.insert(0, ends)
     size = sum(map(len, base.order))
     rounds = max(_FEWEST_ROUNDS, min(_PASSES // size, _MOST_ROUNDS))
-    best = improve(base, on_stages, [limit] * base.ranks, policies, rounds, progress)
-    return finished(best, on_stages)
+    return finished(improve(base, costs, limits, policies, rounds, progress), costs)
 
 
 def finished(split: Schedule, costs: StageCosts) -> Schedule:

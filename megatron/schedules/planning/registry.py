@@ -233,7 +233,7 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
         )
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
     if request.costs.shared_vocabulary and not shared:
-        schedule = share_output(schedule, request.costs.around_one()[0].on(schedule.placement), progress)
+        schedule = share_output(schedule, request.costs, progress)
     validate(schedule)
     schedule = in_microbatch_order(schedule)
     request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none

@@ -5,20 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import StageCosts
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind
-from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.polish import finished
+from megatron.schedules.planning.polish import polished
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.reorder import improve
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, sweep
 
-_ROUNDS = 40
 
-
-def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard, more: float = 1.0) -> Schedule:
+def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, more: float = 1.0) -> Schedule:
     """``base`` with S and T of every rank and microbatch, reordered for what the last stage then waits.
 
     Each rank does its S before the first pass that ``base`` starts once the last stage's F has ended, and its T before
@@ -27,38 +23,30 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
 
     Args:
         base: an order without them.
-        costs: with times of S and T.
+        costs: under which it has them.
         progress: hears how far the reordering is.
         more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
             ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too.
     """
     base = _in_parts(base)
-    starts, ends, turns = sweep(base, costs)
-    turns_of: list[list[int]] = [[] for _ in base.order]
-    for turn, rank in enumerate(turns):
-        turns_of[rank].append(turn)  # which tells what comes first of what takes no time
+    on_stages = costs.around_one()[0].on(base.placement)
+    starts, ends, turns = sweep(base, on_stages)  # turns tell what comes first of what takes no time
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
     ended: dict[Kind, dict[int, tuple[float, int]]] = {Kind.S: {}, Kind.T: {}}
-    for (stage, kind, m), end in zip(base.order[rank], zip(ends[rank], turns_of[rank], strict=True), strict=True):
+    for (stage, kind, m), end in zip(base.order[rank], zip(ends[rank], turns[rank], strict=True), strict=True):
         if stage == last and kind is not Kind.W:
             ended[Kind.S if COUNTS_AS[kind] is Kind.F else Kind.T][m] = end
     rows = []
     for rank, row in enumerate(base.order):
-        stage, begun = base.placement.stages_of(rank)[-1], list(zip(starts[rank], turns_of[rank], strict=True))
+        stage, begun = base.placement.stages_of(rank)[-1], list(zip(starts[rank], turns[rank], strict=True))
         placed = [(index, 2, work) for index, work in enumerate(row)]
         for order, (kind, each) in enumerate(ended.items()):
             placed += [(bisect_right(begun, end), order, Pass(stage, kind, m)) for m, end in each.items()]
         rows.append(tuple(work for _, _, work in sorted(placed)))
     shared = replace(base, order=tuple(rows))
-    lookahead = max(16, 2 * base.ranks)
-    policies = [
-        Policy(lookahead, defer_fillers=True, patience=0.5),
-        *(Policy(lookahead, patience=patience) for patience in (0.0, 0.5, 1.0)),
-        Policy(lookahead, patience=0.0, ends_only=True),
-    ]
-    limits = [peak + more for peak in peaks(shared, costs)]
-    return finished(improve(shared, costs, limits, policies, _ROUNDS, progress), costs)
+    limits = [peak + more for peak in peaks(shared, on_stages)]
+    return polished(shared, on_stages, limits, progress)
 
 
 def _in_parts(schedule: Schedule) -> Schedule:

@@ -124,10 +124,10 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     return Timeline(schedule, costs, start, end)
 
 
-def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times, Sequence[int]]:
+def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times, Sequence[Sequence[int]]]:
     """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved.
 
-    Also the ranks in an order in which they can do their passes one at a time, each after all that it waits for.
+    Also each one's turn where all are done one at a time, each after all that it waits for.
     """
     n, placement = schedule.microbatches, schedule.placement
     lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
@@ -137,7 +137,8 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     ends: list[list[float]] = [[] for _ in schedule.order]
     clock = [0.0] * schedule.ranks
     waiting: dict[int, list[int]] = {}
-    turns: list[int] = []
+    turns: list[list[int]] = [[] for _ in schedule.order]
+    done = 0
     ready = deque(range(schedule.ranks))
 
     while ready:
@@ -153,7 +154,8 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
                     break
                 begin = max(begin, arrived + latency)
             else:
-                turns.append(rank)
+                turns[rank].append(done)
+                done += 1
                 starts[rank].append(begin)
                 now = begin + lengths[kind][stage]
                 ends[rank].append(now)

@@ -97,12 +97,10 @@ class _Meeting(NamedTuple):
 def _line(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
     """For each rank, the places of its passes in the one line of all."""
     _, ends, turns = sweep(schedule, costs)
-    done = [0] * schedule.ranks
-    passes: list[tuple[float, int, int]] = []
-    for turn, rank in enumerate(turns):
-        # Of equal times the first in turn: it may be what another waits for.
-        passes.append((ends[rank][done[rank]], turn, rank))
-        done[rank] += 1
+    # Of equal times the first in turn: it may be what another waits for.
+    passes = (
+        (end, turn, rank) for rank in range(schedule.ranks) for end, turn in zip(ends[rank], turns[rank], strict=True)
+    )
     places: list[list[int]] = [[] for _ in schedule.order]
     for place, (_, _, rank) in enumerate(sorted(passes)):
         places[rank].append(place)

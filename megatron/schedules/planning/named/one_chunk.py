@@ -25,7 +25,7 @@ def one_f_one_b(request: Request) -> Schedule:
     """
     shared = request.costs.shared_vocabulary
     order = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank + shared)
-    return share_output(order, request.costs.around_one()[0].on(order.placement), more=0.0) if shared else order
+    return share_output(order, request.costs, more=0.0) if shared else order
 
 
 def eager_1f1b(request: Request) -> Schedule:
