@@ -68,9 +68,9 @@ class Bucketed(MarkedStages):
 
     def _begin(self, kind: Kind, stage: int, microbatch: int) -> None:
         self.reduction.begin_pass()
-        left = self._program.completing.get((kind, stage, microbatch))
-        if left is not None:
-            self.reduction.completing(self._program.placement.chunk_of(stage), None, left)
+        ending = self._program.endings.get((kind, stage, microbatch))
+        if ending is not None:
+            self.reduction.completing(self._program.placement.chunk_of(stage), None, ending.passes_left)
 
 
 class WaitingForBuckets(Waiting):

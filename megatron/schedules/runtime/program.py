@@ -280,14 +280,6 @@ class Program:
         return found
 
     @cached_property
-    def completing(self) -> Mapping[tuple[Kind | Op, int, int], int]:
-        """For each pass (or ``ADD``) that completes its stage's gradients, how many passes follow it.
-
-        By kind, stage and microbatch.
-        """
-        return {key: ending.passes_left for key, ending in self.endings.items() if not ending.later}
-
-    @cached_property
     def messages_held(self) -> int:
         """The most messages that are held at once: posted ahead and not yet used, or sent since the pass before.
 
