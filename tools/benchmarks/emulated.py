@@ -84,11 +84,11 @@ def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[
 
 
 def _expected(found: Sequence[Contestant], costs: Costs) -> float:
-    return sum(_simulated(one.schedule, costs, 0.0) for one in found)
+    return sum(simulated(one.schedule, costs, 0.0) for one in found)
 
 
 def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
-    simulated = _simulated(one.schedule, costs, setting["hop_seconds"])
+    expected = simulated(one.schedule, costs, setting["hop_seconds"])
     seconds, low, high = (round(value, 4) for value in spread)
     return {
         "engine": one.engine,
@@ -97,25 +97,36 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
         "seconds": seconds,
         "low": low,
         "high": high,
-        "simulated_seconds": round(simulated, 4),
-        "simulated_seconds_without_hops": round(_simulated(one.schedule, costs, 0.0), 4),
-        "error": round(spread.median / simulated - 1, 4),
+        "simulated_seconds": round(expected, 4),
+        "simulated_seconds_without_hops": round(simulated(one.schedule, costs, 0.0), 4),
+        "error": round(spread.median / expected - 1, 4),
         "memory": simulate(one.schedule, costs.on(one.schedule.placement)).peak,
     }
 
 
-def _simulated(schedule: Schedule, costs: Costs, latency: float) -> float:
+def simulated(schedule: Schedule, costs: Costs, latency: float) -> float:
+    """The seconds of an iteration, of costs in seconds, by the simulator."""
     return simulate(schedule, replace(costs, comm=latency).on(schedule.placement)).makespan
 
 
 def _fitted_latency(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
-    """The P2P latency with which the simulator is least wrong about our schedules, in least squares."""
-    ours = [(one.schedule, spread.median) for one, spread in zip(found, spreads, strict=True) if one.engine == "ours"]
+    """The P2P latency that fits our schedules."""
+    pairs = zip(found, spreads, strict=True)
+    return fitted_latency([(one.schedule, costs, s.median) for one, s in pairs if one.engine == "ours"], UNIT_S / 2)
+
+
+def fitted_latency(measured: Sequence[tuple[Schedule, Costs, float]], most: float) -> float:
+    """The P2P latency, up to ``most``, with which the simulator is least wrong, in least squares.
+
+    Args:
+        measured: schedules, their costs in seconds, and the seconds that they took.
+        most: seconds.
+    """
 
     def wrong(latency: float) -> float:
-        return sum((seconds / _simulated(schedule, costs, latency) - 1) ** 2 for schedule, seconds in ours)
+        return sum((seconds / simulated(schedule, costs, latency) - 1) ** 2 for schedule, costs, seconds in measured)
 
-    low, high = 0.0, UNIT_S / 2
+    low, high = 0.0, most
     for _ in range(_FIT_STEPS):  # each leaves out the worse third
         one, other = low + (high - low) / 3, high - (high - low) / 3
         low, high = (low, other) if wrong(one) < wrong(other) else (one, high)

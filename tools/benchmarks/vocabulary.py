@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.schedules.planning.costs import Costs
@@ -13,6 +12,7 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.spread import spread_layers
 from tools.benchmarks import vocabulary_job
+from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _WITHIN = 0.03
 # Twice what passes take elsewhere: what eight ranks on a few cores need to meet in a collective, the ranks of a real
 # pipeline do not, and S and T are short.
 _UNIT_S, _HOP_S = 0.040, 0.001
-_FIT_STEPS = 16
 
 _HOW = """\
 As above, real processes and the real messages of a shared vocabulary; a pass sleeps 40 ms where its cost is 1, for S
@@ -38,7 +37,7 @@ layer."""
 
 
 class _Entry(NamedTuple):
-    """A contestant, its costs in units, and how its layers and its output layer lie."""
+    """A contestant, its costs in seconds, and how its layers and its output layer lie."""
 
     contestant: Contestant
     costs: Costs
@@ -57,17 +56,13 @@ def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
 
     say(f"vocabulary: planning for {n} microbatches")
     found = _entries(n)
-    in_seconds = [
-        replace(
-            each.costs, forward=_TIMES[0] * _UNIT_S, input_grad=_TIMES[1] * _UNIT_S, weight_grad=_TIMES[2] * _UNIT_S
-        )
-        for each in found
-    ]
-    expected = sum(_simulated(each, 0.0) for each in found)
+    contestants, costs = [each.contestant for each in found], [each.costs for each in found]
+    expected = sum(simulated(one.schedule, own, 0.0) for one, own in zip(contestants, costs, strict=True))
     say(f"vocabulary: {n} microbatches, about {expected * repetitions:.0f} s")
-    taken = timed([each.contestant for each in found], in_seconds, repetitions, 4 * expected * repetitions + 180)
-    spreads = [Spread.of(each) for each in taken]
-    latency = _fitted(found, spreads)
+    spreads = [Spread.of(each) for each in timed(contestants, costs, repetitions, 4 * expected * repetitions + 180)]
+    measured = zip(contestants, costs, spreads, strict=True)
+    ours = [(one.schedule, own, spread.median) for one, own, spread in measured if one.engine == "ours"]
+    latency = fitted_latency(ours, _UNIT_S / 2)
     for each, spread in zip(found, spreads, strict=True):
         yield _row(each, spread, n, latency, repetitions)
 
@@ -76,7 +71,8 @@ def _costs(layers: int, *, shared: bool = False, spread: tuple[int, ...] | None 
     layer, last = Layers(split=Load(1, 1, 1, 1)), Layers(whole=Load(_OUTPUT, _OUTPUT, _OUTPUT))
     kept = _HELD_BY_S * layers / _RANKS, 0.0
     model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept)
-    return Costs(*_TIMES, _HOP_S / _UNIT_S, model=model, layers=spread, shared_vocabulary=shared)
+    forward, input_grad, weight_grad = (_UNIT_S * time for time in _TIMES)
+    return Costs(forward, input_grad, weight_grad, _HOP_S, model=model, layers=spread, shared_vocabulary=shared)
 
 
 def _entries(n: int) -> list[_Entry]:
@@ -99,32 +95,10 @@ def _entries(n: int) -> list[_Entry]:
     return found
 
 
-def _simulated(entry: _Entry, latency: float) -> float:
-    """Seconds."""
-    schedule = entry.contestant.schedule
-    return _UNIT_S * simulate(schedule, replace(entry.costs, comm=latency / _UNIT_S).on(schedule.placement)).makespan
-
-
-def _fitted(found: Sequence[_Entry], spreads: Sequence[Spread]) -> float:
-    """The latency with which the simulator is least wrong about ours, in least squares."""
-    pairs = [
-        (each, spread.median) for each, spread in zip(found, spreads, strict=True) if each.contestant.engine == "ours"
-    ]
-
-    def wrong(latency: float) -> float:
-        return sum((seconds / _simulated(each, latency) - 1) ** 2 for each, seconds in pairs)
-
-    low, high = 0.0, _UNIT_S / 2
-    for _ in range(_FIT_STEPS):
-        one, other = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, other) if wrong(one) < wrong(other) else (one, high)
-    return round((low + high) / 2, 6)
-
-
 def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int) -> dict[str, object]:
     schedule = entry.contestant.schedule
     timeline = simulate(schedule, entry.costs.on(schedule.placement))
-    work, simulated = _UNIT_S * timeline.ideal, _simulated(entry, latency)
+    work, expected = timeline.ideal, simulated(schedule, entry.costs, latency)
     return {
         "engine": entry.contestant.engine,
         "schedule": entry.contestant.name,
@@ -136,8 +110,8 @@ def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int
         "low": round(spread.low, 4),
         "high": round(spread.high, 4),
         "over_work": round(spread.median / work, 4),
-        "simulated_over_work": round(simulated / work, 4),
-        "error": round(spread.median / simulated - 1, 4),
+        "simulated_over_work": round(expected / work, 4),
+        "error": round(spread.median / expected - 1, 4),
         "memory": timeline.peak / _RANKS,
     }
 
