@@ -203,47 +203,33 @@ def costs(setting: Setting) -> Costs:
 
     Where the vocabulary is shared: of half a rank's layers, spread evenly, and what the ends cost against them.
     """
-    if setting.method.shared:
-        return _shared_costs(setting)
-    times = _times(setting)
-    slots = [times.embedding, *[times.layer] * setting.model.layers, times.output_layer]
-    mean = PassTimes(*(sum(each) / len(slots) for each in zip(*slots, strict=True)))
-    held = _held_by_slot(setting)
-    average = sum(held) / len(held)
-    half = len(slots) / (2 * setting.pipeline)
-    kept = _kept(setting)
-    return Costs(
+    times, held, layers = _times(setting), _held_by_slot(setting), setting.model.layers
+    slots = [times.embedding, *[times.layer] * layers, times.output_layer]
+    spread = slots[1:-1] if setting.method.shared else slots
+    mean = PassTimes(*(sum(each) / len(spread) for each in zip(*spread, strict=True)))
+    half, average = len(spread) / (2 * setting.pipeline), sum(held) / len(held)
+    found = Costs(
         forward=half * mean.forward,
         input_grad=half * mean.input_grad,
         weight_grad=half * mean.weight_grad,
         comm=_latency(setting),
-        stage_weights=tuple(slot.whole / mean.whole for slot in slots),
-        stage_activations=tuple(each / average for each in held),
-        weight_share=_left_to_w(setting),
-        recompute=1.0 if setting.method.recompute else 0.0,
-        kept=kept,
-    )
-
-
-def _shared_costs(setting: Setting) -> Costs:
-    times, held = _times(setting), _held_by_slot(setting)
-    layer, half = times.layer, setting.model.layers / (2 * setting.pipeline)
-    return Costs(
-        forward=half * layer.forward,
-        input_grad=half * layer.input_grad,
-        weight_grad=half * layer.weight_grad,
-        comm=_latency(setting),
         weight_share=_left_to_w(setting),
         recompute=1.0 if setting.method.recompute else 0.0,
         kept=_kept(setting),
-        model=ModelLoads(
-            Part(whole=Load(*times.embedding, held[0])),
-            (Part(split=Load(*layer, held[1])),) * setting.model.layers,
-            Part(whole=Load(*times.output_layer, held[-1])),
-            kept_for_output=_kept_for_output(setting),
-        ),
-        shared_vocabulary=True,
     )
+    if not setting.method.shared:
+        return replace(
+            found,
+            stage_weights=tuple(slot.whole / mean.whole for slot in slots),
+            stage_activations=tuple(each / average for each in held),
+        )
+    model = ModelLoads(
+        Part(whole=Load(*times.embedding, held[0])),
+        (Part(split=Load(*times.layer, held[1])),) * layers,
+        Part(whole=Load(*times.output_layer, held[-1])),
+        kept_for_output=_kept_for_output(setting),
+    )
+    return replace(found, model=model, shared_vocabulary=True)
 
 
 def least_seconds(setting: Setting) -> float:

@@ -269,7 +269,7 @@ class Costs:
                 Share.WEIGHTS: tuple(self.weight_share * each for each in activation),
                 Share.VOCABULARY: (0.0,) * placement.stages,
             }
-        whole_rank = self.model.mean.held * len(self.model.layers) / placement.ranks
+        whole_rank = self.model.held_by_one_of(placement.ranks)
         activation = tuple(part.held / whole_rank for part in parts)
         # What is no layer recomputes nothing, and leaves nothing to a W.
         layers = [part.split.held / whole_rank for part in parts]
@@ -282,7 +282,7 @@ class Costs:
     def _standing(self, placement: Placement, parts: Sequence[Part] | None) -> tuple[float, ...]:
         if parts is None or self.model is None or not self.model.parameter_held:
             return ()
-        whole_rank = self.model.mean.held * len(self.model.layers) / placement.ranks
+        whole_rank = self.model.held_by_one_of(placement.ranks)
         return tuple(part.parameters * self.model.parameter_held / whole_rank for part in parts)
 
     def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
@@ -296,7 +296,7 @@ class Costs:
 
     def _shared_held(self, model: ModelLoads, placement: Placement) -> dict[Share, tuple[float, ...]]:
         alike, together = model.kept_for_output
-        whole_rank = model.mean.held * len(model.layers) / placement.ranks
+        whole_rank = model.held_by_one_of(placement.ranks)
         return {Share.VOCABULARY: _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)}
 
 

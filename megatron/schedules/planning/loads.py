@@ -102,6 +102,10 @@ class ModelLoads:
             )
         return replace(self, first=self.first._replace(parameters=0.0), last=Part())
 
+    def held_by_one_of(self, ranks: int) -> float:
+        """What an average rank's decoder layers hold of a microbatch."""
+        return self.mean.held * len(self.layers) / ranks
+
     def by_stage(self, counts: Sequence[int]) -> list[Part]:
         """What each stage has where it has so many of the layers."""
         found, begin = [], 0

@@ -52,7 +52,7 @@ class _Frame:
     def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool) -> None:
         self.colour = colour
         self.kinds = sorted(
-            {work.kind for timeline in timelines for _, work in timeline.schedule.passes()},
+            {kind for timeline in timelines for kind in timeline.schedule.kinds},
             key=list(KINDS).index,
         )
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)

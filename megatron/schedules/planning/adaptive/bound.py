@@ -38,9 +38,8 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         first = held[0]
         head = sum(forward[s] + latency[s + 1] for s in range(first))
         tail = sum(input_grad[s] + latency[s + 1] for s in range(first))
-        passes = n * sum(forward[s] + input_grad[s] for s in held)
+        passes = n * sum(forward[s] + shared[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
-        passes += n * sum(shared[s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
         until = (kept[s] * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held)
         occupied = n * sum(until)
