@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, StageKind, followers
+from megatron.schedules.planning.kinds import KINDS, Kind, StageKind, everywhere, followers
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -37,7 +37,7 @@ class Block:
     @cached_property
     def followers(self) -> dict[StageKind, list[StageKind]]:
         """For each pass of a microbatch those that may start once it has ended."""
-        return followers(self.placement, self.kinds)
+        return followers(self.placement, everywhere(self.placement, self.kinds))
 
     def lifespan(self, stage: int) -> int:
         """Slots from the start of a stage's F to the end of its last backward pass."""

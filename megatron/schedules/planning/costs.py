@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, Share
+from megatron.schedules.planning.kinds import KINDS, RELIEF, Doing, Kind, Share, stages_doing
 from megatron.schedules.planning.loads import ModelLoads, Part
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
 _LEAST, _MOST = 1e-100, 1e100
 # No linear's W needs so much more than its I: a slip.
 _MOST_SHARE = 100
+# Of what a layer holds, the part that is its input: 2 of some 34 bytes a token and hidden unit.
+LAYER_INPUT = 0.06
 # Times further apart than this are lost in each other's rounding.
 _APART = 1e15
 
@@ -40,8 +43,10 @@ class StageCosts:
             are spread evenly, and the ends hold nothing of their own).
         comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
         held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
-            what I leaves to W, and, on the last stage of each rank, what S leaves to T.
+            what I leaves to W, and, on the last stage of each rank, what S leaves to T; what R makes again, where it
+            comes, and what is away from O to L, where these come.
         standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
+        one_way: whether a rank copies to the host and from it by turns, not both at once.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -49,11 +54,18 @@ class StageCosts:
     comm: float
     held: Mapping[Share, tuple[float, ...]]
     standing: tuple[float, ...] = ()
+    one_way: bool = False
 
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What is done with every microbatch, the backward split."""
-        return tuple(kind for kind, row in KINDS.items() if kind in self.times and (row.of_ranks or not row.optional))
+    def doing(self, placement: Placement) -> Doing:
+        """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
+        return {
+            kind: [stage for stage in stages_doing(kind, placement) if kind not in RELIEF or self._relieved(kind, stage)]
+            for kind in KINDS
+            if kind in self.times
+        }
+
+    def _relieved(self, kind: Kind, stage: int) -> bool:
+        return any(self.held[share][stage] for share in KINDS[kind].takes + KINDS[kind].gives)
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -66,13 +78,28 @@ class StageCosts:
         return {kind: tuple(map(sum, found)) for kind, found in times.items()}
 
     @cached_property
-    def changes(self) -> Mapping[Kind, tuple[float, ...]]:
+    def _changes(self) -> Mapping[Kind, tuple[float, ...]]:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
-        none, found = (0.0,) * len(self.activation), {}
-        for kind, row in KINDS.items():
-            taken = map(sum, zip(none, *(self.held[share] for share in row.takes), strict=True))
-            given = map(sum, zip(none, *(self.held[share] for share in row.gives), strict=True))
-            found[kind] = tuple(more - less for more, less in zip(taken, given, strict=True))
+        return {
+            kind: tuple(more - less for more, less in zip(self._sum(row.takes), self._sum(row.gives), strict=True))
+            for kind, row in KINDS.items()
+        }
+
+    def _sum(self, shares: Sequence[Share]) -> tuple[float, ...]:
+        """By stage, all of ``shares``."""
+        return tuple(map(sum, zip((0.0,) * len(self.activation), *(self.held[share] for share in shares), strict=True)))
+
+    def changes(self, row: Sequence[Pass]) -> list[float]:
+        """The memory that each pass of a rank's order takes or, negative, gives back; a forward less where R comes."""
+        changes = self._changes
+        found = [changes[kind][stage] for stage, kind, _ in row]
+        for relief in RELIEF:
+            spared = self._sum(KINDS[relief].spares)
+            stages = {(stage, m) for stage, kind, m in row if kind is relief} if any(spared) else ()
+            if stages:
+                for index, (stage, kind, m) in enumerate(row):
+                    if kind is Kind.F and (stage, m) in stages:
+                        found[index] -= spared[stage]
         return found
 
     def least(self, placement: Placement) -> float:
@@ -103,14 +130,17 @@ class StageCosts:
         return [max(0.0, each - sum(own) / placement.ranks) for each in own]
 
     def _least(self, placement: Placement, rank: int) -> float:
+        doing = self.doing(placement)
+        spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
+        passing = self._sum((Share.AGAIN, Share.AWAY))
         # That of the output layer is there from the last stage's F until its I, and perhaps longer.
         shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
         held = most = 0.0
         for stage in placement.stages_of(rank):
             # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-            most = max(most, held + max(kept[stage], left[stage]) + shared)
-            held += kept[stage]
+            most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
+            held += kept[stage] + sum(self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared)
         return most
 
 
@@ -146,6 +176,11 @@ class Costs:
     model: ModelLoads | None = None
     layers: tuple[int, ...] | None = None
     shared_vocabulary: bool = False
+    redone: tuple[float, ...] | None = None
+    offloaded: tuple[float, ...] | None = None
+    layer_input: float = LAYER_INPUT
+    copy: float = 0.0
+    one_way: bool = False
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -207,19 +242,27 @@ class Costs:
         The unit is a power of two, which rounds nothing: the same plan comes out whatever costs are measured in.
         """
         unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
-        times = {field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm")}
+        times = {field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")}
         return replace(self, **times), unit
 
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
         parts = None if self.model is None else self._parts(self.model, placement)
         times, (activation, held) = self._times(placement, parts), self._held(placement, parts)
+        if self.redone is not None:
+            redone = _given(self.redone, placement, "redone")
+            times[Kind.R] = tuple(share * time for share, time in zip(redone, times[Kind.R], strict=True))
+        else:
+            del times[Kind.R]
+        if self.offloaded is not None:
+            # The time is given for half of what an average rank's layers hold.
+            times |= dict.fromkeys((Kind.O, Kind.L), tuple(2 * self.copy * away for away in held[Share.AWAY]))
         if self.shared_vocabulary and self.model is not None:
             times, held = (
                 times | self._shared_times(self.model, placement),
                 held | self._shared_held(self.model, placement),
             )
-        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts))
+        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way)
 
     def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
@@ -233,6 +276,7 @@ class Costs:
             Kind.F: self.forward,
             Kind.I: self.input_grad + self.recompute * self.forward,
             Kind.W: self.weight_grad,
+            Kind.R: self.forward,
         }
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
@@ -263,20 +307,23 @@ class Costs:
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
         if parts is None or self.model is None or self.stage_activations is not None:
             scale = _per_stage(self.stage_activations, placement, "stage_activations")
-            activation = tuple(each / placement.chunks for each in scale)
-            return activation, {
-                Share.FORWARD: tuple(self.kept * each for each in activation),
-                Share.WEIGHTS: tuple(self.weight_share * each for each in activation),
-                Share.VOCABULARY: (0.0,) * placement.stages,
-            }
-        whole_rank = self.model.held_by_one_of(placement.ranks)
-        activation = tuple(part.held / whole_rank for part in parts)
-        # What is no layer recomputes nothing, and leaves nothing to a W.
-        layers = [part.split.held / whole_rank for part in parts]
+            layers = activation = tuple(each / placement.chunks for each in scale)
+        else:
+            whole_rank = self.model.held_by_one_of(placement.ranks)
+            activation = tuple(part.held / whole_rank for part in parts)
+            # What is no layer recomputes nothing, and leaves nothing to a W.
+            layers = tuple(part.split.held / whole_rank for part in parts)
+        redone = _given(self.redone, placement, "redone")
+        offloaded = _given(self.offloaded, placement, "offloaded")
+        again = [share * max(0.0, self.kept - self.layer_input) * each for share, each in zip(redone, layers, strict=True)]
+        away = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
+        stays = zip(activation, layers, again, away, strict=True)
         return activation, {
-            Share.FORWARD: tuple(all - (1 - self.kept) * some for all, some in zip(activation, layers, strict=True)),
+            Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
             Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
             Share.VOCABULARY: (0.0,) * placement.stages,
+            Share.AGAIN: tuple(again),
+            Share.AWAY: tuple(away),
         }
 
     def _standing(self, placement: Placement, parts: Sequence[Part] | None) -> tuple[float, ...]:
@@ -304,6 +351,15 @@ def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:
     """By stage: ``value`` where the pass of a rank is written, 0 elsewhere."""
     last = {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
     return tuple(value if stage in last else 0.0 for stage in range(placement.stages))
+
+
+def _given(shares: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
+    """A share for each stage; none where none are given."""
+    if shares is None:
+        return (0.0,) * placement.stages
+    if len(shares) != placement.stages:
+        raise PlanError(f"shares of {len(shares)} stages given for {placement}", what)
+    return shares
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:

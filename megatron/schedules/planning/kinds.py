@@ -23,6 +23,9 @@ class Kind(StrEnum):
     B = "B"
     S = "S"
     T = "T"
+    R = "R"
+    O = "O"  # noqa: E741 - the field's letter for offloading
+    L = "L"
 
 
 class At(Enum):
@@ -58,13 +61,21 @@ class Share(StrEnum):
     FORWARD = "from F until I"
     WEIGHTS = "from I until W"
     VOCABULARY = "from S until T"
+    AGAIN = "from F or, where it comes, R until I"
+    AWAY = "from F until O and from L until I, where these come"
 
 
 class Resource(StrEnum):
-    """What a pass keeps busy. Those of one resource of a rank run one at a time."""
+    """What a pass keeps busy. Those of one resource of a rank run one at a time.
 
-    COMPUTE = "compute"
-    COPY = "copy"
+    A copy takes no time of computing. One to the host begins as soon as what it needs has ended, and its place in the
+    order is where computing waits for its end; one from the host begins at its place, and who needs it waits. So both
+    are one thing with time running the other way.
+    """
+
+    COMPUTE = "computing"
+    TO_HOST = "copies to the host"
+    FROM_HOST = "copies from the host"
 
 
 class Row(NamedTuple):
@@ -79,7 +90,9 @@ class Row(NamedTuple):
         filler: whether no other pass waits for it.
         ends_gradients: whether the microbatch's weight gradients of the stage are complete after it.
         parts: the kinds that it is made of, where it is several in one.
-        optional: whether a stage may do without it.
+        optional: whether a stage may do without it, for any microbatch.
+        spares: what the stage's forward does not keep where this comes.
+        returns: the kind without which it is of no use, on the same stage.
         of_ranks: whether each rank does it for every microbatch, all ranks or none; written with its last stage.
     """
 
@@ -93,6 +106,8 @@ class Row(NamedTuple):
     ends_gradients: bool = False
     parts: tuple[Kind, ...] = ()
     optional: bool = False
+    spares: tuple[Share, ...] = ()
+    returns: Kind | None = None
     of_ranks: bool = False
 
 
@@ -101,14 +116,20 @@ _SINGLE = {
         "forward",
         needs=(Need((Kind.F,), At.PREVIOUS),),
         makes=Result.ACTIVATION,
-        takes=(Share.FORWARD,),
+        takes=(Share.FORWARD, Share.AGAIN, Share.AWAY),
     ),
     Kind.I: Row(
         "input gradient",
-        needs=(Need((Kind.F,), At.SAME), Need((Kind.I, Kind.B), At.NEXT), Need((Kind.S,), At.EVERY_RANK)),
+        needs=(
+            Need((Kind.F,), At.SAME),
+            Need((Kind.I, Kind.B), At.NEXT),
+            Need((Kind.R,), At.SAME),
+            Need((Kind.L,), At.SAME),
+            Need((Kind.S,), At.EVERY_RANK),
+        ),
         makes=Result.GRADIENT,
         takes=(Share.WEIGHTS,),
-        gives=(Share.FORWARD,),
+        gives=(Share.FORWARD, Share.AGAIN, Share.AWAY),
     ),
     Kind.W: Row(
         "weight gradient",
@@ -132,6 +153,29 @@ _SINGLE = {
         ends_gradients=True,
         optional=True,
         of_ranks=True,
+    ),
+    Kind.R: Row(
+        "forward again",
+        needs=(Need((Kind.F,), At.SAME),),
+        takes=(Share.AGAIN,),
+        optional=True,
+        spares=(Share.AGAIN,),
+    ),
+    Kind.O: Row(
+        "offloaded to the host",
+        needs=(Need((Kind.F,), At.SAME),),
+        gives=(Share.AWAY,),
+        resource=Resource.TO_HOST,
+        optional=True,
+        returns=Kind.L,
+    ),
+    Kind.L: Row(
+        "loaded back",
+        needs=(Need((Kind.O,), At.SAME),),
+        takes=(Share.AWAY,),
+        resource=Resource.FROM_HOST,
+        optional=True,
+        returns=Kind.O,
     ),
 }
 
@@ -161,13 +205,21 @@ KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
 # What every stage does with every microbatch, the backward split.
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
+# What a schedule may have of any stage and microbatch, to hold less.
+RELIEF = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
 # What every rank does with every microbatch where all of them share the vocabulary.
 OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
 # The kinds that count as one where others wait: a whole as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
+# What only takes memory, for a pass to come.
+_LATE = tuple(kind for kind in RELIEF if KINDS[kind].takes)
+
 StageKind = tuple[int, Kind]
 """(stage, kind): a pass, whatever its microbatch."""
+
+Doing = Mapping[Kind, Collection[int]]
+"""What is done with a microbatch: kinds, and the stages of each."""
 
 
 def stages_doing(kind: Kind, placement: Placement) -> list[int]:
@@ -175,6 +227,11 @@ def stages_doing(kind: Kind, placement: Placement) -> list[int]:
     if KINDS[kind].of_ranks:
         return sorted(placement.stages_of(rank)[-1] for rank in range(placement.ranks))
     return list(range(placement.stages))
+
+
+def everywhere(placement: Placement, kinds: Collection[Kind] = KINDS) -> Doing:
+    """``kinds``, each on all the stages that it is written with."""
+    return {kind: stages_doing(kind, placement) for kind in KINDS if kind in kinds}
 
 
 def sources(
@@ -207,35 +264,37 @@ def _needed(
     return found
 
 
-def followers(placement: Placement, kinds: Collection[Kind]) -> dict[StageKind, list[StageKind]]:
-    """For each pass of a microbatch that has passes of ``kinds`` alone, those that may start once it has ended.
+def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageKind]]:
+    """For each pass of a microbatch that has the passes ``doing`` alone, those that may start once it has ended.
 
-    What waits for another stage as well as for its own has ended its own long before, and follows the other.
+    What waits for another stage's passes as well as for those that its own always has ended the latter long before, and
+    follows the former.
     """
     found: dict[StageKind, list[StageKind]] = defaultdict(list)
-    for stage, kind in _of_one(placement, kinds):
-        needed = _needed(kind, stage, placement, kinds)
-        elsewhere = [source for at, source in needed if at is not At.SAME]
-        for source, alternatives in elsewhere or [source for _, source in needed]:
-            for each in alternatives:
-                if each in kinds:
-                    found[source, each].append((stage, kind))
+    for kind, stages in doing.items():
+        for stage in stages:
+            needed = _needed(kind, stage, placement, doing)
+            late = [source for at, source in needed if at is not At.SAME or KINDS[source[1][0]].optional]
+            for source, alternatives in late or [source for _, source in needed]:
+                for each in alternatives:
+                    if source in doing.get(each, ()):
+                        found[source, each].append((stage, kind))
     return found
 
 
-def in_dependency_order(placement: Placement, kinds: Collection[Kind]) -> Iterator[StageKind]:
-    """The passes of one microbatch that has passes of ``kinds``, each right after what it waits for, fillers first."""
-    after = followers(placement, kinds)
+def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKind]:
+    """The passes of one microbatch that has the passes ``doing``, so that little is held.
+
+    Each comes right after what it waits for, fillers first; what only takes memory comes when nothing else can.
+    """
+    after = followers(placement, doing)
     waits = Counter(work for works in after.values() for work in works)
-    ready = [work for work in _of_one(placement, kinds) if not waits[work]]
-    while ready:
-        work = ready.pop()
+    ready = [(stage, kind) for kind, stages in doing.items() for stage in stages if not waits[stage, kind]]
+    late: list[StageKind] = []
+    while ready or late:
+        work = (ready or late).pop()
         yield work
         waits.subtract(after[work])
-        ready += sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
-
-
-def _of_one(placement: Placement, kinds: Collection[Kind]) -> list[StageKind]:
-    """The passes of one microbatch that has passes of ``kinds``, stage by stage."""
-    doing = {kind: set(stages_doing(kind, placement)) for kind in KINDS if kind in kinds}
-    return [(stage, kind) for stage in range(placement.stages) for kind in doing if stage in doing[kind]]
+        freed = sorted((each for each in after[work] if not waits[each]), key=lambda each: KINDS[each[1]].filler)
+        for each in freed:
+            (late if each[1] in _LATE else ready).append(each)

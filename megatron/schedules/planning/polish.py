@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs, StageCosts
-from megatron.schedules.planning.kinds import KINDS, WHOLES, followers
+from megatron.schedules.planning.kinds import KINDS, WHOLES, everywhere, followers
 from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.progress import Progress, unheard
@@ -68,7 +68,7 @@ def merge_backward(timeline: Timeline) -> Schedule:
         for row, times in zip(schedule.order, timeline.start, strict=True)
         for work, at in zip(row, times, strict=True)
     }
-    after, rows = followers(schedule.placement, KINDS), []
+    after, rows = followers(schedule.placement, everywhere(schedule.placement)), []
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []
         for work, end in zip(row, ends, strict=True):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
@@ -70,9 +71,9 @@ class Timeline:
 
         An activation is held from the start of its F to the end of its W (or B), less what its I gives back.
         """
-        held, steps, changes = 0.0, [(0.0, 0.0)], self.costs.changes
-        for work, start, end in zip(self.schedule.order[rank], self.start[rank], self.end[rank], strict=True):
-            change = changes[work.kind][work.stage]
+        held, steps = 0.0, [(0.0, 0.0)]
+        changes = self.costs.changes(self.schedule.order[rank])
+        for change, start, end in zip(changes, self.start[rank], self.end[rank], strict=True):
             held += change
             if change:
                 steps.append((start if change > 0 else end, held))
@@ -104,14 +105,7 @@ class Timeline:
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Each rank's peak activation memory in microbatches. It follows from the order alone; no times are needed."""
-    found, changes = [], costs.changes
-    for row in schedule.order:
-        held = peak = 0.0
-        for work in row:
-            held += changes[work.kind][work.stage]
-            peak = max(peak, held)
-        found.append(round(peak, 9))
-    return tuple(found)
+    return tuple(round(max(accumulate(costs.changes(row)), default=0.0), 9) for row in schedule.order)
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:

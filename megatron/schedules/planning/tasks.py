@@ -85,7 +85,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     passes = [work for _, work in schedule.passes()]
     number = {work: index for index, work in enumerate(passes)}
     placement = schedule.placement
-    rank_of, durations, changes = placement.rank_of, costs.durations, costs.changes
+    rank_of, durations = placement.rank_of, costs.durations
     needed = {
         (stage, kind): [
             (source, kinds, 0.0 if rank_of[source] == rank_of[stage] else costs.comm)
@@ -112,7 +112,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         first=[0, *accumulate(map(len, schedule.order))],
         rank=[rank_of[work.stage] for work in passes],
         duration=[durations[work.kind][work.stage] for work in passes],
-        change=[changes[work.kind][work.stage] for work in passes],
+        change=[change for row in schedule.order for change in costs.changes(row)],
         filler=[KINDS[work.kind].filler for work in passes],
         steady=steady,
         before=Links.of(before),

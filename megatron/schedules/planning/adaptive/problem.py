@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, SPLIT, Kind, in_dependency_order
+from megatron.schedules.planning.kinds import KINDS, SPLIT, Doing, everywhere, in_dependency_order
 from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
@@ -32,7 +31,7 @@ class Problem:
     """
 
     def __init__(self, placement: Placement, microbatches: int, costs: StageCosts) -> None:
-        self.schedule = one_by_one(placement, microbatches, costs.kinds)
+        self.schedule = one_by_one(placement, microbatches, costs.doing(placement))
         self.costs = costs
         tasks, self.passes = tasks_of(self.schedule, costs)
         self._tasks = tasks
@@ -108,9 +107,9 @@ def _arrays(tasks: Tasks) -> Instance:
     return Instance(**arrays)
 
 
-def one_by_one(placement: Placement, microbatches: int, kinds: Collection[Kind] = SPLIT) -> Schedule:
+def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:
     """One microbatch after another, forward and backward: the least memory there is, and no idea of an order."""
-    once = list(in_dependency_order(placement, kinds))
+    once = list(in_dependency_order(placement, doing or everywhere(placement, SPLIT)))
     rows = []
     for rank in range(placement.ranks):
         here = [work for work in once if placement.rank_of[work[0]] == rank]
