@@ -78,7 +78,7 @@ class StageCosts:
         return {kind: tuple(map(sum, found)) for kind, found in times.items()}
 
     @cached_property
-    def _changes(self) -> Mapping[Kind, tuple[float, ...]]:
+    def changes(self) -> Mapping[Kind, tuple[float, ...]]:
         """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
         return {
             kind: tuple(more - less for more, less in zip(self._sum(row.takes), self._sum(row.gives), strict=True))
@@ -89,9 +89,9 @@ class StageCosts:
         """By stage, all of ``shares``."""
         return tuple(map(sum, zip((0.0,) * len(self.activation), *(self.held[share] for share in shares), strict=True)))
 
-    def changes(self, row: Sequence[Pass]) -> list[float]:
+    def changes_of(self, row: Sequence[Pass]) -> list[float]:
         """The memory that each pass of a rank's order takes or, negative, gives back; a forward less where R comes."""
-        changes = self._changes
+        changes = self.changes
         found = [changes[kind][stage] for stage, kind, _ in row]
         for relief in RELIEF:
             spared = self._sum(KINDS[relief].spares)

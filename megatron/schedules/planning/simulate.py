@@ -72,7 +72,7 @@ class Timeline:
         An activation is held from the start of its F to the end of its W (or B), less what its I gives back.
         """
         held, steps = 0.0, [(0.0, 0.0)]
-        changes = self.costs.changes(self.schedule.order[rank])
+        changes = self.costs.changes_of(self.schedule.order[rank])
         for change, start, end in zip(changes, self.start[rank], self.end[rank], strict=True):
             held += change
             if change:
@@ -105,7 +105,7 @@ class Timeline:
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Each rank's peak activation memory in microbatches. It follows from the order alone; no times are needed."""
-    return tuple(round(max(accumulate(costs.changes(row)), default=0.0), 9) for row in schedule.order)
+    return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:

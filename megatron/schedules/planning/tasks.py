@@ -112,7 +112,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         first=[0, *accumulate(map(len, schedule.order))],
         rank=[rank_of[work.stage] for work in passes],
         duration=[durations[work.kind][work.stage] for work in passes],
-        change=[change for row in schedule.order for change in costs.changes(row)],
+        change=[change for row in schedule.order for change in costs.changes_of(row)],
         filler=[KINDS[work.kind].filler for work in passes],
         steady=steady,
         before=Links.of(before),
