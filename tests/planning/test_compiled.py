@@ -31,7 +31,10 @@ def works(function: Callable[..., float]) -> bool:
     """Whether it is the function it should be: two tasks of one rank, one after the other."""
     ints, flags, none = np.array([0, 0]), np.zeros(2, dtype=np.bool_), np.array([], dtype=np.int64)
     tasks = Instance(
-        np.array([0, 2]), ints, np.ones(2), np.zeros(2), flags, flags, ints, np.zeros(3, int), none, 1.0 * none
+        np.array([0, 2]),
+        *(ints, np.ones(2), np.zeros(2), flags, flags),
+        *(ints - 1, np.zeros(2), flags),
+        *(ints, np.zeros(3, int), none, 1.0 * none),
     )
     order, found = np.array([1, 0]), np.zeros(2, dtype=np.int64)
     return function(tasks, order, np.ones(1), Policy(1), ints.copy(), np.zeros(2), found) == 2 and list(found) == [1, 0]

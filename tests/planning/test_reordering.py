@@ -150,6 +150,9 @@ def second_row(
         change=[(change or {}).get(name, 0.0) for name in names],
         filler=[name.isupper() for name in names],
         steady=[False] * len(names),
+        channel=[-1] * len(names),
+        copying=[0.0] * len(names),
+        opens=[False] * len(names),
         before=Links.of([[(number[after[name]], 0.0)] if name in after else [] for name in names]),
         after=Links.of([[(number[k], 0.0) for k, source in after.items() if source == name] for name in names]),
     )

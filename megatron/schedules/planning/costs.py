@@ -59,7 +59,9 @@ class StageCosts:
     def doing(self, placement: Placement) -> Doing:
         """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
         return {
-            kind: [stage for stage in stages_doing(kind, placement) if kind not in RELIEF or self._relieved(kind, stage)]
+            kind: [
+                stage for stage in stages_doing(kind, placement) if kind not in RELIEF or self._relieved(kind, stage)
+            ]
             for kind in KINDS
             if kind in self.times
         }
@@ -140,7 +142,9 @@ class StageCosts:
         for stage in placement.stages_of(rank):
             # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
             most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
-            held += kept[stage] + sum(self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared)
+            held += kept[stage] + sum(
+                self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared
+            )
         return most
 
 
@@ -242,7 +246,9 @@ class Costs:
         The unit is a power of two, which rounds nothing: the same plan comes out whatever costs are measured in.
         """
         unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
-        times = {field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")}
+        times = {
+            field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
+        }
         return replace(self, **times), unit
 
     def on(self, placement: Placement) -> StageCosts:
@@ -264,9 +270,15 @@ class Costs:
             )
         return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way)
 
+    def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
+        """How many decoder layers each stage has; None where the model is not known."""
+        if self.model is None:
+            return None
+        return self.model.evenly(placement.stages) if self.layers is None else self.layers
+
     def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
-        counts = model.evenly(placement.stages) if self.layers is None else self.layers
+        counts = self.layers_on(placement) or ()
         if len(counts) != placement.stages:
             raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
         return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
@@ -315,7 +327,9 @@ class Costs:
             layers = tuple(part.split.held / whole_rank for part in parts)
         redone = _given(self.redone, placement, "redone")
         offloaded = _given(self.offloaded, placement, "offloaded")
-        again = [share * max(0.0, self.kept - self.layer_input) * each for share, each in zip(redone, layers, strict=True)]
+        again = [
+            share * max(0.0, self.kept - self.layer_input) * each for share, each in zip(redone, layers, strict=True)
+        ]
         away = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
         stays = zip(activation, layers, again, away, strict=True)
         return activation, {

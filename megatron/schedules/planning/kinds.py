@@ -273,12 +273,15 @@ def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageK
     found: dict[StageKind, list[StageKind]] = defaultdict(list)
     for kind, stages in doing.items():
         for stage in stages:
-            needed = _needed(kind, stage, placement, doing)
-            late = [source for at, source in needed if at is not At.SAME or KINDS[source[1][0]].optional]
-            for source, alternatives in late or [source for _, source in needed]:
-                for each in alternatives:
-                    if source in doing.get(each, ()):
-                        found[source, each].append((stage, kind))
+            there = [
+                (at, source, each)
+                for at, (source, kinds) in _needed(kind, stage, placement, doing)
+                for each in kinds
+                if source in doing.get(each, ())
+            ]
+            late = [pick for pick in there if pick[0] is not At.SAME or KINDS[pick[2]].optional]
+            for _, source, each in late or there:
+                found[source, each].append((stage, kind))
     return found
 
 

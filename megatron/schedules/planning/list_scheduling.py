@@ -20,7 +20,7 @@ class Instance(NamedTuple):
 
     Args:
         first: tasks of rank r stand in an order from place ``first[r]`` up to ``first[r + 1]``.
-        rank, duration, change, filler, steady: of each task, see :class:`.tasks.Tasks`.
+        rank, duration, change, filler, steady, channel, copying, opens: of each task, see :class:`.tasks.Tasks`.
         waits: for each task how many others it waits for.
         after, follower, delay: the tasks that wait for task t, and how long after its end they may start, stand from
             ``after[t]`` up to ``after[t + 1]``.
@@ -32,6 +32,9 @@ class Instance(NamedTuple):
     change: Sequence[float]
     filler: Sequence[bool]
     steady: Sequence[bool]
+    channel: Sequence[int]
+    copying: Sequence[float]
+    opens: Sequence[bool]
     waits: Sequence[int]
     after: Sequence[int]
     follower: Sequence[int]
@@ -83,7 +86,7 @@ def list_schedule(
         ready: zero for each task; holds in the end when each could have started.
         scheduled: as long as ``order``, overwritten.
     """
-    first, rank_of, duration, change, filler, steady, _, after, follower, delay = tasks
+    first, rank_of, duration, change, filler, steady, channel, copying, opens, _, after, follower, delay = tasks
     lookahead, defer_fillers, patience, ends_only, noise, seed = policy
     ranks, size = len(first) - 1, len(order)
     following, preceding, head = [-1] * size, [-1] * size, [-1] * ranks
@@ -97,7 +100,7 @@ def list_schedule(
             else:
                 following[left] = task
             left = task
-    held, free_at = [0.0] * ranks, [0.0] * ranks
+    held, free_at, channel_free = [0.0] * ranks, [0.0] * ranks, [0.0] * (2 * ranks)
     place_of = [first[rank] for rank in range(ranks)]
     events = [(0.0, rank) for rank in range(ranks)]
     state = seed % 2147483648
@@ -145,6 +148,10 @@ def list_schedule(
             continue
         end = now + duration[chosen]
         free_at[rank] = end
+        heapq.heappush(events, (end, rank))
+        if opens[chosen]:  # computing goes on; who waits for the copy waits for its end
+            end = max(now, channel_free[channel[chosen]]) + copying[chosen]
+            channel_free[channel[chosen]] = end
         if end > makespan:
             makespan = end
         held[rank] += change[chosen]
@@ -157,13 +164,17 @@ def list_schedule(
             preceding[right] = left
         scheduled[place_of[rank]] = chosen
         place_of[rank] += 1
-        heapq.heappush(events, (end, rank))
         for link in range(after[chosen], after[chosen + 1]):
             task = follower[link]
             missing[task] -= 1
             if end + delay[link] > ready[task]:
                 ready[task] = end + delay[link]
+            if missing[task] > 0:
+                continue
+            if channel[task] >= 0 and not opens[task]:  # a copy that is under way before its place
+                ready[task] = max(ready[task], channel_free[channel[task]]) + copying[task]
+                channel_free[channel[task]] = ready[task]
             other = rank_of[task]
-            if missing[task] == 0 and other != rank:
+            if other != rank:
                 heapq.heappush(events, (max(ready[task], free_at[other]), other))
     return makespan

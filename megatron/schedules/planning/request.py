@@ -23,6 +23,8 @@ class Request:
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
         search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
+        recompute, offload: for ``adaptive``, whether activations may be recomputed or offloaded where that makes the
+            plan shorter; :func:`.relief.relieve` settles which, and leaves neither to be settled.
     """
 
     schedule: str
@@ -35,3 +37,5 @@ class Request:
     chunk_choices: tuple[int, ...] = (1, 2, 4)
     placement: Placement | None = None
     search_seconds: float | None = None
+    recompute: bool = False
+    offload: bool = False

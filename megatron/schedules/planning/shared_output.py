@@ -30,7 +30,7 @@ def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, mor
     """
     base = _in_parts(base)
     on_stages = costs.around_one()[0].on(base.placement)
-    starts, ends, turns = sweep(base, on_stages)  # turns tell what comes first of what takes no time
+    starts, ends, turns, _ = sweep(base, on_stages)  # turns tell what comes first of what takes no time
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
     ended: dict[Kind, dict[int, tuple[float, int]]] = {Kind.S: {}, Kind.T: {}}

@@ -2,22 +2,36 @@
 
 Every rank does its passes in order, each as soon as what it needs has ended (and, from another rank, has arrived one
 P2P latency later). That is all there is to it, so one sweep over the passes is enough.
+
+A rank has a clock for computing and one for each copy channel. A copy to the host begins once the forward before it
+has ended and the channel is free, and at its place in the order computing waits for its end; a copy back begins at its
+place, and the pass that needs it waits. So what is held follows from the order alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, sources
-from megatron.schedules.planning.schedule import Schedule, gradients_complete
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.schedule import Rows, Schedule, gradients_complete
 
 Times = tuple[tuple[float, ...], ...]
+
+
+class Copy(NamedTuple):
+    """A pass that copies, and from when until when it does."""
+
+    work: Pass
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -27,13 +41,16 @@ class Timeline:
     Args:
         schedule: what was timed.
         costs: what it was timed under.
-        start, end: for each rank, the times of its passes in the schedule's order (the unit of the costs).
+        start, end: for each rank, the times of its passes in the schedule's order (the unit of the costs); of a copy
+            both are the time of its place, when computing goes on.
+        copies: for each rank the copies, in the order in which they begin.
     """
 
     schedule: Schedule
     costs: StageCosts
     start: Times
     end: Times
+    copies: tuple[tuple[Copy, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -114,18 +131,28 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     Raises:
         PlanError: where the order cannot finish; it names the pass each blocked rank waits at.
     """
-    start, end, _ = sweep(schedule, costs)
-    return Timeline(schedule, costs, start, end)
+    swept = sweep(schedule, costs)
+    return Timeline(schedule, costs, swept.start, swept.end, swept.copies)
 
 
-def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, Times, Sequence[Sequence[int]]]:
-    """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved.
+class Sweep(NamedTuple):
+    """What :func:`sweep` finds, by rank: start and end of each pass, its turn, and the copies.
 
-    Also each one's turn where all are done one at a time, each after all that it waits for.
+    Turns tell where each stands where all are done one at a time, each after all that it waits for.
     """
+
+    start: Times
+    end: Times
+    turns: Sequence[Sequence[int]]
+    copies: tuple[tuple[Copy, ...], ...]
+
+
+def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
+    """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
     n, placement = schedule.microbatches, schedule.placement
     lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
     awaited, ends_as = _awaited(schedule, costs.comm if costs else 0.0)
+    channels = [_Channels(row, lengths, bool(costs and costs.one_way)) for row in _with_copies(schedule)]
     ended: list[float | None] = [None] * (len(KINDS) * placement.stages * n)
     starts: list[list[float]] = [[] for _ in schedule.order]
     ends: list[list[float]] = [[] for _ in schedule.order]
@@ -137,7 +164,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
 
     while ready:
         rank = ready.popleft()
-        row, now = schedule.order[rank], clock[rank]
+        row, now, copying = schedule.order[rank], clock[rank], channels[rank] if channels else None
         for index in range(len(ends[rank]), len(row)):
             stage, kind, m = row[index]
             begin = now
@@ -150,8 +177,11 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
             else:
                 turns[rank].append(done)
                 done += 1
+                if copying is None:
+                    now = begin + lengths[kind][stage]
+                else:
+                    begin, now = copying.took(row[index], begin)
                 starts[rank].append(begin)
-                now = begin + lengths[kind][stage]
                 ends[rank].append(now)
                 slot = ends_as[kind][stage] + m
                 ended[slot] = now
@@ -164,7 +194,69 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Times, T
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:
         raise PlanError(f"{schedule.name}: the order cannot finish: {', '.join(stuck[:4])} wait for each other")
-    return tuple(map(tuple, starts)), tuple(map(tuple, ends)), turns
+    copies = tuple(tuple(each.copies) for each in channels)
+    return Sweep(tuple(map(tuple, starts)), tuple(map(tuple, ends)), turns, copies)
+
+
+def _with_copies(schedule: Schedule) -> Rows:
+    """The rows of ``schedule`` where it has copies; none where computing is all there is."""
+    return schedule.order if any(KINDS[kind].resource is not Resource.COMPUTE for kind in schedule.kinds) else ()
+
+
+class _Channels:
+    """The copy channels of one rank, while its passes are done in turn.
+
+    Args:
+        row: all of them.
+        lengths: by kind, how long each stage's pass takes.
+        one_way: whether there is one channel for both directions.
+    """
+
+    def __init__(self, row: Sequence[Pass], lengths: Mapping[Kind, Sequence[float]], one_way: bool) -> None:
+        self.copies: list[Copy] = []
+        self._lengths = lengths
+        self._channel = dict.fromkeys(Resource, Resource.TO_HOST) if one_way else {each: each for each in Resource}
+        self._free = dict.fromkeys(Resource, 0.0)
+        # By the pass that it waits for, each copy that begins as soon as it can.
+        self._at_once = {
+            Pass(stage, needed, m): Pass(stage, kind, m)
+            for stage, kind, m in row
+            if KINDS[kind].resource is Resource.TO_HOST
+            for need in KINDS[kind].needs
+            for needed in need.kinds
+        }
+        self._ends: dict[Pass, float] = {}
+
+    def took(self, work: Pass, begin: float) -> tuple[float, float]:
+        """From when until when computing was at ``work``, which it may have reached at ``begin``."""
+        stage, kind, m = work
+        resource = KINDS[kind].resource
+        if resource is Resource.TO_HOST:
+            end = begin = max(begin, self._ends.pop(work))
+        elif resource is Resource.FROM_HOST:
+            end = begin
+            self._copy(work, begin)
+        else:
+            for loaded in _LOADED_FOR.get(kind, ()):
+                begin = max(begin, self._ends.pop(Pass(stage, loaded, m), 0.0))
+            end = begin + self._lengths[kind][stage]
+        following = self._at_once.get(work)
+        if following is not None:
+            self._copy(following, end)
+        return begin, end
+
+    def _copy(self, work: Pass, earliest: float) -> None:
+        channel = self._channel[KINDS[work.kind].resource]
+        start = max(earliest, self._free[channel])
+        self._ends[work] = self._free[channel] = start + self._lengths[work.kind][work.stage]
+        self.copies.append(Copy(work, start, self._free[channel]))
+
+
+# What is copied back for passes of each kind.
+_LOADED_FOR = {
+    kind: [each for need in row.needs for each in need.kinds if KINDS[each].resource is Resource.FROM_HOST]
+    for kind, row in KINDS.items()
+}
 
 
 def _awaited(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, Kind, sources
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource, sources
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule
@@ -45,6 +45,9 @@ class Tasks:
         change: of each task, the activation memory it takes (from its start) or, negative, gives back (at its end).
         filler: whether nothing waits for the task, as for a W.
         steady: whether the task stands before its rank's last forward.
+        channel: the copy channel that the task keeps busy, numbered over all ranks; -1 for one that computes.
+        copying: how long, where it copies; its duration, the time it computes, is then 0.
+        opens: whether the copy begins at the task's place, rather than as soon as it can and ends there at the latest.
         before, after: what each task waits for, and what waits for it.
     """
 
@@ -54,12 +57,19 @@ class Tasks:
     change: list[float]
     filler: list[bool]
     steady: list[bool]
+    channel: list[int]
+    copying: list[float]
+    opens: list[bool]
     before: Links
     after: Links
 
     def reversed(self) -> Tasks:
         """The same tasks with time running backwards."""
-        return replace(self, change=[-c for c in self.change], before=self.after, after=self.before)
+        change, opens = (
+            [-c for c in self.change],
+            [c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True)],
+        )
+        return replace(self, change=change, opens=opens, before=self.after, after=self.before)
 
     def reversed_order(self, order: Sequence[int]) -> list[int]:
         """``order`` with each rank's part the other way round."""
@@ -73,7 +83,8 @@ class Tasks:
         """What list scheduling is given."""
         links = self.after
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
-        return Instance(*of_tasks, self.before.counts(), links.start, links.task, links.delay)
+        copies = (self.channel, self.copying, self.opens)
+        return Instance(*of_tasks, *copies, self.before.counts(), links.start, links.task, links.delay)
 
     def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Rows:
         """``order`` as a schedule's rows, given the pass of each task."""
@@ -108,13 +119,23 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
         steady += [place < last_forward for place in range(len(row))]
+    copies = [KINDS[work.kind].resource is not Resource.COMPUTE for work in passes]
+    lengths = [durations[work.kind][work.stage] for work in passes]
     tasks = Tasks(
         first=[0, *accumulate(map(len, schedule.order))],
         rank=[rank_of[work.stage] for work in passes],
-        duration=[durations[work.kind][work.stage] for work in passes],
+        duration=[0.0 if copy else length for copy, length in zip(copies, lengths, strict=True)],
         change=[change for row in schedule.order for change in costs.changes_of(row)],
         filler=[KINDS[work.kind].filler for work in passes],
         steady=steady,
+        channel=[
+            2 * rank_of[work.stage] + (KINDS[work.kind].resource is Resource.TO_HOST and not costs.one_way)
+            if copy
+            else -1
+            for copy, work in zip(copies, passes, strict=True)
+        ],
+        copying=[length if copy else 0.0 for copy, length in zip(copies, lengths, strict=True)],
+        opens=[KINDS[work.kind].resource is Resource.FROM_HOST for work in passes],
         before=Links.of(before),
         after=Links.of(after),
     )

@@ -49,6 +49,10 @@ def _validate_passes(schedule: Schedule) -> None:
     doubled = next((work for work, times in count.items() if times > 1), None)
     if doubled is not None:
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
+    for stage, kind, m in count:
+        back = KINDS[kind].returns
+        if back is not None and Pass(stage, back, m) not in count:
+            raise PlanError(f"{schedule.name}: {stage}{back}{m} is missing: {stage}{kind}{m} is of no use without it")
     in_wholes = {part for parts in WHOLES for part in parts}
     alone = [kind for kind in SPLIT if kind not in in_wholes]
     for stage in range(schedule.placement.stages):

@@ -96,7 +96,8 @@ class _Meeting(NamedTuple):
 
 def _line(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
     """For each rank, the places of its passes in the one line of all."""
-    _, ends, turns = sweep(schedule, costs)
+    swept = sweep(schedule, costs)
+    ends, turns = swept.end, swept.turns
     # Of equal times the first in turn: it may be what another waits for.
     passes = (
         (end, turn, rank) for rank in range(schedule.ranks) for end, turn in zip(ends[rank], turns[rank], strict=True)

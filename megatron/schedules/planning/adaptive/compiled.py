@@ -29,7 +29,7 @@ def compiled() -> Callable[..., float]:
     import numba
 
     ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags, ints, ints, ints, floats)
+    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats)
     choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64)
     tasks, policy = numba.types.NamedTuple(of_tasks, Instance), numba.types.NamedTuple(choices, Policy)
     signature = numba.float64(tasks, ints, floats, policy, ints, floats, ints)

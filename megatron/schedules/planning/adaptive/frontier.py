@@ -86,6 +86,8 @@ def frontier(
     up_to: float,
     budget: float,
     progress: Progress = unheard,
+    *,
+    alone: bool = False,
 ) -> list[Rung]:
     """The rungs from the least limit to the largest that is not above ``up_to``.
 
@@ -95,11 +97,14 @@ def frontier(
         up_to: microbatches a rank may hold.
         budget: tasks to schedule for the whole ladder to 1F1B's memory.
         progress: hears how far the search is.
+        alone: search for ``up_to`` alone, with all of the budget: where other limits have other problems.
     """
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
     ranks, n = problems[0].placement.ranks, problems[0].schedule.microbatches
     limits = ladder(ranks, n, [problem.least for problem in problems], [timeline.limit for timeline in named])
+    if alone:
+        limits = [up_to]
     share = {limit: _SELDOM if not ranks / 3 <= limit <= ranks else 1.0 for limit in limits}
     full = budget / sum(share[limit] for limit in limits if limit <= max(ranks, limits[0]))
     asked = [limit for limit in limits if limit <= up_to + EPSILON]

@@ -46,7 +46,13 @@ def placements(request: Request) -> list[Placement]:
 
 def least_limit(request: Request) -> float:
     """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
-    return min(request.costs.on(placement).least(placement) for placement in placements(request)) / request.ranks
+    found = []
+    for placement in placements(request):
+        costs, whole = [request.costs], (1.0,) * placement.stages
+        costs += [replace(request.costs, redone=whole)] if request.recompute else []
+        costs += [replace(request.costs, offloaded=whole)] if request.offload else []
+        found += [each.on(placement).least(placement) for each in costs]
+    return min(found) / request.ranks
 
 
 def default_seconds(ranks: int, microbatches: int) -> float:
@@ -91,7 +97,8 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
-    return frontier(problems, known, limit, effort(request.ranks, seconds), progress)[-1].best.schedule
+    relieved = costs.redone is not None or costs.offloaded is not None
+    return frontier(problems, known, limit, effort(request.ranks, seconds), progress, alone=relieved)[-1].best.schedule
 
 
 def limit_in_microbatches(request: Request) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.planning.adaptive.compiled import compiled
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, SPLIT, Doing, everywhere, in_dependency_order
+from megatron.schedules.planning.kinds import KINDS, RELIEF, SPLIT, Doing, everywhere, in_dependency_order
 from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
@@ -56,13 +57,16 @@ class Problem:
         return self.costs.least(self.placement)
 
     def order(self, schedule: Schedule | None = None) -> TaskOrder:
-        """``schedule`` on this placement in task numbers, every B split; without one, one microbatch after another."""
+        """``schedule`` on this placement in task numbers; without one, one microbatch after another.
+
+        Every B is split, and relief is added or left out as it is here.
+        """
         if schedule is None:
             return np.arange(self.size)
-        numbers = []
-        for _, (stage, kind, m) in schedule.passes():
-            numbers += [self._number[Pass(stage, each, m)] for each in KINDS[kind].parts or (kind,)]
-        return np.array(numbers)
+        passes = [work for _, work in schedule.passes()]
+        there = set(passes)
+        every = (each for work in passes for each in _with_relief(work, there))
+        return np.array([self._number[work] for work in every if work in self._number])
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
         """``order`` as a schedule's rows."""
@@ -97,9 +101,22 @@ class Problem:
         return found, makespan
 
 
+def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
+    """``work`` in parts, and next to it the relief that might go with it and is not ``there``.
+
+    What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
+    """
+    stage, kind, m = work
+    parts = KINDS[kind].parts or (kind,)
+    missing = [each for each in RELIEF if Pass(stage, each, m) not in there]
+    before = [each for each in missing if any(each in need.kinds for part in parts for need in KINDS[part].needs)]
+    after = [each for each in missing if KINDS[each].gives and any(kind in need.kinds for need in KINDS[each].needs)]
+    return [Pass(stage, each, m) for each in (*before, *parts, *after)]
+
+
 def _arrays(tasks: Tasks) -> Instance:
     """What the compiled function takes; see :func:`.compiled.compiled`."""
-    floats, flags = ("duration", "change", "delay"), ("filler", "steady")
+    floats, flags = ("duration", "change", "copying", "delay"), ("filler", "steady", "opens")
     types = (
         dict.fromkeys(Instance._fields, np.int64) | dict.fromkeys(floats, np.float64) | dict.fromkeys(flags, np.bool_)
     )

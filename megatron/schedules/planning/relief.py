@@ -1,0 +1,172 @@
+"""Relief: which stages' activations are recomputed and which offloaded, for the shortest plan within the memory limit.
+
+What relief costs, in computing or in copying, is the same for all layers; what it frees grows with the time for which
+a stage's activations wait. So on every rank the stages that come first in the model are relieved first, offloaded
+before recomputed, since copies need the time, and all ranks alike: they wait for one another. Two numbers are left, how
+much of a rank's layers is done again and how much is offloaded. Each pair is tried by a short climb; the search starts
+from the best of a grid and goes on in ever smaller steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.schedules.planning.adaptive.plan import (
+    default_seconds,
+    effort,
+    least_limit,
+    limit_in_microbatches,
+    placements,
+)
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.list_scheduling import EPSILON
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.progress import Progress, unheard
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import simulate
+
+# Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
+_MICROBATCHES_A_RANK = 3
+# A rank's layers are relieved in such steps: first on a grid, then finer.
+_GRID, _FINEST = 8, 32
+# So many climbs are reckoned with in the time of one whole search; and the share of all the time that they take.
+_CLIMBS, _SEARCHING = 8, 0.5
+
+
+class Shares(NamedTuple):
+    """How much of each rank's layers is relieved, in units of 1 / :data:`_FINEST`."""
+
+    redone: int = 0
+    offloaded: int = 0
+
+    def on(self, costs: Costs, placement: Placement) -> Costs:
+        """``costs`` with this done to the first layers of each rank, whole ones where their number is known."""
+        redone, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
+        counts = costs.layers_on(placement)
+        for rank in range(placement.ranks):
+            away = placement.chunks * self.offloaded / _FINEST
+            either = away + placement.chunks * self.redone / _FINEST
+            for chunk, stage in enumerate(placement.stages_of(rank)):
+                parts = counts[stage] if counts else _FINEST
+                to_host, relieved = (
+                    round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
+                )
+                offloaded[stage], redone[stage] = to_host, relieved - to_host
+        return replace(
+            costs,
+            redone=tuple(redone) if self.redone else None,
+            offloaded=tuple(offloaded) if self.offloaded else None,
+        )
+
+
+def relieve(request: Request, progress: Progress = unheard) -> Request:
+    """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
+
+    The plan is never longer than without.
+
+    Args:
+        request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
+        progress: hears how far the search is.
+
+    Raises:
+        PlanError: where nothing can be planned under the memory limit.
+    """
+    first, *others = (_Search(request, placement) for placement in placements(request))
+    first.grid(lambda part: progress(part * _SEARCHING))
+    for other in others:
+        other.near(first.best)
+    best = min((first, *others), key=lambda search: search.shortest)
+    best.refine()
+    chosen = _relieved(request, best.placement, best.best)
+    progress(1 - _SEARCHING)
+    plain = replace(request, recompute=False, offload=False)
+    if least_limit(plain) * request.ranks > limit_in_microbatches(request) + EPSILON:
+        return chosen
+    return min(plain, chosen, key=_planned_length)
+
+
+def _relieved(request: Request, placement: Placement, shares: Shares) -> Request:
+    costs = shares.on(request.costs, placement)
+    return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=(placement.chunks,))
+
+
+def _planned_length(request: Request) -> float:
+    schedule = plan(request)
+    return simulate(schedule, request.costs.on(schedule.placement)).makespan
+
+
+class _Search:
+    """One placement's search."""
+
+    def __init__(self, request: Request, placement: Placement) -> None:
+        self.placement = placement
+        self.best, self.shortest = Shares(), math.inf
+        self._request, self._limit = request, limit_in_microbatches(request)
+        self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
+        seconds = request.search_seconds or default_seconds(request.ranks, self._microbatches)
+        self._effort = effort(request.ranks, seconds) / _CLIMBS
+        self._known: dict[Costs, float] = {}
+        self._order: Schedule | None = None
+
+    def grid(self, progress: Progress) -> None:
+        """Try evenly spaced shares: each sort of relief alone, and, where there are two, half of each."""
+        steps = [_FINEST * k // _GRID for k in range(_GRID + 1)]
+        tried = [Shares(redone=k) for k in steps] if self._request.recompute else []
+        tried += [Shares(offloaded=k) for k in steps] if self._request.offload else []
+        if self._request.recompute and self._request.offload:
+            tried += [Shares(redone=k // 2, offloaded=k // 2) for k in steps] + [
+                Shares(redone=_FINEST - k, offloaded=k) for k in steps
+            ]
+        for shares in tried:
+            self._try(shares)
+            progress(1 / len(tried))
+
+    def near(self, shares: Shares) -> None:
+        """Try those shares and their neighbours on the grid."""
+        for each in (shares, *_around(shares, _FINEST // _GRID)):
+            self._try(each)
+
+    def refine(self) -> None:
+        """From the best of the grid in steps of half its spacing, and so on down to the finest, while any gains."""
+        step = _FINEST // _GRID // 2
+        while step:
+            gained = [self._try(each) for each in _around(self.best, step)]
+            if not any(gained):
+                step //= 2
+
+    def _try(self, shares: Shares) -> bool:
+        """Whether ``shares`` give the shortest climb so far."""
+        may = self._request.recompute or not shares.redone, self._request.offload or not shares.offloaded
+        if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
+            return False
+        length = self._climbed(shares.on(self._request.costs, self.placement))
+        if length > self.shortest - EPSILON:
+            return False
+        self.best, self.shortest = shares, length
+        return True
+
+    def _climbed(self, costs: Costs) -> float:
+        from megatron.schedules.planning.adaptive.problem import Problem
+        from megatron.schedules.planning.adaptive.search import race
+
+        if costs in self._known:
+            return self._known[costs]
+        problem = Problem(self.placement, self._microbatches, costs.around_one()[0].on(self.placement))
+        starts = [problem.order(), *([problem.order(self._order)] if self._order else [])]
+        fitting = [order for order in starts if problem.fits(order, self._limit)]
+        self._known[costs] = math.inf
+        if fitting:
+            climb, _ = race(problem, fitting, self._limit, self._effort)
+            self._known[costs] = climb.makespan
+            if climb.makespan < self.shortest:
+                self._order = replace(problem.schedule, order=problem.rows(climb.best))
+        return self._known[costs]
+
+
+def _around(shares: Shares, step: int) -> list[Shares]:
+    redone, offloaded = shares
+    moves = [(step, 0), (-step, 0), (0, step), (0, -step), (step, -step), (-step, step)]
+    return [Shares(redone + more, offloaded + away) for more, away in moves]
