@@ -12,6 +12,7 @@ from typing import Any
 from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.relief import relieve, relieved
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.spread import placed, spread_layers
 from megatron.schedules.planning.textforms import from_record, to_record
@@ -53,6 +54,27 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
         return placed(request, tuple(record["layers"]), tuple(record["chunks"]))
 
     return _kept(f"layers-{_key(request)}", progress, lambda told: spread_layers(request, told), record, found)
+
+
+def kept_relief(request: Request, progress: Progress = unheard) -> Request:
+    """:func:`relieve`, which searches once only for an equal request, as :func:`kept_plan` plans.
+
+    Raises:
+        PlanError: as :func:`relieve` does.
+    """
+
+    def record(found: Request) -> dict[str, Any]:
+        return {
+            "redone": found.costs.redone,
+            "offloaded": found.costs.offloaded,
+            "chunks": found.chunk_choices,
+        }
+
+    def found(record: dict[str, Any]) -> Request:
+        redone, offloaded = (None if each is None else tuple(each) for each in (record["redone"], record["offloaded"]))
+        return relieved(request, redone, offloaded, tuple(record["chunks"]))
+
+    return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told), record, found)
 
 
 def _kept[Made](
