@@ -197,7 +197,8 @@ def _how_good(timeline: Timeline, ask: Ask) -> str:
     return (
         f"{chosen}"
         f"No schedule within this memory ends before {number(least)}{bubble}: this one, which ends at "
-        f"{number(timeline.makespan)}, is at most {percent(timeline.makespan / least - 1)} longer than the best there is.\n"
+        f"{number(timeline.makespan)}, is at most {percent(timeline.makespan / least - 1)} longer than the best there "
+        "is.\n"
     )
 
 
