@@ -177,7 +177,7 @@ def test_less_memory_works_than_without():
     assert least_limit(asked(1)) == 0.25, "a microbatch"
     low = asked(0.13, recompute=True)
     assert least_limit(low) < 0.13
-    with pytest.raises(PlanError, match="a memory limit of 0.13 of 1F1B's is too small for 4 ranks: 0.25 is"):
+    with pytest.raises(PlanError, match=r"a memory limit of 0\.13 of 1F1B's is too small for 4 ranks: 0\.25 is"):
         plan(asked(0.13))
     assert makespan(relieve(low)) > 0
 

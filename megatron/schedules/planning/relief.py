@@ -96,6 +96,14 @@ def relieved(
     return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=chunk_choices)
 
 
+def without_relief(request: Request) -> Request:
+    """``request`` for a plan that relieves nothing, with a memory limit under which there is one."""
+    if not (request.recompute or request.offload):
+        return request
+    plain = relieved(request, None, None, request.chunk_choices)
+    return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
+
+
 def _planned_length(request: Request) -> float:
     schedule = plan(request)
     return simulate(schedule, request.costs.on(schedule.placement)).makespan
