@@ -122,7 +122,7 @@ assert sorted(better.order[0]) == sorted(schedule.order[0])
 assert plan(Request("adaptive", 2, 3, memory_limit=1, search_seconds=0.01)).name
 
 class Stages:
-    def forward(self, stage, microbatch, activation, *, split): return activation
+    def forward(self, stage, microbatch, activation, *, split, again): return activation
     def backward(self, stage, microbatch, gradient): return gradient
     def forward_again(self, stage, microbatch): print("again", stage, microbatch)
     def reduce_gradients(self, stage): ...
