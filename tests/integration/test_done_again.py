@@ -127,6 +127,7 @@ def test_f_holds_a_layers_inputs_alone() -> None:
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+FOUR_OF_EIGHT = MOE_ALLTOALL.replace("topk 2", "topk 4").replace("experts 4", "experts 8")
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 # Ranks, the schedule that gets R, flags of the model, other flags, and the keyword arguments of the job.
 SETTINGS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
@@ -134,7 +135,7 @@ SETTINGS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "dropout": (2, "zb-1p", "", DROPOUT, {}),
     "tensor parallel": (4, "zb-1p", "", "--tensor-model-parallel-size 2", {}),
     "whole backwards": (2, "1f1b", "", "", {}),
-    "experts": (2, "v-half", f"{MODERN} {MOE_ALLTOALL} {BIAS} --moe-z-loss-coeff 1e-3", "", {}),
+    "experts": (2, "v-half", f"{MODERN} {FOUR_OF_EIGHT} {BIAS} --moe-z-loss-coeff 1e-3", "", {}),
     "experts, whole backwards": (2, "1f1b-v", f"{MODERN} {MOE_ALLTOALL}", "", {}),
     "context parallel": (4, "v-zb", "", "--context-parallel-size 2", {"attention": "plain"}),
     "tied embeddings": (2, "v-half", "", "", {"tied": True}),
@@ -147,7 +148,7 @@ SETTINGS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     ),
     "bf16": (2, "v-half", "", "--bf16", {}),
     "selective recompute": (2, "v-half", "", "--recompute-granularity selective", {}),
-    "adapters, the model frozen": (2, "v-half", "", "", {"adapters": True}),
+    "adapters, the model frozen": (2, "v-half", "", "--dist-ckpt-strictness ignore_all", {"adapters": True}),
     "distributed optimizer, overlapped": (4, "v-half", "", OVERLAPPED, {}),
     "a shared vocabulary": (2, "v-half", "", "--pipeline-vocabulary-parallel", {}),
 }
