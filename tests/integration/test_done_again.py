@@ -16,7 +16,6 @@ import torch
 from fused_kernels import fused_kernels
 from small_gpt import small_gpt
 from split_helpers import BATCH, SEQUENCE
-from test_refusals import JOB, PP4, assert_refused
 
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.passes import Pass
@@ -28,6 +27,7 @@ from megatron.schedules.runtime.again import Again
 from tests.integration.conftest import Training
 from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
+from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
 from tests.runtime.random_schedules import shared_plan, with_again
 
@@ -152,7 +152,7 @@ SETTINGS: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "distributed optimizer, overlapped": (4, "v-half", "", OVERLAPPED, {}),
     "a shared vocabulary": (2, "v-half", "", "--pipeline-vocabulary-parallel", {}),
 }
-USUAL = ("dropout, tensor and sequence parallel", "experts", "a shared vocabulary")
+USUAL = ("dropout, tensor and sequence parallel", "experts")
 
 
 def _file(path: Path, schedule: Schedule) -> tuple[str, ...]:
@@ -207,6 +207,12 @@ def test_every_layer_runs_as_often_as_it_must(megatron: Any, tmp_path: Path) -> 
     runs = megatron("layer_runs", 2, [*MODEL, *UNTIED, *job, *flags])
     evaluated = 2 * 4  # validation and test
     assert runs == {n: [evaluated + 2, 4] if n <= 4 else [evaluated + 4, 4] for n in range(1, 9)}
+
+
+def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
+    flags = ["--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", *DROPOUT.split()]
+    flags += ["--timing-log-level", "2", *_file(tmp_path / "again.csv", _with_again(plan(Request("v-half", 2, 4))))]
+    assert megatron("waits", 2, [*MODEL, *UNTIED, *flags]) == [[], []]
 
 
 @pytest.mark.parametrize(
