@@ -35,7 +35,15 @@ from megatron.schedules.integration import gpt, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
-from tests.integration import conversations, fake_wandb, low_rank, plain_attention, standing_step, stock_script
+from tests.integration import (
+    conversations,
+    counted_forwards,
+    fake_wandb,
+    low_rank,
+    plain_attention,
+    standing_step,
+    stock_script,
+)
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -88,6 +96,11 @@ def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
     """What each rank does, in order: passes by kind and chunk, as they begin and end, and "reduce" for each bucket."""
     return run_ranks(world, _reductions, list(flags))
+
+
+def layer_runs(world: int, flags: Sequence[str]) -> dict[int, list[int]]:
+    """How often the forward of each decoder layer is run, without a graph and with one."""
+    return {number: runs for rank in run_ranks(world, _layer_runs, list(flags)) for number, runs in rank.items()}
 
 
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
@@ -215,6 +228,12 @@ def _reductions(flags: list[str]) -> list[tuple[str, int]]:
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _rank_main(flags)
     return seen
+
+
+def _layer_runs(flags: list[str]) -> dict[int, list[int]]:
+    runs = counted_forwards.put_in_place()
+    _rank_main(flags)
+    return dict(runs)
 
 
 def _live_bytes(flags: list[str]) -> list[int]:

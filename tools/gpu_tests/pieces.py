@@ -115,6 +115,11 @@ PIECES = (
         "Schedules with a vocabulary that all ranks share train as stock does, by ranks that share a GPU",
         (f"{_ONE}:vocabulary", ()),
     ),
+    Piece(
+        "again",
+        "Forwards done again (R), with dropout, give the gradients of the same schedule without R",
+        (f"{_ONE}:again", ()),
+    ),
     Piece("ranges", "A profile names every pass and message, as 3F12 and 3SEND_F12", (f"{_ONE}:ranges", ())),
     *(_trains(layout, connections, family) for layout in LAYOUTS for connections in CONNECTIONS for family in FAMILIES),
     *(

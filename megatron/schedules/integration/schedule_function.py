@@ -17,6 +17,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
+from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -27,8 +28,10 @@ from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -48,6 +51,7 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observer: told of every action; None where nobody looks.
+        layers_again: by stage, how many of its decoder layers, the first ones, its R does again; None for all.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observer: Observer | None = None,
+        layers_again: Sequence[int] | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observer = messages, observer
@@ -68,6 +73,8 @@ class ScheduleFunction:
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._measure_next, self._counted = report_memory, False
         self._store: WeightGradients | None = None
+        self._layers_again = layers_again
+        self._again: Again | None = None
         self.peak_activation_bytes = 0
         self._place = _watched(stall_seconds) if stall_seconds else Place()
 
@@ -124,7 +131,8 @@ class ScheduleFunction:
         if self._messages.meeting_group is not None:
             words = micro_batch_size, (decoder_seq_length or seq_length) // cp_size
             exchange = Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
-        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange)
+        again = self._bound_again(chunks, program) if program.has_again else None
+        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange, again)
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         last_rank = self._group.size() - 1
         with self._place.under_way():
@@ -135,6 +143,8 @@ class ScheduleFunction:
             finally:
                 stages.close()
             store.assert_empty()
+            if again is not None:
+                again.assert_empty()
 
             losses, tokens = stages.losses, stages.tokens
             if self._planner.last_stage_rank != last_rank:
@@ -161,6 +171,14 @@ class ScheduleFunction:
                 split_linears(chunk, self._store)
                 split_te_linears(chunk, self._store)
         return self._store
+
+    def _bound_again(self, chunks: Sequence[torch.nn.Module], program: Program) -> Again:
+        """The forwards that wait for their R, which the model's layers know from the first program on that has one."""
+        if self._again is None:
+            self._again = Again(surroundings)
+            for chunk, stage in zip(chunks, program.placement.stages_of(program.rank), strict=True):
+                do_layers_again(chunk, None if self._layers_again is None else self._layers_again[stage], self._again)
+        return self._again
 
     def _finish_gradients(
         self, chunks: Sequence[torch.nn.Module], config: Any, tokens: torch.Tensor, pg_collection: Any, force: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.edge import edge_of
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.stages import Stages
@@ -45,6 +46,7 @@ class MegatronStages(Stages):
         running: entered round the forward of every stage.
         meter: counts the activations held; None for not counting.
         exchange: how ranks meet over a vocabulary that all share; None where they do not.
+        again: where layers' forwards wait for their R; None where the program has none.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class MegatronStages(Stages):
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
         exchange: Exchange | None = None,
+        again: Again | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running = running
+        self._running, self._again = running, again
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
@@ -83,7 +86,9 @@ class MegatronStages(Stages):
         """Let stock reduce gradients again; to be called however the program ended."""
         self._reduction.close()
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._begin(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
@@ -95,7 +100,7 @@ class MegatronStages(Stages):
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with self._around(stage, microbatch, split):
+        with self._around(stage, microbatch, split), self._keeping(stage, microbatch, again):
             output, tokens = forward_step(
                 step,
                 samples,
@@ -137,6 +142,18 @@ class MegatronStages(Stages):
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
+
+    def forward_again(self, stage: int, microbatch: int) -> None:
+        """R: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Kind.R, stage, microbatch)
+        timers = self._config.timers
+        if timers is not None:
+            timers("forward-compute", log_level=2).start()
+        assert self._again is not None
+        with self._around(stage, microbatch, self._program.splits(stage, microbatch)):
+            self._again.run(stage, microbatch)
+        if timers is not None:
+            timers("forward-compute").stop()
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         """S: see :class:`megatron.schedules.runtime.stages.Stages`."""
@@ -223,6 +240,12 @@ class MegatronStages(Stages):
         if self._meter is not None and not self._call.forward_only:
             stack.enter_context(self._meter.recording())
         return stack
+
+    def _keeping(self, stage: int, microbatch: int, again: bool) -> AbstractContextManager[None]:
+        if not again:
+            return nullcontext()
+        assert self._again is not None
+        return self._again.keeping(stage, microbatch)
 
     def _is_first(self, chunk: int) -> bool:
         first, self._started[chunk] = not self._started[chunk], True

@@ -91,8 +91,13 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
     def forward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
-        split = program.splits(stage, microbatch)
-        mailbox.put(instruction, stages.forward(stage, microbatch, mailbox.take(instruction), split=split))
+        split, again = program.splits(stage, microbatch), program.does_again(stage, microbatch)
+        output = stages.forward(stage, microbatch, mailbox.take(instruction), split=split, again=again)
+        mailbox.put(instruction, output)
+
+    def forward_again(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        stages.forward_again(stage, microbatch)
 
     def whole_backward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
@@ -143,6 +148,7 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         Kind.B: whole_backward,
         Kind.S: output_part,
         Kind.T: output_weight,
+        Kind.R: forward_again,
         Op.SEND_F: send,
         Op.SEND_B: send,
         Op.RECV_F: receive,

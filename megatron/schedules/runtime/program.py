@@ -249,6 +249,10 @@ class Program:
         return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in _IN_PARTS)
 
     @cached_property
+    def _again(self) -> frozenset[tuple[int, int]]:
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Kind.R)
+
+    @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The actions with their slots: a program is made once and run in every iteration."""
         return tuple(self.steps())
@@ -334,6 +338,15 @@ class Program:
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split
+
+    def does_again(self, stage: int, microbatch: int) -> bool:
+        """Whether an R comes between that forward and its backward."""
+        return (stage, microbatch) in self._again
+
+    @property
+    def has_again(self) -> bool:
+        """Whether there is any R."""
+        return bool(self._again)
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + " ".join(map(str, self.actions))

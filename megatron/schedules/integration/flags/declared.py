@@ -185,6 +185,7 @@ STOCK: megatron_flags.Flags = {
     "--sft": (None, False),
     "--step-batch-size-schedule": (str, None),
     "--te-precision-config-file": (str, None),
+    "--te-rng-tracker": (None, False),
     "--tp-comm-overlap": (None, False),
     "--use-checkpoint-args": (None, False),
     "--use-distributed-optimizer": (None, False),
