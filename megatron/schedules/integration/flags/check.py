@@ -121,9 +121,8 @@ def _relief(request: Request, host_bytes: float) -> str:
     stages = len(request.costs.redone or request.costs.offloaded or ()) or 1
     again = f"; {100 * redone / stages:.0f} % of the layers done again" if redone else ""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
-    return again + (
-        f"; {100 * offloaded / stages:.0f} % of the layers' activations offloaded{host}" if offloaded else ""
-    )
+    offload = f"; {100 * offloaded / stages:.0f} % of the layers' activations offloaded{host}" if offloaded else ""
+    return again + offload
 
 
 def _check_layers(args: Any) -> None:

@@ -84,18 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-recompute",
         metavar="auto|none",
-        help="For --pipeline-schedule adaptive, auto: forwards of some layers may be done again, in passes of their own "
-        "where a rank would idle or memory asks for it; the plan says of how many. Give it where memory is short, in "
-        "place of Megatron's --recompute-granularity full. none, as without the flag: nothing is done again.",
+        help="For --pipeline-schedule adaptive, auto: forwards of some layers may be done again, in passes of their "
+        "own; the plan says of how many layers. Give it where memory is short, in place of Megatron's "
+        "--recompute-granularity full. none, as without the flag: nothing is done again.",
     )
     group.add_argument(
         "--pipeline-offload",
         metavar="auto|none|GBPS",
-        help="For --pipeline-schedule adaptive: activations of some layers may be copied to pinned host memory and back, "
-        "beside the computing; the plan says of how many and what the host holds. GBPS is what a rank copies in a "
-        "second one way, in GB, the other way being busy too (a part of the link where ranks share one); auto takes it "
-        "from --pipeline-schedule-costs-file. Give it where memory is short and hosts have some. none, as without the "
-        "flag: nothing is copied.",
+        help="For --pipeline-schedule adaptive: activations of some layers may be copied to pinned host memory and "
+        "back, beside the computing; the plan says of how many layers, and what the host holds. GBPS is what a rank "
+        "copies in a second one way, in GB, the other way being busy too (its part of the link where ranks share one); "
+        "auto takes it from --pipeline-schedule-costs-file. Give it where memory is short and hosts have some. none, "
+        "as without the flag: nothing is copied.",
     )
     group.add_argument(
         "--pipeline-schedule-layers",
