@@ -21,6 +21,7 @@ from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.offload import Offloading
 from megatron.schedules.integration.peak_memory import PeakMemory
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stages import MegatronStages
@@ -28,7 +29,9 @@ from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -48,6 +51,7 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observer: told of every action; None where nobody looks.
+        offloading: how O and L are carried out, where the schedule has any; of all layers where None.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observer: Observer | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observer = messages, observer
@@ -68,6 +73,8 @@ class ScheduleFunction:
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._measure_next, self._counted = report_memory, False
         self._store: WeightGradients | None = None
+        self._offloading = offloading or Offloading()
+        self._offloads: Offloads | None = None
         self.peak_activation_bytes = 0
         self._place = _watched(stall_seconds) if stall_seconds else Place()
 
@@ -118,13 +125,14 @@ class ScheduleFunction:
             parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
             measured = PeakMemory(parameters, counted=self._counted)
             meter = measured.meter
+        offloads = self._begun_offloads(chunks, program, meter)
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         exchange = None
         if self._messages.meeting_group is not None:
             words = micro_batch_size, (decoder_seq_length or seq_length) // cp_size
             exchange = Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
-        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange)
+        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange, offloads)
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         last_rank = self._group.size() - 1
         with self._place.under_way():
@@ -135,6 +143,8 @@ class ScheduleFunction:
             finally:
                 stages.close()
             store.assert_empty()
+            if offloads is not None:
+                offloads.assert_empty()
 
             losses, tokens = stages.losses, stages.tokens
             if self._planner.last_stage_rank != last_rank:
@@ -153,10 +163,27 @@ class ScheduleFunction:
         """Count tensor by tensor, and report, what the next training call holds: :attr:`peak_activation_bytes`."""
         self._measure_next = self._counted = True
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that activations have been copied to, of this rank."""
+        return 0 if self._offloads is None else self._offloads.host_bytes
+
+    def _begun_offloads(
+        self, chunks: Sequence[torch.nn.Module], program: Program, meter: ActivationMeter | None
+    ) -> Offloads | None:
+        """What takes activations to the host and back, which the model's layers know; None without any O."""
+        if not program.away:
+            return None
+        if self._offloads is None:
+            self._offloads = self._offloading.begin(chunks, program.placement.stages_of(self._rank))
+            self._store = None
+        self._offloads.meter = meter
+        return self._offloads
+
     def _bound_store(self, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> WeightGradients:
         """The queue of weight gradients, which the model's linears know; one for all calls but those measured."""
         if self._store is None or meter is not None:
-            self._store = WeightGradients(meter)
+            self._store = WeightGradients(meter, hooked=self._offloads is not None)
             for chunk in chunks:
                 split_linears(chunk, self._store)
                 split_te_linears(chunk, self._store)
