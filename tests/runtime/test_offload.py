@@ -106,9 +106,8 @@ def test_any_schedule_with_copies_gives_the_gradients_of_a_plain_run(seed: int):
 
 def sandwich(offloads: Offloads, forward, backward=Tensor.backward) -> None:
     """F, O, L, I of what ``forward`` computes; ``backward`` takes its result."""
-    with offloads.forward(0, 0):
-        with offloads.saving():
-            result = forward()
+    with offloads.forward(0, 0), offloads.saving():
+        result = forward()
     offloads.offload(0, 0)
     offloads.load(0, 0)
     offloads.arrive(0, 0)
