@@ -81,7 +81,8 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     assert meter.current == 0
     runs.clear()
     again = Again(surroundings)
-    assert do_layers_again(model, count, again) == (2 if count is None else count)
+    which = None if count is None else range(count)
+    assert do_layers_again(model, which, again) == (2 if count is None else count)
     with again.keeping(0, 0), meter.recording():
         loss = forward(model, x).sum()
     held.append(meter.current)

@@ -37,13 +37,14 @@ class _Deferring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, store, key):
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.store, ctx.key = bias, store, key
+        # Hooks of saved tensors give back a tensor like the weight, not the parameter.
+        ctx.parameters, ctx.store, ctx.key = (weight, bias), store, key
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=(weight, ctx.bias))
+        ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=ctx.parameters)
         return grad.mm(weight), None, None, None, None
 
 

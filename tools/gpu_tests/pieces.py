@@ -101,6 +101,11 @@ PIECES = (
         "No pass makes the host wait for the device, after the first iteration",
         (f"{_ONE}:no_waits", ()),
     ),
+    Piece(
+        "offload",
+        "Activations that go to the host and come back change nothing, to the bit; and how fast they go",
+        ("tools.gpu_tests.offloaded:to_the_host", ()),
+    ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
     *(
         Piece(

@@ -87,6 +87,14 @@ class _Watched:
         with self._around(Action(Op.REDUCE, stage, 0)):
             self._stages.reduce_gradients(stage)
 
+    def offload(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.O, stage, microbatch)):
+            self._stages.offload(stage, microbatch)
+
+    def load(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.L, stage, microbatch)):
+            self._stages.load(stage, microbatch)
+
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         with self._around(Action(Kind.S, stage, microbatch)):
             self._stages.output_part(stage, microbatch, hidden)

@@ -111,6 +111,12 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         _, stage, microbatch, _ = instruction.action
         stages.backward_weight(stage, microbatch)
 
+    def offload(instruction: Instruction) -> None:
+        stages.offload(instruction.action.stage, instruction.action.microbatch)
+
+    def load(instruction: Instruction) -> None:
+        stages.load(instruction.action.stage, instruction.action.microbatch)
+
     def send(instruction: Instruction) -> None:
         message, peer = mailbox.take(instruction), instruction.action.peer
         assert peer is not None and message is not None
@@ -149,6 +155,8 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         Kind.S: output_part,
         Kind.T: output_weight,
         Kind.R: forward_again,
+        Kind.O: offload,
+        Kind.L: load,
         Op.SEND_F: send,
         Op.SEND_B: send,
         Op.RECV_F: receive,

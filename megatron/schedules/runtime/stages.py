@@ -55,6 +55,17 @@ class Stages(Protocol):
         """The stage's gradients are complete: let their data-parallel reduction start, and overlap what follows."""
         ...
 
+    def offload(self, stage: int, microbatch: int) -> None:
+        """O: the copy to the host ends before what the device does from now on, and what was copied is let go of.
+
+        That copy begins as F ends, which learns from :meth:`Program.offloads` that there will be this.
+        """
+        raise ProgramError("these stages offload nothing")
+
+    def load(self, stage: int, microbatch: int) -> None:
+        """L: takes the memory again and begins the copy back, for whose end I or B, whichever comes, waits first."""
+        raise ProgramError("these stages offload nothing")
+
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         """S: this rank's part of the output layer, from the last stage's output that ``OUTPUT`` brought."""
         raise ProgramError("these stages share no vocabulary")

@@ -176,7 +176,7 @@ _RULES = (
     _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
     _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
     _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
-    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; leave the flag out"),
+    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; use --pipeline-offload instead"),
     _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
     _flag(

@@ -18,11 +18,16 @@ from megatron.schedules.runtime.again import Again, do_again
 _LAYERS = "decoder.layers"
 
 
-def do_layers_again(model_chunk: torch.nn.Module, count: int | None, again: Again) -> int:
-    """Have the first ``count`` decoder layers of ``model_chunk``, all of them for None, wait for their R in ``again``.
+def do_layers_again(model_chunk: torch.nn.Module, which: range | None, again: Again) -> int:
+    """Have decoder layers of ``model_chunk`` wait for their R in ``again``.
 
     Embedding, final norm, output layer, loss and the layers of multi-token prediction stay as they are. To be called
     once for a chunk.
+
+    Args:
+        model_chunk: wrapped or not.
+        which: of its layers, counted from 0; None for all.
+        again: where they wait.
 
     Returns:
         The number of these layers.
@@ -33,7 +38,7 @@ def do_layers_again(model_chunk: torch.nn.Module, count: int | None, again: Agai
         if isinstance(module, torch.nn.ModuleList) and f".{name}".endswith(f".{_LAYERS}")
         for layer in module
     ]
-    chosen = layers[:count]
+    chosen = layers if which is None else layers[which.start : which.stop]
     for layer in chosen:
         do_again(layer, again)
         for module in layer.modules():
