@@ -212,13 +212,13 @@ def test_every_layer_runs_as_often_as_it_must(megatron: Any, tmp_path: Path) -> 
 
 def _right_before(schedule: Schedule) -> Schedule:
     """With an R of every microbatch right before its I or B."""
-    again = dict.fromkeys((Kind.I, Kind.B), Kind.R)
-    rows = ([(again.get(work.kind), work) for work in row] for row in schedule.order)
-    each = (
-        tuple(one for kind, work in row for one in ([work._replace(kind=kind), work] if kind else [work]))
-        for row in rows
-    )
-    return replace(schedule, order=tuple(each))
+    rows = []
+    for row in schedule.order:
+        passes: list[Pass] = []
+        for work in row:
+            passes += [work._replace(kind=Kind.R)] * (work.kind in (Kind.I, Kind.B)) + [work]
+        rows.append(tuple(passes))
+    return replace(schedule, order=tuple(rows))
 
 
 @pytest.mark.full_matrix
