@@ -27,6 +27,11 @@ def with_relief(args: Any, request: Request) -> Request:
     again, offload = args.pipeline_recompute or "none", args.pipeline_offload or "none"
     if again not in ("auto", "none"):
         raise PlanError(f"{FLAGS['again']} {again!r} is unknown: use auto or none")
+    if again == "auto" and args.recompute_granularity == "full":
+        raise PlanError(
+            f"{FLAGS['again']} auto does not go with --recompute-granularity full: both do whole layers again; leave "
+            "one of them out"
+        )
     shape, costs = shape_of(args), request.costs
     if (again == "auto" or offload != "none") and shape is None:
         raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
