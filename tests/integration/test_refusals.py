@@ -201,7 +201,7 @@ REFUSED = {
     "everything recomputed, and some of it twice": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-recompute auto --recompute-granularity "
         "full --recompute-method uniform",
-        "--pipeline-recompute auto does not go with --recompute-granularity full: both do whole layers again; leave one",
+        "--pipeline-recompute auto does not go with --recompute-granularity full: both do whole layers again",
     ),
     "copies beside passes of unknown length": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload 25",
