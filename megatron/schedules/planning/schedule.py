@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Kind, StageKind
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Kind, StageKind, sources
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
@@ -41,7 +42,7 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of its passes."""
-        return frozenset(work.kind for _, work in self.passes())
+        return frozenset(kind for row in self.order for _, kind, _ in row)
 
     @property
     def splits(self) -> bool:
@@ -53,6 +54,40 @@ class Schedule:
         for rank, row in enumerate(self.order):
             for work in row:
                 yield rank, work
+
+
+def slots(placement: Placement, microbatches: int) -> dict[Kind, list[int]]:
+    """Where passes stand in a flat list by kind, stage and microbatch: for each kind, by stage, microbatch 0's place.
+
+    A whole stands where the first of its parts would: who waits for one waits for the other.
+    """
+    of_kind = placement.stages * microbatches
+    first = {kind: at * of_kind for at, kind in enumerate(KINDS)}
+    stages = range(placement.stages)
+    return {kind: [first[counted] + stage * microbatches for stage in stages] for kind, counted in COUNTS_AS.items()}
+
+
+def awaited(schedule: Schedule, comm: float, *, own: bool) -> dict[Kind, list[list[tuple[int, float]]]]:
+    """For every kind and stage what passes wait for: microbatch 0's place by :func:`slots`, and the latency after it.
+
+    Args:
+        schedule: whose passes.
+        comm: the latency between ranks.
+        own: whether what they need on their own stage, which stands before them in their row, is told too.
+    """
+    placement = schedule.placement
+    rank_of, places = placement.rank_of, slots(placement, schedule.microbatches)
+    return {
+        kind: [
+            [
+                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else comm)
+                for source, kinds in sources(kind, stage, placement, schedule.kinds)
+                if own or source != stage
+            ]
+            for stage in range(placement.stages)
+        ]
+        for kind in schedule.kinds
+    }
 
 
 def in_microbatch_order(schedule: Schedule) -> Schedule:
@@ -68,16 +103,19 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had."""
     done: dict[StageKind, list[int]] = defaultdict(list)
-    begun: dict[StageKind, int] = defaultdict(int)
+    ready: dict[StageKind, Iterator[int]] = {}
+    of_kind: dict[StageKind, tuple[Iterator[int], Callable[[int], None]]] = {}
+    for stage, kind in {(stage, kind) for stage, kind, _ in row}:
+        before, counted = _GOT_READY_BY.get(kind), (stage, COUNTS_AS[kind])
+        ready.setdefault(counted, count() if before is None else iter(done[stage, before]))
+        of_kind[stage, kind] = ready[counted], done[stage, kind].append
     renumbered = []
-    for stage, kind, _ in row:
-        counted = stage, COUNTS_AS[kind]
-        m = number = begun[counted]
-        if kind in _GOT_READY_BY:
-            m = done[stage, _GOT_READY_BY[kind]][number]
-        begun[counted] = number + 1
-        done[stage, kind].append(m)
-        renumbered.append(Pass(stage, kind, m))
+    for work in row:
+        stage, kind, number = work
+        turn, note = of_kind[stage, kind]
+        m = next(turn)
+        note(m)
+        renumbered.append(work if m == number else Pass(stage, kind, m))
     return tuple(renumbered)
 
 
