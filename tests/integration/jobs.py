@@ -14,6 +14,7 @@ from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -116,9 +117,14 @@ def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
     return run_ranks(world, _standing, list(flags), how, timeout=60.0)
 
 
-def copied(world: int, flags: Sequence[str], pinned: float = float("inf")) -> list[list[tuple[list[Any], int]]]:
-    """For each rank and iteration the copies to the host and back, and all bytes of host memory, of so many at most."""
-    return run_ranks(world, _copied, list(flags), pinned)
+def copied(
+    world: int, flags: Sequence[str], pinned: float = float("inf"), layers: Sequence[int] | None = None
+) -> list[list[tuple[list[Any], int]]]:
+    """For each rank and iteration the copies to the host and back, and all bytes of host memory.
+
+    There are ``pinned`` bytes; the activations of so many ``layers`` of each stage go, or of all.
+    """
+    return run_ranks(world, _copied, list(flags), pinned, layers)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -286,8 +292,9 @@ def _counted(flags: list[str]) -> list[bool]:
     return found
 
 
-def _copied(flags: list[str], pinned: float) -> list[tuple[list[Any], int]]:
+def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
+    schedule_function.Offloading = partial(offload.Offloading, layers)
     offload.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run
