@@ -54,7 +54,7 @@ def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
         loads = Loads
 
     monkeypatch.setattr(relief, "shape_of", lambda _: Shape)
-    monkeypatch.setattr(relief, "_available", lambda: 3 * 2**30)
+    monkeypatch.setattr(relief, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert relief.check_host(args, 1.5) == 1.5 * 2**30
     with pytest.raises(PlanError, match=r"--pipeline-offload takes 2\.0 GiB of host memory for each of 2 ranks"):
