@@ -10,7 +10,7 @@ place, and the pass that needs it waits. So what is held follows from the order 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, sources
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, Share, sources
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule, gradients_complete
 
@@ -59,7 +59,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """Time an average rank computes: n * 2 * (F + I + W) where stages are even."""
+        """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and what is done again."""
         return sum(end - start for rank in range(self.schedule.ranks) for start, end in self._computing(rank)) / (
             self.schedule.ranks
         )
@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """1 - ideal / makespan: the share of the ranks' time that is idle."""
+        """1 - ideal / makespan: the share of the ranks' time that is idle, whatever is copied meanwhile."""
         return 1 - self.ideal / self.makespan
 
     @cached_property
@@ -82,6 +82,27 @@ class Timeline:
             busy = sum(end - start for start, end in self._computing(rank))
             rates.append(1 - busy / (ends[-1] - starts[0]))
         return max(rates)
+
+    @cached_property
+    def recomputed(self) -> float:
+        """The share of computing that does forwards again, in passes of their own; the papers count the rest."""
+        lengths = self.costs.durations
+        again = sum(lengths[work.kind][work.stage] for _, work in self.schedule.passes() if KINDS[work.kind].spares)
+        return again / (self.ideal * self.schedule.ranks)
+
+    @property
+    def useful(self) -> float:
+        """The share of the ranks' time in which they compute what they had not computed before."""
+        return (1 - self.bubble) * (1 - self.recomputed)
+
+    @cached_property
+    def copying(self) -> float:
+        """The share of the makespan for which the busiest copy channel of any rank copies; 0 without copies."""
+        busy: dict[tuple[int, Resource | None], float] = defaultdict(float)
+        for rank, copies in enumerate(self.copies):
+            for work, start, end in copies:
+                busy[rank, None if self.costs.one_way else KINDS[work.kind].resource] += end - start
+        return max(busy.values(), default=0.0) / self.makespan
 
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Activation memory of ``rank`` over time, as steps (time, microbatches held from then on).
@@ -123,6 +144,20 @@ class Timeline:
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Each rank's peak activation memory in microbatches. It follows from the order alone; no times are needed."""
     return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
+
+
+def on_host(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """The most that each rank has on the host, in microbatches' worth of one rank's activations.
+
+    Room for a copy is taken when the forward before it ends, and is free again once the copy back has begun.
+    """
+    away, found = costs.held[Share.AWAY], []
+    for row in schedule.order:
+        gone = {(stage, m) for stage, kind, m in row if KINDS[kind].resource is Resource.TO_HOST}
+        changes = {Kind.F: 1.0, Kind.L: -1.0}
+        steps = (changes.get(kind, 0.0) * away[stage] for stage, kind, m in row if (stage, m) in gone)
+        found.append(round(max(accumulate(steps), default=0.0), 9))
+    return tuple(found)
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
