@@ -147,7 +147,7 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
     for microbatch in count(1):
         _bind(model, stage, store)
         times = [_now()]
-        stages.forward(stage, microbatch, activation, split=split)
+        stages.forward(stage, microbatch, activation, split=split, again=False)
         times.append(_now())
         with _bare_torch():
             if split:
@@ -169,7 +169,7 @@ def held(model: Model, stage: int) -> Held:
     activation, gradient = _ends(model, stage, stages)
     _bind(model, stage, store)
     before = meter.current
-    stages.forward(stage, 1, activation, split=True)
+    stages.forward(stage, 1, activation, split=True, again=False)
     after_forward = meter.current
     stages.backward_input(stage, 1, gradient)
     after_input = meter.current
@@ -192,7 +192,7 @@ def _bind(model: Model, stage: int, store: WeightGradients) -> None:
 
 def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | None, Tensor | None]:
     """An input of ``stage`` and a gradient of its output, as messages of the pipeline would bring them."""
-    message = stages.forward(EMBEDDING, 0, None, split=False)
+    message = stages.forward(EMBEDDING, 0, None, split=False, again=False)
     assert message is not None
     stages.backward(EMBEDDING, 0, torch.randn_like(message))
     activation = None if stage == EMBEDDING else torch.randn_like(message.detach())

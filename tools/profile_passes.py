@@ -42,6 +42,7 @@ _LEFT_OUT = {
     "--pipeline-schedule-report-memory": 0,
     "--pipeline-memory-limit": 1,
     "--pipeline-search-seconds": 1,
+    "--pipeline-offload": 1,
     "--pipeline-model-parallel-layout": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
@@ -156,6 +157,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
         import torch
 
         from tools import _pass_times as times
+        from tools._copy_rates import copy_rates
     say(f"building {asked.layers} layers of {asked.own.num_layers}, the embedding and the output layer", False)
     kernels = times.ON_CPU_FLAGS if times.ON_CPU else [] if times.has_te() else times.LOCAL_FLAGS
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -182,6 +184,8 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
             "activation_bytes": held.after_forward,
             "weight_bytes": held.after_input_grad,
         }
+    say("copies to the host and back", False)
+    rates = copy_rates(torch.empty(0, device="cuda").device)
     return {
         "version": 1,
         "device": machine() if times.ON_CPU else torch.cuda.get_device_name(),
@@ -199,6 +203,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
         "context_parallel": args.context_parallel_size,
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         **parts,
+        "copy_gbps": rates._asdict(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         "date": datetime.date.today().isoformat(),
     }
@@ -243,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
         print(f"{asked.own.output}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
+        to_host, from_host, both_ways = made["copy_gbps"].values()
+        print(f"copies: {to_host:.3g} GB/s to the host, {from_host:.3g} back, {both_ways:.3g} each way at once")
     return 0
 
 

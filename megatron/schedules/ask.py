@@ -21,7 +21,7 @@ from megatron.schedules.planning.given import integer, number, numbers, positive
 from megatron.schedules.planning.loads import ModelLoads
 from megatron.schedules.planning.registry import Request, check_parts, with_parts
 from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.store import kept_plan, kept_spread
+from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planning.textforms import from_csv
 from megatron.schedules.report.progress import shown
 
@@ -50,6 +50,12 @@ FLAGS = {
     "weight_share": "--weight-share",
     "recompute": "--recompute",
     "kept": "--kept",
+    "again": "--recompute auto",
+    "offload": "--offload",
+    "copy": "--offload",
+    "one_way": "--offload-one-way",
+    "offload_shared": "--offload-shared",
+    "layer_input": "--kept",
 }
 
 
@@ -144,15 +150,36 @@ def size_flags(command: Command) -> Command:
             ),
             click.option(
                 "--recompute",
-                metavar="X",
-                help="The part of the forward that is done again in the input gradient, from 0 to 1: 1 for full "
-                "recompute, such as the paper's 1F1B-R with --schedule 1f1b.",
+                metavar="auto|X",
+                help="auto, for adaptive: forwards may be done again in passes R of their own, on as many layers as "
+                "makes the plan shortest. Give it where memory is short. A number is the part of the forward that is "
+                "done again in every input gradient, as with Megatron's recompute flags: 1 for full recompute, such as "
+                "the paper's 1F1B-R with --schedule 1f1b.",
             ),
             click.option(
                 "--kept",
                 metavar="X",
                 help="The part of the activation memory that a forward leaves where the rest is recomputed, from 0 to "
-                "1: some 0.06 for full recompute.",
+                "1: some 0.06 for full recompute, and without this flag where --recompute is auto.",
+            ),
+            click.option(
+                "--offload",
+                metavar="COST",
+                help="For adaptive: activations may be copied to host memory and back, in passes O and L beside the "
+                "computing. COST is the time to copy those of half a rank's layers one way, in the unit of --costs. "
+                "Give it where memory is short and the host's link idle; with --recompute auto for both.",
+            ),
+            click.option(
+                "--offload-one-way",
+                is_flag=True,
+                help="With --offload: a rank copies in one direction at a time, not both at once. Give it where your "
+                "link does.",
+            ),
+            click.option(
+                "--offload-shared",
+                metavar="K",
+                help="With --offload: so many ranks share a link to the host, and each is given its even part of it "
+                "all the time (1 without this flag).",
             ),
             click.option(
                 "--schedule-file",
@@ -206,6 +233,9 @@ class Ask:
         weight_share: str | None,
         recompute: str | None,
         kept: str | None,
+        offload: str | None,
+        offload_one_way: bool,
+        offload_shared: str | None,
         schedule_file: Path | None,
     ) -> None:
         d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
@@ -219,6 +249,8 @@ class Ask:
             "memory_limit": memory_limit,
             "search_seconds": search_seconds,
             "csv": schedule_file,
+            "again": recompute if recompute == "auto" else None,
+            "offload": offload,
         }
         given = [part for part, value in heeded.items() if value is not None]
         self.names = tuple(schedules) or tuple(name for name in usual if name in with_parts(given))
@@ -239,8 +271,11 @@ class Ask:
                 f"{_MOST_RANKS} ranks, and ranks x microbatches x chunks may be {_LARGEST}, at most"
             )
         self.ranks, self.microbatches = d, n
-        self.planned: dict[str, Request] = {}  # with layers placed
+        self.planned: dict[str, Request] = {}  # with layers placed and relief settled
+        self._again, self._offload = recompute == "auto", offload is not None
         texts = {"weight_share": weight_share, "recompute": recompute, "kept": kept}
+        if self._again:
+            texts = {"weight_share": weight_share, "layer_input": kept}
         shares: dict[str, Any] = {
             part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
@@ -263,6 +298,8 @@ class Ask:
             model=loads,
             layers=None if layers in (None, "even", "auto") else _counts(layers),
             shared_vocabulary=vocabulary_parallel,
+            copy=_copy_time(offload, offload_shared, offload_one_way),
+            one_way=offload_one_way,
             stage_weights=numbers("--stage-weights", stage_weights),
             stage_activations=numbers("--stage-activations", stage_activations),
             **shares,
@@ -275,7 +312,8 @@ class Ask:
             most = self.chunks or max(asked.chunk_choices)
             choices = {chunks for chunks in (1, 2, 4, 8, 16) if chunks <= most} | {most}
             limit, seconds = self.memory_limit, self.search_seconds
-            return replace(asked, chunk_choices=tuple(sorted(choices)), memory_limit=limit, search_seconds=seconds)
+            asked = replace(asked, chunk_choices=tuple(sorted(choices)), memory_limit=limit, search_seconds=seconds)
+            return replace(asked, recompute=self._again, offload=self._offload)
         return asked if self.chunks is None else replace(asked, chunks=self.chunks)
 
     def timeline(self, name: str) -> Timeline:
@@ -284,10 +322,25 @@ class Ask:
         if self._spreads:
             with shown(f"placing layers for {name}", sys.stderr) as progress:
                 request = kept_spread(request, progress)
+        if request.recompute or request.offload:
+            with shown(f"choosing what to relieve in {name}", sys.stderr) as progress:
+                request = kept_relief(request, progress)
         with shown(f"planning {name}", sys.stderr) as progress:
             schedule = kept_plan(request, progress)
         self.planned[name] = request
         return simulate(schedule, request.costs.on(schedule.placement))
+
+
+def _copy_time(offload: str | None, shared: str | None, one_way: bool) -> float:
+    """How long copying the activations of half a rank's layers takes, one way; 0 where nothing is offloaded."""
+    time = positive("--offload", offload, "the time to copy the activations of half a rank's layers one way")
+    ranks = integer("--offload-shared", shared, 1, "one rank or more share a link")
+    if time is None:
+        if ranks is not None or one_way:
+            flag = "--offload-one-way" if one_way else "--offload-shared"
+            raise PlanError(f"{flag} goes with --offload: how long does a copy take?")
+        return 0.0
+    return time * (ranks or 1)
 
 
 def _shape(model: str) -> Shape:

@@ -102,10 +102,11 @@ def _plan(
             extra["figures"]["lower_bound"] = bound(ask.planned[name])
         if layers := ask.planned[name].costs.layers:
             extra["layers"] = list(layers)
+        extra |= _relief(ask.planned[name].costs)
         emit(to_json(timeline.schedule, extra) + "\n", output)
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
-        footer += _where(ask.planned[name].costs.layers)
+        footer += _where(ask.planned[name].costs.layers) + _relieved(ask.planned[name].costs)
         _emit_drawing(form, [timeline], ask, output, columns, gradients, footer)
 
 
@@ -192,11 +193,12 @@ def _how_good(timeline: Timeline, ask: Ask) -> str:
     least = bound(ask.planned["adaptive"])
     by_name = timeline.schedule.name
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
+    bubble = "" if timeline.costs.relieved else f", a bubble of {percent(1 - timeline.ideal / least)}"
     return (
         f"{chosen}"
-        f"No schedule within this memory ends before {number(least)}, a bubble of "
-        f"{percent(1 - timeline.ideal / least)}: this one, which ends at {number(timeline.makespan)}, is at most "
-        f"{percent(timeline.makespan / least - 1)} longer than the best there is.\n"
+        f"No schedule within this memory ends before {number(least)}{bubble}: this one, which ends at "
+        f"{number(timeline.makespan)}, is at most {percent(timeline.makespan / least - 1)} longer than the best there "
+        "is.\n"
     )
 
 
@@ -210,6 +212,22 @@ def _ends(costs: Costs) -> dict[str, Any]:
 def _where(layers: tuple[int, ...] | None) -> str:
     """The layout, for Megatron's own flag too."""
     return f"Layers: {as_layout(layers)}\n" if layers else ""
+
+
+def _relief(costs: Costs) -> dict[str, Any]:
+    """What is recomputed and what offloaded of each stage's layers, where anything is."""
+    return {name: list(each) for name, each in costs.relief.items() if each is not None}
+
+
+def _relieved(costs: Costs) -> str:
+    """The same in words, all stages together."""
+    said = {"redone": "done again", "offloaded": "offloaded"}
+    parts = [
+        f"{percent(sum(each) / len(each))} of the layers {said[name]}"
+        for name, each in costs.relief.items()
+        if each is not None
+    ]
+    return f"Relief: {', '.join(parts)}.\n" if parts else ""
 
 
 def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:

@@ -23,7 +23,7 @@ PLACES = {
     "planning/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
     "planning/kinds.py, Kind": r'\n    B = "B"\n',
     "planning/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
-    "planning/kinds.py, needs of I": r"Need\(\(Kind\.S,\), At\.EVERY_RANK\)(?=\),\n)",
+    "planning/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)",
     "planning/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
@@ -103,31 +103,31 @@ from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 
-text = "0F0,0F1,0R0,0I0,0W0,0R1,0B1\\n1F0,1B0,1F1,1R1,1B1\\n"
+text = "0F0,0F1,0G0,0I0,0W0,0G1,0B1\\n1F0,1B0,1F1,1G1,1B1\\n"
 schedule = from_csv(text)
 assert to_csv(schedule) == text and from_json(to_json(schedule)) == schedule
 try:
-    from_csv(text.replace("0R1,0B1", "0B1,0R1"))
+    from_csv(text.replace("0G1,0B1", "0B1,0G1"))
 except PlanError as error:
     print("early:", error)
 
 costs = Costs(3, 2, 1)
 timeline = simulate(schedule, costs.on(schedule.placement))
 ends = dict(zip(map(str, schedule.order[1]), timeline.end[1]))
-assert ends["1R1"] - ends["1F1"] == 6
-assert "R forward again" in draw_text([timeline], 100, False).plain
-assert "R forward again" in draw_svg([timeline], "", gradients=False)
+assert ends["1G1"] - ends["1F1"] == 1.5
+assert "G weights gathered" in draw_text([timeline], 100, False).plain
+assert "G weights gathered" in draw_svg([timeline], "", gradients=False)
 better = improve(schedule, timeline.costs, [2, 2], [Policy(8)], 5)
 assert sorted(better.order[0]) == sorted(schedule.order[0])
 assert plan(Request("adaptive", 2, 3, memory_limit=1, search_seconds=0.01)).name
 
 class Stages:
-    def forward(self, stage, microbatch, activation, *, split): return activation
+    def forward(self, stage, microbatch, activation, *, split, again): return activation
     def backward(self, stage, microbatch, gradient): return gradient
-    def forward_again(self, stage, microbatch): print("again", stage, microbatch)
+    def gather_weights(self, stage, microbatch): print("gathered", stage, microbatch)
     def reduce_gradients(self, stage): ...
 
-one = from_csv("0F0,0F1,0R1,0B1,0B0\\n")
+one = from_csv("0F0,0F1,0G1,0B1,0B0\\n")
 programs = lower(one)
 check(lower(schedule))
 class Nobody:
@@ -139,7 +139,7 @@ run(programs[0], Stages(), Nobody())
 def test_a_kind_of_pass_is_a_row_a_time_a_hue_and_a_handler(package: Path):
     follow("To add a kind of pass", package)
     said = python(package, KIND).splitlines()
-    assert said == ["early: file: 0B1 stands before 0R1, which it needs", "again 0 1"]
+    assert said == ["early: file: 0B1 stands before 0G1, which it needs", "gathered 0 1"]
 
 
 def test_a_feature_that_cannot_work_is_a_rule(package: Path):

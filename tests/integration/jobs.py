@@ -31,15 +31,24 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
-from megatron.schedules.integration import gpt, schedule_function
+from megatron.schedules.integration import gpt, offload, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
-from tests.integration import conversations, fake_wandb, low_rank, plain_attention, standing_step, stock_script
+from tests.integration import (
+    conversations,
+    counted_forwards,
+    fake_wandb,
+    low_rank,
+    plain_attention,
+    standing_step,
+    stock_script,
+)
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
+from tests.runtime.late_copies import LateCopies
 from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.weights import named_parameters
 
@@ -90,6 +99,11 @@ def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
     return run_ranks(world, _reductions, list(flags))
 
 
+def layer_runs(world: int, flags: Sequence[str]) -> dict[int, list[int]]:
+    """How often the forward of each decoder layer is run, without a graph and with one."""
+    return {number: runs for rank in run_ranks(world, _layer_runs, list(flags)) for number, runs in rank.items()}
+
+
 def live_bytes(world: int, flags: Sequence[str]) -> list[list[int]]:
     """Bytes of all tensors alive on each rank after every tenth iteration."""
     return run_ranks(world, _live_bytes, list(flags))
@@ -113,6 +127,11 @@ def counted(world: int, flags: Sequence[str]) -> list[list[bool]]:
 def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
     """A job whose rank 1 may not come out of its sixth forward step (:mod:`.standing_step`); each rank's threads."""
     return run_ranks(world, _standing, list(flags), how, timeout=60.0)
+
+
+def copied(world: int, flags: Sequence[str], pinned: float = float("inf")) -> list[list[tuple[list[Any], int]]]:
+    """For each rank and iteration the copies to the host and back, and all bytes of host memory, of so many at most."""
+    return run_ranks(world, _copied, list(flags), pinned)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -217,6 +236,12 @@ def _reductions(flags: list[str]) -> list[tuple[str, int]]:
     return seen
 
 
+def _layer_runs(flags: list[str]) -> dict[int, list[int]]:
+    runs = counted_forwards.put_in_place()
+    _rank_main(flags)
+    return dict(runs)
+
+
 def _live_bytes(flags: list[str]) -> list[int]:
     sizes: list[int] = []
     stock_log = training.training_log
@@ -280,6 +305,22 @@ def _counted(flags: list[str]) -> list[bool]:
     return found
 
 
+def _copied(flags: list[str], pinned: float) -> list[tuple[list[Any], int]]:
+    copies = LateCopies(pinned)
+    offload.copies_on = lambda *args, **named: copies
+    found: list[tuple[list[Any], int]] = []
+    run = schedule_function.run
+
+    def watched(*args: Any) -> None:
+        run(*args)
+        found.append((copies.moved[:], sum(copies.allocated)))
+        del copies.moved[:]
+
+    schedule_function.run = watched
+    _rank_main(flags)
+    return found
+
+
 def _standing(flags: list[str], how: str) -> list[str]:
     standing_step.put_in_place(how)
     _rank_main(flags)
@@ -311,6 +352,8 @@ def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dic
     seen = _nothing_seen()
     _listen(seen)
     fake_wandb.put_in_place()
+    # Whatever is read or given back too soon is nonsense.
+    offload.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
         plain_attention.put_in_place()
     if adapters:

@@ -48,9 +48,11 @@ class Bucketed(MarkedStages):
             overlapped=True,
         )
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         self.reduction.begin_pass()
-        return super().forward(stage, microbatch, activation, split=split)
+        return super().forward(stage, microbatch, activation, split=split, again=again)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)

@@ -111,7 +111,7 @@ REFUSED = {
     "hybrid models": ("--pipeline-schedule v-half --hybrid-layer-pattern M*M*", "hybrid models are not supported yet"),
     "activation offloading": (
         "--pipeline-schedule v-half --fine-grained-activation-offloading",
-        "it counts on Megatron's own schedule",
+        "it counts on Megatron's own schedule; use --pipeline-offload instead",
     ),
     "a layout of other stages": (
         "--pipeline-schedule v-half --pipeline-model-parallel-layout Et|t|t|tL --num-layers 4",

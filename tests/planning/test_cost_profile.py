@@ -90,3 +90,26 @@ def test_what_is_no_profile_is_refused(text: str | None, why: str, tmp_path: Pat
 def test_another_version_is_refused(tmp_path: Path):
     with pytest.raises(PlanError, match="version 2, and 1 is read here"):
         read_profile(written(tmp_path / "p.json", version=2))
+
+
+def test_the_time_of_a_copy_is_by_the_slower_way(tmp_path: Path):
+    """Two layers hold 4000 bytes, four are half a rank's; bytes are copied at some GB/s."""
+    assert read_profile(written(tmp_path / "p.json")).copy_time(4) is None
+    rates = {"to_host": 2.0, "from_host": 4.0, "both_ways": 1.6}
+    profile = read_profile(written(tmp_path / "p.json", copy_gbps=rates))
+    assert profile.copy_time(4) == pytest.approx(8000 / 1.6e9 * 1e3)
+    assert profile.copy_time(4, both_ways=False) == pytest.approx(8000 / 2e9 * 1e3)
+    assert profile.costs(4) == read_profile(written(tmp_path / "q.json")).costs(4)
+
+
+@pytest.mark.parametrize(
+    ("rates", "why"),
+    [
+        ({"to_host": 1}, "lacks 'from_host'"),
+        ({"to_host": 1, "from_host": 0, "both_ways": 1}, "must be positive"),
+        (3, "holds something else"),
+    ],
+)
+def test_rates_that_are_none_are_refused(tmp_path: Path, rates: Any, why: str):
+    with pytest.raises(PlanError, match=why):
+        read_profile(written(tmp_path / "p.json", copy_gbps=rates))

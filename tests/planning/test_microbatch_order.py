@@ -10,6 +10,7 @@ from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import sequential
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
+from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import REAL, costed_schedules, examples, timed, written
 
@@ -43,6 +44,17 @@ def test_a_csv_that_takes_microbatches_out_of_turn_is_renumbered():
     csv = "0F1,0F0,0I1,0B0,0W1\n1F0,1F1,1B1,1B0\n"
     found = plan(Request("file", 2, 2, csv=csv)).order
     assert found == written(sequential(2), 2, "0F0 0F1 0I0 0B1 0W0", "1F0 1F1 1B0 1B1").order
+
+
+def test_an_optional_pass_stays_with_its_backward():
+    csv = "0F1,0F0,0R1,0I1,0R0,0B0,0W1\n1F0,1F1,1R1,1B1,1B0\n"
+    found = plan(Request("file", 2, 2, csv=csv)).order
+    assert found == written(sequential(2), 2, "0F0 0F1 0R0 0I0 0R1 0B1 0W0", "1F0 1F1 1R0 1B0 1B1").order
+
+
+def test_where_it_would_come_before_its_forward_the_schedule_is_left_as_it_is():
+    csv = "0F1,0R1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n"
+    assert to_csv(plan(Request("file", 2, 2, csv=csv))) == csv
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "file"])

@@ -15,7 +15,7 @@ from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import sequential, v_shape
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import on_host, simulate
+from megatron.schedules.planning.simulate import away, simulate
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import REAL, UNIT, costed_schedules, examples, planned, timed, written
 from tests.planning.slow_oracle import held_at, slow_spans
@@ -206,7 +206,7 @@ def test_figures_count_computing_alone_and_copies_beside_it(one_way: bool, later
     assert (timeline.recomputed, timeline.useful) == (0, pytest.approx(12 / timeline.makespan))
     levels = (0, 1), (2, 2), (5, 1.5), (5, 2), (8, 1.5), (12 + later, 0.5), (12 + later, 1), (19 + later, 0)
     assert timeline.memory(0) == ((0, 0), *levels)
-    assert on_host(schedule, timeline.costs) == (1.0, 0.0)
+    assert away(schedule, timeline.costs) == (1.0, 0.0)
 
 
 def test_what_is_done_again_is_computing_and_not_useful():

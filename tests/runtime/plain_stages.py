@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.again import Again, do_again
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 SHAPE = (3, 8)
@@ -36,13 +37,14 @@ class _Deferring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, store, key):
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.store, ctx.key = bias, store, key
+        # Hooks of saved tensors give back a tensor like the weight, not the parameter.
+        ctx.parameters, ctx.store, ctx.key = (weight, bias), store, key
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=(weight, ctx.bias))
+        ctx.store.defer(ctx.key, lambda: (grad.t().mm(x), grad.sum(0)), (grad, x), parameters=ctx.parameters)
         return grad.mm(weight), None, None, None, None
 
 
@@ -72,21 +74,37 @@ class PlainStages:
         self._varied = varied
         self.store = WeightGradients()
         self.modules = {stage: make_stage(stage, self.store) for stage in stages}
+        self.again = Again(lambda: nullcontext)
+        for module in self.modules.values():
+            for layer in module:
+                do_again(layer, self.again)
         self.losses: dict[int, Tensor] = {}
         self.seen: dict[tuple[int, int], Tensor] = {}
         self._last_stage = last_stage
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._split: set[tuple[int, int]] = set()
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         assert (activation is None) == (stage == 0)
         x = data(microbatch, varied=self._varied) if activation is None else activation.requires_grad_()
-        with self.store.split(stage, microbatch) if split else nullcontext():
+        with ExitStack() as stack:
+            if split:
+                stack.enter_context(self.store.split(stage, microbatch))
+                self._split.add((stage, microbatch))
+            if again:
+                stack.enter_context(self.again.keeping(stage, microbatch))
             output = self.modules[stage](x)
             if stage == self._last_stage:
                 output = loss_of(output)
                 self.losses[microbatch] = output.detach()
         self._open[stage, microbatch] = x, output
         return None if stage == self._last_stage else output
+
+    def forward_again(self, stage: int, microbatch: int) -> None:
+        with self.store.split(stage, microbatch) if (stage, microbatch) in self._split else nullcontext():
+            self.again.run(stage, microbatch)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         assert (gradient is None) == (stage == self._last_stage)
@@ -106,6 +124,7 @@ class PlainStages:
     def gradients(self) -> dict[int, list[Tensor | None]]:
         """By stage, the gradient of each of its parameters."""
         self.store.assert_empty()
+        self.again.assert_empty()
         return {stage: [p.grad for p in module.parameters()] for stage, module in self.modules.items()}
 
 

@@ -6,6 +6,7 @@ And plans by name for a model whose vocabulary all ranks share.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs
@@ -32,11 +33,11 @@ def random_placement(rng: random.Random, ranks: int) -> Placement:
 
 
 def random_schedule(
-    seed: int, ranks: int | None = None, microbatches: int | None = None, *, shared: bool = False
+    seed: int, ranks: int | None = None, microbatches: int | None = None, *, shared: bool = False, again: bool = False
 ) -> Schedule:
     """A schedule that takes ready passes at random; I and W together, apart, or as B, mixed.
 
-    ``shared`` adds S and T, those of an output layer that all ranks share.
+    ``shared`` adds S and T, those of an output layer that all ranks share, ``again`` an R here and there.
     """
     rng = random.Random(seed)
     ranks = ranks or rng.randint(1, 4)
@@ -75,7 +76,19 @@ def random_schedule(
                     rows[placement.rank_of[stage]].append(weight)
                 else:
                     ready.append(weight)
+    if again:
+        rows = [with_again(row, rng.choice((0.0, 0.5, 1.0)), rng) for row in rows]
     return Schedule(f"random {seed}", placement, n, tuple(map(tuple, rows)))
+
+
+def with_again(row: Sequence[Pass], share: float, rng: random.Random) -> list[Pass]:
+    """A rank's passes, and somewhere between F and I or B of a ``share`` of them an R."""
+    found = list(row)
+    for stage, kind, m in row:
+        if kind in (Kind.I, Kind.B) and rng.random() < share:
+            first, last = found.index(Pass(stage, Kind.F, m)), found.index(Pass(stage, kind, m))
+            found.insert(rng.randint(first + 1, last), Pass(stage, Kind.R, m))
+    return found
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

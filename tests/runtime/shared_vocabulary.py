@@ -88,7 +88,7 @@ class SharingStages:
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         self._kept: dict[tuple[Op, int], Tensor] = {}
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
         assert activation is not None and activation.is_leaf
         if split:
             with self.store.split(stage, microbatch):

@@ -59,7 +59,7 @@ def check_equal(found: dict[int, list[Tensor]], expected: dict[int, list[Tensor]
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_any_valid_schedule_gives_the_gradients_of_a_plain_run(seed: int):
-    schedule = random_schedule(seed)
+    schedule = random_schedule(seed, again=True)
     expected, losses = without_pipeline(schedule)
     programs = lower(schedule)
     check(programs)
@@ -105,7 +105,9 @@ class Recorder:
         self.reduced: list[int] = []
         self.given: list[Tensor | None] = []
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         self.calls.append(("split forward" if split else "forward", stage, microbatch))
         self.given.append(activation)
         return self.outputs.get(stage)
@@ -198,7 +200,9 @@ def test_nothing_is_kept_between_passes_that_use_it_up():
     made: list[weakref.ref[Tensor]] = []
 
     class Making(Recorder):
-        def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+        def forward(
+            self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        ) -> Tensor | None:
             alive.append(sum(ref() is not None for ref in made))
             output = torch.ones(3)
             made.append(weakref.ref(output.untyped_storage()))

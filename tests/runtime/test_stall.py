@@ -217,11 +217,13 @@ def test_the_engine_notes_each_step_and_that_its_message_has_come():
         place = places[program.rank]
 
         class Noting(PlainStages):
-            def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+            def forward(
+                self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+            ) -> Tensor | None:
                 spot = place.spot
                 assert spot is not None and isinstance(spot.step, Instruction)
                 seen[program.rank].append((str(spot.step.action), spot.awaited))
-                return super().forward(stage, microbatch, activation, split=split)
+                return super().forward(stage, microbatch, activation, split=split, again=again)
 
         placement = program.placement
         run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, None, place)

@@ -46,9 +46,11 @@ class Sleeping(Recorder):
         super().__init__()
         self._seconds = seconds
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         time.sleep(self._seconds)
-        return super().forward(stage, microbatch, activation, split=split)
+        return super().forward(stage, microbatch, activation, split=split, again=again)
 
 
 def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_frame(told):

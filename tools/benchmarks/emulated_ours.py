@@ -73,7 +73,7 @@ class _Stages(Stages):
             self._group = _meeting_group()
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
         x = torch.zeros(SHAPE) if activation is None else activation.requires_grad_()
         output = self._layers[stage](x)
         self._open[stage, microbatch] = x, output
@@ -133,9 +133,9 @@ class _Timed(_Stages):
         super().__init__(passes, program)
         self.longer: dict[Kind, list[float]] = defaultdict(list)
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor:
+    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
         with self._timing(Kind.F, stage):
-            return super().forward(stage, microbatch, activation, split=split)
+            return super().forward(stage, microbatch, activation, split=split, again=again)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         with self._timing(Kind.I, stage):

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.textforms import to_csv
 from tools.benchmarks import memory
 from tools.benchmarks.emulated_ranks import RankError
-from tools.gpu_tests.comparing import FP32, compared, same_bits
+from tools.gpu_tests.comparing import BF16, FP32, compared, same_bits
 from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Skipped
 
 # Where only a few are tried, these: the baseline, one chunk split, a V.
 _FEW = ("1f1b", "zb-1p", "v-half")
+# Whether layers are Transformer Engine's.
+_KINDS = {"local layers": False, "Transformer Engine's": True}
 
 
 def fault_of(error: Exception) -> str:
@@ -95,6 +104,45 @@ def vocabulary(setting: Setting) -> Iterator[Row]:
     yield from _against_stock(setting, _FEW, (4,) if setting.on_cpu else (2, 4), more=(VOCABULARY,))
 
 
+def again(setting: Setting) -> Iterator[Row]:
+    """Forwards done again (R) of most microbatches, with dropout, beside the same schedule without."""
+    from tools.gpu_tests import jobs
+
+    iterations = 2 if setting.on_cpu else 5
+    common = [*jobs.size_flags(setting, 8, usual=False), "--distributed-backend", "gloo"]
+    common += ["--train-iters", str(iterations), "--global-batch-size", "7", "--pipeline-model-parallel-size", "2"]
+    common += ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--pipeline-schedule", "file"]
+    for kind, te in _KINDS.items():
+        if te and not jobs.te_here(setting):
+            continue
+        flags = [*common, *jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else [])]
+        for name in _FEW[2:] if setting.on_cpu else _FEW:
+            made = plan(Request(name, 2, 7))
+            with TemporaryDirectory(prefix="again-") as folder:
+                files = [Path(folder, "plain.csv"), Path(folder, "again.csv")]
+                for path, schedule in zip(files, (made, _with_again(made)), strict=True):
+                    path.write_text(to_csv(schedule))
+                plain, repeated, ours = (
+                    jobs.train(2, jobs.Job((*flags, "--pipeline-schedule-file", str(path)), exact=True), shared=True)
+                    for path in (files[0], *files)
+                )
+            found = compared(ours, plain, iterations, BF16 if te else FP32, to_the_bit=same_bits(plain, repeated))
+            yield {"schedule": name, "layers": kind} | found
+
+
+def _with_again(schedule: Schedule) -> Schedule:
+    """With an R for two microbatches of three, one pass before what needs it."""
+    rows = []
+    for row in schedule.order:
+        found = list(row)
+        for work in row:
+            if work.kind in (Kind.I, Kind.B) and work.microbatch % 3:
+                forward = found.index(work._replace(kind=Kind.F))
+                found.insert(max(forward + 1, found.index(work) - 1), work._replace(kind=Kind.R))
+        rows.append(tuple(found))
+    return replace(schedule, order=tuple(rows))
+
+
 def no_waits(setting: Setting) -> Iterator[Row]:
     """Torch's own check round each pass, of local layers and of Transformer Engine's."""
     from tools.gpu_tests import jobs
@@ -102,9 +150,8 @@ def no_waits(setting: Setting) -> Iterator[Row]:
 
     flags = [*jobs.size_flags(setting, 8, usual=False), "--distributed-backend", "gloo", "--train-iters", "4"]
     flags += ["--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--timing-log-level", "2"]
-    kinds = {"local layers": False, "Transformer Engine's": True}
     for schedule in _FEW[1:] if setting.on_cpu else (*_FEW, "interleaved-1f1b", "v-min", "v-zb"):
-        for kind, te in kinds.items():
+        for kind, te in _KINDS.items():
             if te and not jobs.te_here(setting):
                 continue
             row: Row = {"schedule": schedule, "layers": kind}

@@ -101,6 +101,11 @@ PIECES = (
         "No pass makes the host wait for the device, after the first iteration",
         (f"{_ONE}:no_waits", ()),
     ),
+    Piece(
+        "offload",
+        "Activations that go to the host and come back change nothing, to the bit; and how fast they go",
+        ("tools.gpu_tests.offloaded:to_the_host", ()),
+    ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
     *(
         Piece(
@@ -114,6 +119,11 @@ PIECES = (
         "vocabulary",
         "Schedules with a vocabulary that all ranks share train as stock does, by ranks that share a GPU",
         (f"{_ONE}:vocabulary", ()),
+    ),
+    Piece(
+        "again",
+        "Forwards done again (R), with dropout, give the gradients of the same schedule without R",
+        (f"{_ONE}:again", ()),
     ),
     Piece("ranges", "A profile names every pass and message, as 3F12 and 3SEND_F12", (f"{_ONE}:ranges", ())),
     *(_trains(layout, connections, family) for layout in LAYOUTS for connections in CONNECTIONS for family in FAMILIES),

@@ -61,9 +61,11 @@ class _Watched:
     def __init__(self, stages: Stages, around: Callable[[Action], AbstractContextManager[Any]]) -> None:
         self._stages, self._around = stages, around
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         with self._around(Action(Kind.F, stage, microbatch)):
-            return self._stages.forward(stage, microbatch, activation, split=split)
+            return self._stages.forward(stage, microbatch, activation, split=split, again=again)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         with self._around(Action(Kind.B, stage, microbatch)):
@@ -77,9 +79,21 @@ class _Watched:
         with self._around(Action(Kind.W, stage, microbatch)):
             self._stages.backward_weight(stage, microbatch)
 
+    def forward_again(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.R, stage, microbatch)):
+            self._stages.forward_again(stage, microbatch)
+
     def reduce_gradients(self, stage: int) -> None:
         with self._around(Action(Op.REDUCE, stage, 0)):
             self._stages.reduce_gradients(stage)
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.O, stage, microbatch)):
+            self._stages.offload(stage, microbatch)
+
+    def load(self, stage: int, microbatch: int) -> None:
+        with self._around(Action(Kind.L, stage, microbatch)):
+            self._stages.load(stage, microbatch)
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         with self._around(Action(Kind.S, stage, microbatch)):

@@ -17,18 +17,23 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
+from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.offload import CopySpeed, begin
 from megatron.schedules.integration.peak_memory import PeakMemory
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -48,6 +53,7 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observer: told of every action; None where nobody looks.
+        copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observer: Observer | None = None,
+        copies: CopySpeed | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observer = messages, observer
@@ -68,6 +75,9 @@ class ScheduleFunction:
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._measure_next, self._counted = report_memory, False
         self._store: WeightGradients | None = None
+        self._again: Again | None = None
+        self._copies = copies or CopySpeed()
+        self._offloads: Offloads | None = None
         self.peak_activation_bytes = 0
         self._place = _watched(stall_seconds) if stall_seconds else Place()
 
@@ -118,13 +128,15 @@ class ScheduleFunction:
             parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
             measured = PeakMemory(parameters, counted=self._counted)
             meter = measured.meter
+        offloads = self._begun_offloads(chunks, program, meter)
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
         exchange = None
         if self._messages.meeting_group is not None:
             words = micro_batch_size, (decoder_seq_length or seq_length) // cp_size
             exchange = Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
-        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange)
+        again = self._bound_again(chunks, program) if program.has_again else None
+        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange, again, offloads)
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         last_rank = self._group.size() - 1
         with self._place.under_way():
@@ -135,6 +147,10 @@ class ScheduleFunction:
             finally:
                 stages.close()
             store.assert_empty()
+            if again is not None:
+                again.assert_empty()
+            if offloads is not None:
+                offloads.assert_empty()
 
             losses, tokens = stages.losses, stages.tokens
             if self._planner.last_stage_rank != last_rank:
@@ -153,14 +169,42 @@ class ScheduleFunction:
         """Count tensor by tensor, and report, what the next training call holds: :attr:`peak_activation_bytes`."""
         self._measure_next = self._counted = True
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that activations have been copied to, of this rank."""
+        return 0 if self._offloads is None else self._offloads.host_bytes
+
+    def _begun_offloads(
+        self, chunks: Sequence[torch.nn.Module], program: Program, meter: ActivationMeter | None
+    ) -> Offloads | None:
+        """What takes activations to the host and back, which the model's layers know; None without any O."""
+        if not program.away:
+            return None
+        if self._offloads is None:
+            self._offloads = begin(
+                chunks, program.placement.stages_of(self._rank), self._planner.layers_away, self._copies
+            )
+            self._store = None
+        self._offloads.meter = meter
+        return self._offloads
+
     def _bound_store(self, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> WeightGradients:
         """The queue of weight gradients, which the model's linears know; one for all calls but those measured."""
         if self._store is None or meter is not None:
-            self._store = WeightGradients(meter)
+            self._store = WeightGradients(meter, hooked=self._offloads is not None)
             for chunk in chunks:
                 split_linears(chunk, self._store)
                 split_te_linears(chunk, self._store)
         return self._store
+
+    def _bound_again(self, chunks: Sequence[torch.nn.Module], program: Program) -> Again:
+        """The forwards that wait for their R, which the model's layers know from the first program on that has one."""
+        if self._again is None:
+            self._again = Again(surroundings)
+            which = self._planner.layers_again
+            for chunk, stage in zip(chunks, program.placement.stages_of(program.rank), strict=True):
+                do_layers_again(chunk, None if which is None else which[stage], self._again)
+        return self._again
 
     def _finish_gradients(
         self, chunks: Sequence[torch.nn.Module], config: Any, tokens: torch.Tensor, pg_collection: Any, force: Any

@@ -12,24 +12,27 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megatron.schedules.integration.gradient_reduction import GradientReduction
+from megatron.schedules.integration.offload import forget_input
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.edge import edge_of
+from megatron.schedules.runtime.again import Again
+from megatron.schedules.runtime.edge import InputGradient, as_input, edge_of
+from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 class _InFlight(NamedTuple):
-    """What is kept between F and the backward: the input, and where in the graph to start.
+    """What is kept between F and the backward: what gets the input's gradient, and where in the graph to start.
 
     The edge, not the output: an output already sent would only take memory. The last stage's loss is the exception,
     since the scale of the gradients is applied to its value. None where nothing up to here is trained.
     """
 
-    activation: Tensor | None
+    activation: Tensor | InputGradient | None
     start: GradientEdge | Tensor | None
 
 
@@ -45,6 +48,8 @@ class MegatronStages(Stages):
         running: entered round the forward of every stage.
         meter: counts the activations held; None for not counting.
         exchange: how ranks meet over a vocabulary that all share; None where they do not.
+        again: where layers' forwards wait for their R; None where the program has none.
+        offloads: takes activations to the host and back; None where the program has no O.
     """
 
     def __init__(
@@ -57,12 +62,14 @@ class MegatronStages(Stages):
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
         exchange: Exchange | None = None,
+        again: Again | None = None,
+        offloads: Offloads | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running = running
+        self._running, self._again, self._offloads = running, again, offloads
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
@@ -83,19 +90,25 @@ class MegatronStages(Stages):
         """Let stock reduce gradients again; to be called however the program ended."""
         self._reduction.close()
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         """F: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._begin(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
         training, shared = not self._call.forward_only, self._shared
+        away = training and self._program.offloads(stage, microbatch)
         step, samples, given = self._call.forward_step_func, self._call.data_iterators[chunk], activation
+        taken: Tensor | InputGradient | None = activation
         if shared is not None and activation is not None and stage == 0:
             samples, given = shared.feed(activation), None
+        elif activation is not None and away:
+            given, taken = as_input(activation)
         elif activation is not None and training:
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with self._around(stage, microbatch, split):
+        with self._around(stage, microbatch, split), self._relieved(stage, microbatch, given, again=again):
             output, tokens = forward_step(
                 step,
                 samples,
@@ -118,8 +131,10 @@ class MegatronStages(Stages):
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
                 output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
+            if away:
+                forget_input(self._model[chunk])
         if training:
-            self._in_flight[stage, microbatch] = _InFlight(activation, start)
+            self._in_flight[stage, microbatch] = _InFlight(taken, start)
         return None if is_last else output
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -137,6 +152,28 @@ class MegatronStages(Stages):
         """W: see :class:`megatron.schedules.runtime.stages.Stages`."""
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
+
+    def forward_again(self, stage: int, microbatch: int) -> None:
+        """R: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        self._begin(Kind.R, stage, microbatch)
+        timers = self._config.timers
+        if timers is not None:
+            timers("forward-compute", log_level=2).start()
+        assert self._again is not None
+        with self._around(stage, microbatch, self._program.splits(stage, microbatch)):
+            self._again.run(stage, microbatch)
+        if timers is not None:
+            timers("forward-compute").stop()
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        """O: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        assert self._offloads is not None
+        self._offloads.offload(stage, microbatch)
+
+    def load(self, stage: int, microbatch: int) -> None:
+        """L: see :class:`megatron.schedules.runtime.stages.Stages`."""
+        assert self._offloads is not None
+        self._offloads.load(stage, microbatch)
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         """S: see :class:`megatron.schedules.runtime.stages.Stages`."""
@@ -203,6 +240,8 @@ class MegatronStages(Stages):
                 gradient = shared.loss_gradient(microbatch, gradient)
         if timers is not None:
             timers("backward-compute", log_level=2).start()
+        if self._offloads is not None and self._program.offloads(stage, microbatch):
+            self._offloads.arrive(stage, microbatch)
         activation, start = self._in_flight.pop((stage, microbatch))
         if start is not None:
             if gradient is None and self._config.grad_scale_func is not None:
@@ -222,6 +261,19 @@ class MegatronStages(Stages):
             stack.enter_context(self._store.split(stage, microbatch))
         if self._meter is not None and not self._call.forward_only:
             stack.enter_context(self._meter.recording())
+        return stack
+
+    def _relieved(
+        self, stage: int, microbatch: int, given: Tensor | None, *, again: bool
+    ) -> AbstractContextManager[Any]:
+        """Round a forward, which begins with ``given``: layers wait for their R, what others save goes to the host."""
+        stack = ExitStack()
+        if again:
+            assert self._again is not None
+            stack.enter_context(self._again.keeping(stage, microbatch))
+        if not self._call.forward_only and self._program.offloads(stage, microbatch):
+            assert self._offloads is not None
+            stack.enter_context(self._offloads.forward(stage, microbatch, () if given is None else (given,)))
         return stack
 
     def _is_first(self, chunk: int) -> bool:

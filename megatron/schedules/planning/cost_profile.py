@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
@@ -17,6 +17,14 @@ from megatron.schedules.planning.loads import Load, ModelLoads, Part
 # Far more than any model has: a slip.
 _MOST_LAYERS = 10_000
 _PASSES = ("forward", "input_grad", "weight_grad")
+
+
+class CopyRates(NamedTuple):
+    """Copies between a device and its host, in 10**9 bytes a second: each way alone, and each of both at once."""
+
+    to_host: float
+    from_host: float
+    both_ways: float
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class CostProfile:
         activation_bytes: held from F until I.
         weight_bytes: those of them held on until W.
         ends: the embedding, and the output layer with its loss; None in profiles without them.
+        copy_gbps: how fast activations go to the host and come back; None in profiles without it.
     """
 
     device: str
@@ -46,6 +55,7 @@ class CostProfile:
     activation_bytes: float
     weight_bytes: float
     ends: tuple[Load, Load] | None = None
+    copy_gbps: CopyRates | None = None
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
@@ -62,6 +72,17 @@ class CostProfile:
         layer = Part(split=Load(*self.layer_seconds, self.activation_bytes / self.layers))
         # What is kept in single precision takes half of that where all ranks share it.
         return ModelLoads(first, (layer,) * self.model_layers, last, kept_for_output=(0.0, last.held / 2))
+
+    def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
+        """Milliseconds for what half a rank's layers hold from F until I, one way; None where it was not measured.
+
+        By the slower way; ``both_ways`` says that the other one is busy too.
+        """
+        if self.copy_gbps is None:
+            return None
+        held = self.activation_bytes / self.layers * self.model_layers / (2 * ranks)
+        rates = self.copy_gbps if both_ways else self.copy_gbps[:2]
+        return 1e3 * held / (1e9 * min(rates))
 
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured."""
@@ -109,6 +130,7 @@ def _profile(data: Mapping[str, Any]) -> CostProfile:
         activation_bytes=float(chunk["activation_bytes"]),
         weight_bytes=float(chunk["weight_bytes"]),
         ends=(_end(data["embedding"]), _end(data["output_layer"])) if "output_layer" in data else None,
+        copy_gbps=_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
     )
     if min(found.seconds) <= 0 or not 1 <= found.layers <= found.model_layers <= _MOST_LAYERS:
         raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
@@ -126,4 +148,11 @@ def _end(measured: Mapping[str, Any]) -> Load:
     found = Load(*_seconds(measured), float(measured["activation_bytes"]))
     if not all(0 <= each < math.inf for each in found):
         raise ValueError("times and bytes of the ends must be zero or positive")
+    return found
+
+
+def _rates(measured: Mapping[str, Any]) -> CopyRates:
+    found = CopyRates(*(float(measured[name]) for name in CopyRates._fields))
+    if not all(0 < rate < math.inf for rate in found):
+        raise ValueError("rates of copies must be positive")
     return found

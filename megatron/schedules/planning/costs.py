@@ -66,6 +66,11 @@ class StageCosts:
             if kind in self.times
         }
 
+    @property
+    def relieved(self) -> bool:
+        """Whether any stage's activations may be recomputed or offloaded."""
+        return any(kind in self.times for kind in RELIEF)
+
     def _relieved(self, kind: Kind, stage: int) -> bool:
         return any(self.held[share][stage] for share in KINDS[kind].takes + KINDS[kind].gives)
 
@@ -213,6 +218,13 @@ class Costs:
                 "to share the vocabulary takes the model, which says what an output layer costs, and no weights",
                 "shared_vocabulary",
             )
+        if not 0 <= self.layer_input <= 1:
+            raise PlanError(
+                f"the share of memory that is a layer's input must be from 0 to 1, not {self.layer_input:g}",
+                "layer_input",
+            )
+        if fault := _fault([self.copy], "zero or a positive number", zero=True):
+            raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
         if not 0 <= self.kept <= 1:
             raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}", "kept")
 
@@ -239,6 +251,11 @@ class Costs:
         times = self.forward, self.input_grad, self.weight_grad
         each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
         return each / sum(times)
+
+    @property
+    def relief(self) -> Mapping[str, tuple[float, ...] | None]:
+        """What is done again and what is offloaded of each stage's layers."""
+        return {"redone": self.redone, "offloaded": self.offloaded}
 
     def around_one(self) -> tuple[Costs, float]:
         """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.

@@ -132,7 +132,7 @@ _ENTRIES = {
     "adaptive": _Entry(
         _adaptive,
         "the best there is for your costs within the memory you name",
-        heeds=("memory_limit", "search_seconds", "chunks"),
+        heeds=("memory_limit", "search_seconds", "chunks", "again", "offload"),
         needs={"memory_limit": "a fraction of 1F1B's activation memory, such as 0.5"},
     ),
     "file": _Entry(

@@ -36,14 +36,18 @@ _GRID, _FINEST = 8, 32
 _CLIMBS, _SEARCHING = 8, 0.5
 
 
+Parts = tuple[float, ...]
+"""Of each stage's layers, in model order."""
+
+
 class Shares(NamedTuple):
     """How much of each rank's layers is relieved, in units of 1 / :data:`_FINEST`."""
 
     redone: int = 0
     offloaded: int = 0
 
-    def on(self, costs: Costs, placement: Placement) -> Costs:
-        """``costs`` with this done to the first layers of each rank, whole ones where their number is known."""
+    def by_stage(self, costs: Costs, placement: Placement) -> tuple[Parts | None, Parts | None]:
+        """What is done again and what offloaded of each stage: the first layers of each rank, whole ones if known."""
         redone, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
         counts = costs.layers_on(placement)
         for rank in range(placement.ranks):
@@ -55,11 +59,7 @@ class Shares(NamedTuple):
                     round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
                 )
                 offloaded[stage], redone[stage] = to_host, relieved - to_host
-        return replace(
-            costs,
-            redone=tuple(redone) if self.redone else None,
-            offloaded=tuple(offloaded) if self.offloaded else None,
-        )
+        return tuple(redone) if any(redone) else None, tuple(offloaded) if any(offloaded) else None
 
 
 def relieve(request: Request, progress: Progress = unheard) -> Request:
@@ -80,17 +80,28 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
         other.near(first.best)
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
-    chosen = _relieved(request, best.placement, best.best)
+    chosen = relieved(request, *best.best.by_stage(request.costs, best.placement), (best.placement.chunks,))
     progress(1 - _SEARCHING)
-    plain = replace(request, recompute=False, offload=False)
+    plain = relieved(request, None, None, request.chunk_choices)
     if least_limit(plain) * request.ranks > limit_in_microbatches(request) + EPSILON:
         return chosen
     return min(plain, chosen, key=_planned_length)
 
 
-def _relieved(request: Request, placement: Placement, shares: Shares) -> Request:
-    costs = shares.on(request.costs, placement)
-    return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=(placement.chunks,))
+def relieved(
+    request: Request, redone: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
+) -> Request:
+    """``request`` with this settled, by stage, and with so many chunks."""
+    costs = replace(request.costs, redone=redone, offloaded=offloaded)
+    return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=chunk_choices)
+
+
+def without_relief(request: Request) -> Request:
+    """``request`` for a plan that relieves nothing, with a memory limit under which there is one."""
+    if not (request.recompute or request.offload):
+        return request
+    plain = relieved(request, None, None, request.chunk_choices)
+    return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
 
 
 def _planned_length(request: Request) -> float:
@@ -142,7 +153,8 @@ class _Search:
         may = self._request.recompute or not shares.redone, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False
-        length = self._climbed(shares.on(self._request.costs, self.placement))
+        redone, offloaded = shares.by_stage(self._request.costs, self.placement)
+        length = self._climbed(replace(self._request.costs, redone=redone, offloaded=offloaded))
         if length > self.shortest - EPSILON:
             return False
         self.best, self.shortest = shares, length

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, WHOLES, At, Kind, StageKind
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, RELIEF, WHOLES, At, Kind, StageKind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
@@ -60,13 +60,41 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 
     Data come in order and gradients are added up in order, so results then equal 1F1B's to the bit. Microbatches are
     alike, so nothing else changes: where k passes of a stage have begun, k passes of the one they wait for have ended,
-    whichever microbatches those were.
+    whichever microbatches those were. Those are not alike that are done again or offloaded while others are not: such
+    passes stay with their I, and where they would so come before their F the schedule is left as it is.
     """
-    return replace(schedule, order=tuple(map(_renumbered, schedule.order)))
+    rows = tuple(map(_renumbered, schedule.order))
+    return replace(schedule, order=rows) if all(map(_after_their_forwards, rows)) else schedule
 
 
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
     """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had."""
+    required = iter(_in_turn([work for work in row if work.kind not in RELIEF]))
+    renumbered = [work if work.kind in RELIEF else next(required) for work in row]
+    backwards = {
+        (old.stage, old.microbatch): new.microbatch
+        for old, new in zip(row, renumbered, strict=True)
+        if COUNTS_AS[old.kind] is Kind.I
+    }
+    return tuple(
+        work._replace(microbatch=backwards[work.stage, work.microbatch]) if work.kind in RELIEF else work
+        for work in renumbered
+    )
+
+
+def _after_their_forwards(row: Sequence[Pass]) -> bool:
+    """Whether what is optional comes after the forward of its microbatch."""
+    forwards: set[tuple[int, int]] = set()
+    for stage, kind, m in row:
+        if kind is Kind.F:
+            forwards.add((stage, m))
+        if kind in RELIEF and (stage, m) not in forwards:
+            return False
+    return True
+
+
+def _in_turn(row: Sequence[Pass]) -> list[Pass]:
+    """:func:`_renumbered` of passes that every microbatch has."""
     done: dict[StageKind, list[int]] = defaultdict(list)
     begun: dict[StageKind, int] = defaultdict(int)
     renumbered = []
@@ -78,7 +106,7 @@ def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
         begun[counted] = number + 1
         done[stage, kind].append(m)
         renumbered.append(Pass(stage, kind, m))
-    return tuple(renumbered)
+    return renumbered
 
 
 def gradients_complete(row: Sequence[Pass]) -> dict[int, int]:

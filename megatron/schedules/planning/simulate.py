@@ -146,17 +146,19 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
 
 
-def on_host(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """The most that each rank has on the host, in microbatches' worth of one rank's activations.
-
-    Room for a copy is taken when the forward before it ends, and is free again once the copy back has begun.
-    """
-    away, found = costs.held[Share.AWAY], []
+def away(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """What each rank has on the host at most, in microbatches: from the F before an O to the pass after its L."""
+    back = {each for kinds in _LOADED_FOR.values() for each in kinds}
+    found = []
     for row in schedule.order:
-        gone = {(stage, m) for stage, kind, m in row if KINDS[kind].resource is Resource.TO_HOST}
-        changes = {Kind.F: 1.0, Kind.L: -1.0}
-        steps = (changes.get(kind, 0.0) * away[stage] for stage, kind, m in row if (stage, m) in gone)
-        found.append(round(max(accumulate(steps), default=0.0), 9))
+        offloaded = {(stage, m) for stage, kind, m in row if kind in back}
+        held = most = 0.0
+        for stage, kind, m in row:
+            if (stage, m) in offloaded:
+                changes = (kind is Kind.F) - bool(_LOADED_FOR.get(kind))
+                held += changes * costs.held[Share.AWAY][stage]
+                most = max(most, held)
+        found.append(most)
     return tuple(found)
 
 

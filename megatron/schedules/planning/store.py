@@ -6,12 +6,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.relief import relieve, relieved, without_relief
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.spread import placed, spread_layers
 from megatron.schedules.planning.textforms import from_record, to_record
@@ -42,6 +44,8 @@ def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
 def kept_spread(request: Request, progress: Progress = unheard) -> Request:
     """:func:`spread_layers`, which searches once only for an equal request, as :func:`kept_plan` plans.
 
+    Layers are placed as for a plan that relieves nothing.
+
     Raises:
         PlanError: as :func:`spread_layers` does.
     """
@@ -50,9 +54,32 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
         return {"layers": found.costs.layers, "chunks": found.chunk_choices}
 
     def found(record: dict[str, Any]) -> Request:
-        return placed(request, tuple(record["layers"]), tuple(record["chunks"]))
+        return placed(plain, tuple(record["layers"]), tuple(record["chunks"]))
 
-    return _kept(f"layers-{_key(request)}", progress, lambda told: spread_layers(request, told), record, found)
+    plain = without_relief(request)
+    placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: spread_layers(plain, told), record, found)
+    return replace(request, costs=placed_plainly.costs, chunk_choices=placed_plainly.chunk_choices)
+
+
+def kept_relief(request: Request, progress: Progress = unheard) -> Request:
+    """:func:`relieve`, which searches once only for an equal request, as :func:`kept_plan` plans.
+
+    Raises:
+        PlanError: as :func:`relieve` does.
+    """
+
+    def record(found: Request) -> dict[str, Any]:
+        return {
+            "redone": found.costs.redone,
+            "offloaded": found.costs.offloaded,
+            "chunks": found.chunk_choices,
+        }
+
+    def found(record: dict[str, Any]) -> Request:
+        redone, offloaded = (None if each is None else tuple(each) for each in (record["redone"], record["offloaded"]))
+        return relieved(request, redone, offloaded, tuple(record["chunks"]))
+
+    return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told), record, found)
 
 
 def _kept[Made](

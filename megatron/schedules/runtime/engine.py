@@ -91,8 +91,13 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
     def forward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
-        split = program.splits(stage, microbatch)
-        mailbox.put(instruction, stages.forward(stage, microbatch, mailbox.take(instruction), split=split))
+        split, again = program.splits(stage, microbatch), program.does_again(stage, microbatch)
+        output = stages.forward(stage, microbatch, mailbox.take(instruction), split=split, again=again)
+        mailbox.put(instruction, output)
+
+    def forward_again(instruction: Instruction) -> None:
+        _, stage, microbatch, _ = instruction.action
+        stages.forward_again(stage, microbatch)
 
     def whole_backward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
@@ -105,6 +110,12 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
     def weight_backward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
         stages.backward_weight(stage, microbatch)
+
+    def offload(instruction: Instruction) -> None:
+        stages.offload(instruction.action.stage, instruction.action.microbatch)
+
+    def load(instruction: Instruction) -> None:
+        stages.load(instruction.action.stage, instruction.action.microbatch)
 
     def send(instruction: Instruction) -> None:
         message, peer = mailbox.take(instruction), instruction.action.peer
@@ -143,6 +154,9 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         Kind.B: whole_backward,
         Kind.S: output_part,
         Kind.T: output_weight,
+        Kind.R: forward_again,
+        Kind.O: offload,
+        Kind.L: load,
         Op.SEND_F: send,
         Op.SEND_B: send,
         Op.RECV_F: receive,

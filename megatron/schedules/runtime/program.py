@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, WHOLES, At, Kind, Result
+from megatron.schedules.planning.kinds import KINDS, WHOLES, At, Kind, Resource, Result
 from megatron.schedules.planning.placement import Placement
 
 
@@ -120,6 +120,11 @@ def computes(op: Kind | Op) -> bool:
     return isinstance(op, Kind) or op is Op.ADD
 
 
+def _computing(op: Kind | Op) -> bool:
+    """Whether ``op`` is a pass that keeps the device busy, and no copy beside it."""
+    return isinstance(op, Kind) and KINDS[op].resource is Resource.COMPUTE
+
+
 def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
     """Those that programs have whose passes are ``present``, in order; none where no rank has a part of the output."""
     if not any(isinstance(op, Kind) and KINDS[op].of_ranks for op in present):
@@ -204,7 +209,7 @@ class Ending(NamedTuple):
     """The last of a stage's passes of one sort that add to gradients.
 
     Args:
-        passes_left: how many passes of the rank follow it.
+        passes_left: how many passes of the rank follow it, without copies.
         later: which sorts end later: W (or B), T, ``ADD``.
     """
 
@@ -249,6 +254,10 @@ class Program:
         return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in _IN_PARTS)
 
     @cached_property
+    def _again(self) -> frozenset[tuple[int, int]]:
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Kind.R)
+
+    @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
         """The actions with their slots: a program is made once and run in every iteration."""
         return tuple(self.steps())
@@ -276,7 +285,7 @@ class Program:
                 if giver not in seen[stage]:
                     found[op, stage, microbatch] = Ending(left, seen[stage])
                     seen[stage] |= {giver}
-            left += isinstance(op, Kind)
+            left += _computing(op)
         return found
 
     @cached_property
@@ -317,8 +326,8 @@ class Program:
 
     @cached_property
     def _weights_after(self) -> Mapping[Action, Action]:
-        """The pass that a W comes right after, and that W."""
-        passes = [action for action in self.actions if isinstance(action.op, Kind)]
+        """The computing that a W comes right after, and that W."""
+        passes = [action for action in self.actions if _computing(action.op)]
         return {before: after for before, after in pairwise(passes) if after.op is Kind.W}
 
     def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
@@ -334,6 +343,24 @@ class Program:
     def splits(self, stage: int, microbatch: int) -> bool:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split
+
+    def does_again(self, stage: int, microbatch: int) -> bool:
+        """Whether an R comes between that forward and its backward."""
+        return (stage, microbatch) in self._again
+
+    @property
+    def has_again(self) -> bool:
+        """Whether there is any R."""
+        return bool(self._again)
+
+    @cached_property
+    def away(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose activations are offloaded, and loaded back before I or B."""
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Kind.O)
+
+    def offloads(self, stage: int, microbatch: int) -> bool:
+        """Whether an O of that stage and microbatch follows its F."""
+        return (stage, microbatch) in self.away
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + " ".join(map(str, self.actions))

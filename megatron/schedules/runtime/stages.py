@@ -18,16 +18,20 @@ class Stages(Protocol):
     carry history; the engine keeps a detached alias, so a stage is free to drop the data of its own output
     tensor afterwards.
 
-    The last four are asked for where all ranks share the vocabulary; other stages may do without by being a subclass.
-    Then F of stage 0 is given what ``EMBED`` brought, I and B of the last stage what ``SUM`` brought, and what F of the
-    last stage and I and B of stage 0 return is not used: the stages keep it, by microbatch, for the collectives.
+    ``forward_again`` is asked for where a schedule has R, and the last four where all ranks share the vocabulary; other
+    stages may do without them by being a subclass. With a shared vocabulary F of stage 0 is given what ``EMBED``
+    brought, I and B of the last stage what ``SUM`` brought, and what F of the last stage and I and B of stage 0 return
+    is not used: the stages keep it, by microbatch, for the collectives.
     """
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool) -> Tensor | None:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+    ) -> Tensor | None:
         """F. ``activation`` is None on stage 0; returns the output, which the last stage may leave out.
 
         ``split`` says that the backward of this stage and microbatch will come as I and W rather than as B
-        (false as well where none will come).
+        (false as well where none will come), ``again`` that an R will come before it: then it is enough to keep what
+        :meth:`forward_again` needs.
         """
         ...
 
@@ -43,9 +47,24 @@ class Stages(Protocol):
         """W, the second half: adds to the weights' gradients and lets go of all the microbatch still held."""
         ...
 
+    def forward_again(self, stage: int, microbatch: int) -> None:
+        """R: makes what I or B needs and F, told of this, has not kept; with the same results to the bit."""
+        raise ProgramError("these stages do no forward again")
+
     def reduce_gradients(self, stage: int) -> None:
         """The stage's gradients are complete: let their data-parallel reduction start, and overlap what follows."""
         ...
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        """O: the copy to the host ends before what the device does from now on, and what was copied is let go of.
+
+        That copy begins as F ends, which learns from :meth:`Program.offloads` that there will be this.
+        """
+        raise ProgramError("these stages offload nothing")
+
+    def load(self, stage: int, microbatch: int) -> None:
+        """L: takes the memory again and begins the copy back, for whose end I or B, whichever comes, waits first."""
+        raise ProgramError("these stages offload nothing")
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
         """S: this rank's part of the output layer, from the last stage's output that ``OUTPUT`` brought."""

@@ -23,8 +23,9 @@ from pathlib import Path
 from types import FrameType
 
 from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.runtime.place import End, Place, Spot
-from megatron.schedules.runtime.program import COLLECTIVES, RECEIVES, SENDS, Op
+from megatron.schedules.runtime.program import COLLECTIVES, RECEIVES, SENDS, Action, Op
 
 _LOOKS, _SHORTEST_S, _LONGEST_S = 40, 0.05, 3.0
 _GRACE = 1 / 8
@@ -191,7 +192,20 @@ def _where(spot: Spot) -> str:
     what = "takes longer than that (a first compilation, loading of data)"
     if action.op is Op.REDUCE:
         what = "starts a reduction of gradients"
+    if (copies := _copies_awaited(spot, action)) is not None:
+        what += f", waits for {copies}, which are slow or have stopped,"
     return f"in {action}, which {what} or waits for what does not come (a collective that not all its ranks call)"
+
+
+def _copies_awaited(spot: Spot, action: Action) -> Resource | None:
+    """The copies that a pass waits for itself, where it does."""
+    if not isinstance(action.op, Kind) or not spot.program.offloads(action.stage, action.microbatch):
+        return None
+    row = KINDS[action.op]
+    if row.resource is not Resource.COMPUTE:
+        return row.resource if row.resource is Resource.TO_HOST else None
+    resources = (KINDS[kind].resource for need in row.needs for kind in need.kinds)
+    return next((resource for resource in resources if resource is not Resource.COMPUTE), None)
 
 
 def _is_machinery(frame: FrameType) -> bool:

@@ -36,10 +36,12 @@ class WeightGradients:
 
     Args:
         meter: also counts the tensors that waiting closures hold; None (usual in training) counts nothing.
+        hooked: whether hooks may be round what any forward saves, as a meter's always may.
     """
 
-    def __init__(self, meter: ActivationMeter | None = None) -> None:
+    def __init__(self, meter: ActivationMeter | None = None, *, hooked: bool = False) -> None:
         self._meter = meter
+        self.hooked = hooked or meter is not None
         self._waiting: dict[Key, deque[_Deferred]] = {}
         # How many closures wait to add to a parameter.
         self._adding: Counter[int] = Counter()
@@ -52,11 +54,6 @@ class WeightGradients:
     def current(self) -> Key | None:
         """The (stage, microbatch) whose backward will be split, or None outside :meth:`split`."""
         return self._current
-
-    @property
-    def metered(self) -> bool:
-        """Whether a meter counts, whose hooks may be round any forward."""
-        return self._meter is not None
 
     @contextmanager
     def split(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -14,6 +14,7 @@ from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
+from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.errors import PlanError, one_line
@@ -21,7 +22,8 @@ from megatron.schedules.planning.given import integer, not_negative, positive, r
 from megatron.schedules.planning.keeping import folder
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.store import kept_plan, kept_spread, takes_long
+from megatron.schedules.planning.simulate import away
+from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
 from megatron.schedules.report.progress import shown
 
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
@@ -89,10 +91,13 @@ def _checked(args: Any) -> Planned | None:
     _check_layers(args)
     if placed_by_planner(args):
         request = spread(request)
+    if request.recompute or request.offload:
+        request = settled(request)
     schedule = planned(request)
+    host_bytes = check_host(args, max(away(schedule, request.costs.on(schedule.placement))))
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, request.costs))
+    return Planned(request, schedule, assumed(args, request.costs) + _relief(request, host_bytes))
 
 
 @lru_cache(maxsize=2)
@@ -100,6 +105,24 @@ def spread(request: Request) -> Request:
     """The request with its layers placed; the first rank says how far the search for that is."""
     with shown("placing layers", sys.stdout if _is_first() else None) as progress:
         return kept_spread(request, progress)
+
+
+@lru_cache(maxsize=2)
+def settled(request: Request) -> Request:
+    """The request with what is recomputed and offloaded; the first rank says how far the search for that is."""
+    limit_in_microbatches(request)  # refused before anything is announced
+    with shown("choosing what to relieve", sys.stdout if _is_first() else None) as progress:
+        return kept_relief(request, progress)
+
+
+def _relief(request: Request, host_bytes: float) -> str:
+    """What a job says of it."""
+    redone, offloaded = (sum(each or ()) for each in request.costs.relief.values())
+    stages = len(request.costs.redone or request.costs.offloaded or ()) or 1
+    again = f"; {100 * redone / stages:.0f} % of the layers done again" if redone else ""
+    host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
+    offload = f"; {100 * offloaded / stages:.0f} % of the layers' activations offloaded{host}" if offloaded else ""
+    return again + offload
 
 
 def _check_layers(args: Any) -> None:
@@ -171,7 +194,7 @@ def _request(args: Any) -> Request:
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
-    return replace(request, costs=costs_of(args, stages(request)))
+    return with_relief(args, replace(request, costs=costs_of(args, stages(request))))
 
 
 def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:

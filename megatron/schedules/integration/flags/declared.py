@@ -21,6 +21,8 @@ FLAGS = {
     "layers": "--pipeline-schedule-layers",
     "stage_weights": "--pipeline-schedule-stage-weights",
     "shared_vocabulary": "--pipeline-vocabulary-parallel",
+    "again": "--pipeline-recompute",
+    "offload": "--pipeline-offload",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
 }
@@ -29,7 +31,8 @@ FLAGS = {
 def given(args: Any) -> list[str]:
     """The parts of a request for which ``args`` have a flag of ours, beside ``--pipeline-schedule`` itself."""
     ours = (part for part in FLAGS if part not in ("schedule", "ranks"))
-    return [part for part in ours if getattr(args, megatron_flags.attribute(FLAGS[part]), None) not in (None, False)]
+    unset = (None, False, "none")
+    return [part for part in ours if getattr(args, megatron_flags.attribute(FLAGS[part]), None) not in unset]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -77,6 +80,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="S",
         help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
         "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+    )
+    group.add_argument(
+        "--pipeline-recompute",
+        metavar="auto|none",
+        help="For --pipeline-schedule adaptive, auto: forwards of some layers may be done again, in passes of their "
+        "own; the plan says of how many layers. Give it where memory is short, in place of Megatron's "
+        "--recompute-granularity full. none, as without the flag: nothing is done again.",
+    )
+    group.add_argument(
+        "--pipeline-offload",
+        metavar="auto|none|GBPS",
+        help="For --pipeline-schedule adaptive: activations of some layers may be copied to pinned host memory and "
+        "back, beside the computing; the plan says of how many layers, and what the host holds. GBPS is what a rank "
+        "copies in a second one way, in GB, the other way being busy too (its part of the link where ranks share one); "
+        "auto takes it from --pipeline-schedule-costs-file. Give it where memory is short and hosts have some. none, "
+        "as without the flag: nothing is copied.",
     )
     group.add_argument(
         "--pipeline-schedule-layers",
@@ -166,6 +185,7 @@ STOCK: megatron_flags.Flags = {
     "--sft": (None, False),
     "--step-batch-size-schedule": (str, None),
     "--te-precision-config-file": (str, None),
+    "--te-rng-tracker": (None, False),
     "--tp-comm-overlap": (None, False),
     "--use-checkpoint-args": (None, False),
     "--use-distributed-optimizer": (None, False),

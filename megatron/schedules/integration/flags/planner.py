@@ -52,6 +52,26 @@ class Planner:
         """Whether each rank has a part of the embedding and of the output layer."""
         return self._request.costs.shared_vocabulary
 
+    @cached_property
+    def layers_away(self) -> tuple[int, ...] | None:
+        """Of how many of each stage's decoder layers, the first ones, O takes the activations; None for all."""
+        return self._layers_of(self._request.costs.offloaded)
+
+    @cached_property
+    def layers_again(self) -> tuple[range, ...] | None:
+        """Which of each stage's decoder layers R does again: after those that are offloaded; None for all."""
+        again = self._layers_of(self._request.costs.redone)
+        away = self.layers_away or (0,) * self.placement.stages
+        if again is None:
+            return None
+        return tuple(range(first, first + count) for first, count in zip(away, again, strict=True))
+
+    def _layers_of(self, shares: tuple[float, ...] | None) -> tuple[int, ...] | None:
+        counts = self._request.costs.layers_on(self.placement)
+        if shares is None or counts is None:
+            return None
+        return tuple(round(share * count) for share, count in zip(shares, counts, strict=True))
+
     @property
     def digest(self) -> str:
         """Tells the first plan, and the costs by which its messages are placed, from any other."""

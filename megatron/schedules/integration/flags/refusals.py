@@ -9,6 +9,7 @@ from megatron.schedules.integration.flags import vocabulary
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.integration.linears.te_found import te_fault
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.schedule import Schedule
 
 
@@ -34,6 +35,10 @@ class _Facts(NamedTuple):
     @property
     def splits(self) -> bool:
         return self.schedule.splits
+
+    @property
+    def does_again(self) -> bool:
+        return Kind.R in self.schedule.kinds
 
     @property
     def shares(self) -> bool:
@@ -99,6 +104,13 @@ def _splits_te(facts: _Facts) -> bool:
     return facts.splits and facts.on("transformer_impl")
 
 
+def _again(name: str, why: str, written: str | None = None) -> _Rule:
+    """A rule against a stock argument beside forwards that the schedule does again."""
+    rule = _flag(name, why, lambda facts: facts.does_again, written)
+    return _Rule(rule.applies, lambda facts: f"with forwards done again (R) {rule.why(facts)}")
+
+
+_NOT_TWICE = "quantised layers are not done again by a schedule so far; use bf16, or a schedule without R"
 _QUANTISED = (
     "quantised linears are not split so far; use bf16, or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the "
     "backward"
@@ -143,6 +155,19 @@ _RULES = (
     _flag("te_precision_config_file", _QUANTISED, _splits_te),
     _flag("kitchen_config_file", _QUANTISED, _splits_te),
     _flag("kitchen_recipe_number", _QUANTISED, _splits_te),
+    _again("fp8", _NOT_TWICE, "--fp8-format"),
+    _again("fp4", _NOT_TWICE, "--fp4-format"),
+    _again("te_precision_config_file", _NOT_TWICE),
+    _again("kitchen_config_file", _NOT_TWICE),
+    _again("kitchen_recipe_number", _NOT_TWICE),
+    _again("te_rng_tracker", "its random states cannot be brought back one by one; leave the flag out"),
+    _Rule(
+        lambda facts: facts.does_again and facts.args.recompute_granularity == "full",
+        lambda facts: (
+            "with forwards done again (R) does not work with --recompute-granularity full: both do whole layers again; "
+            "leave the flag out, or give selective"
+        ),
+    ),
     _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
     _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
     _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
@@ -151,7 +176,7 @@ _RULES = (
     _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
     _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
     _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
-    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; leave the flag out"),
+    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; use --pipeline-offload instead"),
     _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
     _flag(

@@ -94,7 +94,7 @@ class _ForwardImpl:
             if split is not None:
                 return split
             fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
-            if fuses and self._store.metered and hasattr(weight, "main_grad"):
+            if fuses and self._store.hooked and hasattr(weight, "main_grad"):
                 weight = _delivered_for(weight)
         whole: Tensor = self._stocks(input, weight, *args, **kwargs)
         return whole
@@ -147,7 +147,7 @@ class _ForwardImpl:
 
 
 def _delivered_for(weight: Any) -> Tensor:
-    """What a whole linear may save in place of ``weight`` under a meter, whose hooks take attributes from it.
+    """What a whole linear may save in place of ``weight`` under hooks, which take attributes from it.
 
     Without them stock's backward still knows where to add the gradient, but not that a dummy is to fire the hooks.
     """

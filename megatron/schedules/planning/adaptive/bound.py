@@ -13,12 +13,20 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     The largest of, for every rank,
     - its work, after the forwards that lead to it and before the input gradients that lead on from it;
     - its memory: each microbatch on a stage is held at least as long as its forward, all that comes after it, its
-      input and its weight gradient take; these times times what is held must fit under the limit;
+      input and its weight gradient take; these times times what is held must fit under the limit. What may be
+      offloaded is away for all that time but for its own copies; what may be recomputed is, for so many microbatches
+      as make work and memory press alike;
     and of the one chain of passes that a single microbatch is.
     """
     stages = range(placement.stages)
     rank_of, n = placement.rank_of, microbatches
     limits = costs.limits(placement, limit)
+
+    def _there(stage: int, *kinds: Kind) -> float:
+        """How long what is relieved is there all the same: in passes of ``kinds`` and in I."""
+        return sum(costs.durations[kind][stage] for kind in (*kinds, Kind.I))
+
+    again, away, redo = costs.held[Share.AGAIN], costs.held[Share.AWAY], costs.durations[Kind.R]
     forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
     # All ranks together do what is between the last stage's F and its I.
@@ -41,10 +49,31 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         passes = n * sum(forward[s] + shared[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
-        until = (kept[s] * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held)
-        occupied = n * sum(until)
+        occupied = n * sum(
+            (kept[s] + again[s] + away[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held
+        )
+        occupied -= n * sum(away[s] * max(0.0, span[s] - _there(s, Kind.F, Kind.O, Kind.L)) for s in held)
         last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
-            bound = max(bound, head + occupied / limits[rank])
+            spared = [(n * redo[s], n * again[s] * max(0.0, span[s] - _there(s, Kind.R))) for s in held]
+            bound = max(bound, head + _least_with_again(passes + weights, occupied, limits[rank], spared))
     return bound
+
+
+def _least_with_again(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:
+    """The least time in which both the work can be done and what is held fits under the limit.
+
+    Args:
+        work: time of all passes but R.
+        occupied: memory times time of all that is held where none is done again.
+        limit: memory.
+        spared: for each stage, how long doing all of its forwards again takes, and what of ``occupied`` that spares.
+    """
+    for time, less in sorted((each for each in spared if each[1]), key=lambda each: each[0] / each[1]):
+        if work * limit >= occupied:
+            break
+        # Of this stage as much as brings both together, at most all.
+        part = min(1.0, (occupied - work * limit) / (time * limit + less))
+        work, occupied = work + part * time, occupied - part * less
+    return max(work, occupied / limit)

@@ -97,7 +97,7 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
-    relieved = costs.redone is not None or costs.offloaded is not None
+    relieved = any(problem.costs.relieved for problem in problems)
     return frontier(problems, known, limit, effort(request.ranks, seconds), progress, alone=relieved)[-1].best.schedule
 
 

@@ -1,0 +1,98 @@
+"""What the flags allow a plan to recompute and to offload, and what copies cost."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import positive
+from megatron.schedules.planning.request import Request
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def with_relief(args: Any, request: Request) -> Request:
+    """``request`` as ``--pipeline-recompute`` and ``--pipeline-offload`` ask.
+
+    Raises:
+        PlanError: naming the flag that cannot be read, or what it lacks.
+    """
+    again, offload = args.pipeline_recompute or "none", args.pipeline_offload or "none"
+    if again not in ("auto", "none"):
+        raise PlanError(f"{FLAGS['again']} {again!r} is unknown: use auto or none")
+    shape, costs = shape_of(args), request.costs
+    if (again == "auto" or offload != "none") and shape is None:
+        raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
+    if again == "auto" and shape is not None:
+        costs = replace(costs, layer_input=min(1.0, 2.0 * shape.hidden / shape.loads.mean.held))
+    if offload != "none" and shape is not None:
+        costs = replace(costs, copy=_copy_time(args, offload, shape))
+    return replace(request, costs=costs, recompute=again == "auto", offload=offload != "none")
+
+
+def _copy_time(args: Any, offload: str, shape: Shape) -> float:
+    """Milliseconds in which the activations of half a rank's layers are copied, one way.
+
+    Raises:
+        PlanError: where neither the flags nor a profile say it.
+    """
+    flag, file = FLAGS["offload"], args.pipeline_schedule_costs_file
+    if file is None and args.pipeline_schedule_costs is None:
+        raise PlanError(
+            f"{flag} compares copies with passes, whose times are not known: give {FLAGS['costs_file']}, or "
+            f"{FLAGS['costs']} in milliseconds"
+        )
+    if offload == "auto":
+        measured = None if file is None else read_profile(Path(file)).copy_time(args.pipeline_model_parallel_size)
+        if measured is None:
+            raise PlanError(
+                f"{flag} auto takes the speed of copies from {FLAGS['costs_file']}, which does not have it: measure it "
+                f"with tools/profile_passes.py, or give {flag} in GB/s"
+            )
+        return measured
+    gbps = positive(flag, offload, "auto, none, or what a rank copies in a second, in GB, such as 25")
+    assert gbps is not None
+    return 1e3 * bytes_of_a_rank(args, shape) / 2 / (gbps * 1e9)
+
+
+def bytes_of_a_rank(args: Any, shape: Shape) -> float:
+    """What a microbatch's activations take in an average rank's decoder layers, by the model's arithmetic."""
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    tokens = args.micro_batch_size * args.seq_length / ranks
+    one = shape.loads.held_by_one_of(args.pipeline_model_parallel_size) * tokens
+    return one * (1 if args.bf16 or args.fp16 else 2)
+
+
+def check_host(args: Any, microbatches: float) -> float:
+    """The bytes that a rank's offloaded activations take of its host, where the busiest offloads so many at once.
+
+    Raises:
+        PlanError: where the host has less for all the ranks that run on it.
+    """
+    shape = shape_of(args)
+    if shape is None or not microbatches:
+        return 0.0
+    each, ranks = microbatches * bytes_of_a_rank(args, shape), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = _available()
+    if free is not None and each * ranks > free:
+        raise PlanError(
+            f"{FLAGS['offload']} takes {each / 2**30:.1f} GiB of host memory for each of {ranks} ranks, and this host "
+            f"has {free / 2**30:.1f} GiB left: raise {FLAGS['memory_limit']}, or leave the flag out"
+        )
+    return each
+
+
+def _available() -> int | None:
+    """Bytes that the host has left; None where it does not say."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None

@@ -1,0 +1,87 @@
+"""Which activations of Megatron's models go to the host: those of the first decoder layers of each chunk, so many.
+
+Hook: ``forward`` of each of these layers' instances. The embedding, what follows the last layer, and the loss stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.schedules.runtime.copies import copies_on
+from megatron.schedules.runtime.offload import Offloads
+
+_ADVICE = (
+    "give the job more host memory, let it offload less with a larger --pipeline-memory-limit, or leave "
+    "--pipeline-offload out"
+)
+
+
+class CopySpeed(NamedTuple):
+    """How O and L are carried out.
+
+    Args:
+        gbps: 10**9 bytes a second of each direction, where a CPU stands for the device.
+        both_ways: whether there may be copies in both directions at once.
+    """
+
+    gbps: float = math.inf
+    both_ways: bool = True
+
+
+def begin(
+    model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None, speed: CopySpeed
+) -> Offloads:
+    """What takes activations to the host and back.
+
+    Args:
+        model: a rank's chunks.
+        stages: which they are.
+        layers: by stage, of how many of its decoder layers, the first ones, the activations go; None: of all.
+        speed: of the copies.
+    """
+    device = torch.empty(0, device="cuda").device
+    offloads = Offloads(copies_on(device, gbps=speed.gbps, both_ways=speed.both_ways), _ADVICE)
+    for chunk, stage in zip(model, stages, strict=True):
+        offload_layers(chunk, offloads, None if layers is None else layers[stage])
+    return offloads
+
+
+def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None = None) -> int:
+    """Have what the first ``count`` decoder layers of a chunk save for their backward go through ``offloads``.
+
+    Where ``offloads`` is not asked to, for a microbatch that stays or in evaluation, nothing changes. A layer that is
+    recomputed as a whole saves nothing but its input, outside its forward; that stays.
+
+    Args:
+        model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
+        offloads: where they go.
+        count: of the chunk's layers; None for all.
+
+    Returns:
+        The number of layers.
+    """
+    layers = list(get_attr_wrapped_model(model_chunk, "decoder").layers)[:count]
+    for layer in layers:
+        layer.__dict__["forward"] = _Forward(layer.forward, offloads)
+    return len(layers)
+
+
+def forget_input(model_chunk: torch.nn.Module) -> None:
+    """Have the chunk let go of the input that stock has it keep until the next microbatch's."""
+    get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
+
+
+class _Forward:
+    """Stands for one layer's ``forward``."""
+
+    def __init__(self, forward: Any, offloads: Offloads) -> None:
+        self._forward, self._offloads = forward, offloads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._offloads.saving():
+            return self._forward(*args, **kwargs)

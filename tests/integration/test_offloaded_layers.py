@@ -1,0 +1,136 @@
+"""Activations that go to the host and come back: the gradients of the run in which they stay, to the bit."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.textforms import to_csv
+from tests.integration.features import FULL, MODERN, MOE_ALLTOALL
+from tests.integration.results import MODEL, UNTIED
+from tests.integration.test_same_result import assert_same_losses, differing
+from tests.runtime.random_schedules import shared_plan
+from tools.gpu_tests.offloaded import Distances, offloaded
+
+TENSOR = "--tensor-model-parallel-size 2"
+SHARED = "--pipeline-vocabulary-parallel"
+JOB = ("--train-iters", "2", "--global-batch-size", "6")
+
+
+class Setting(NamedTuple):
+    """What else is on: processes a pipeline rank, flags, the model's flags."""
+
+    ranks: int = 1
+    flags: str = ""
+    model: str = ""
+    tied: bool = False
+    attention: str = "stock"
+
+
+SETTINGS = {
+    "nothing more": Setting(),
+    "tied embeddings": Setting(tied=True),
+    "tensor parallel": Setting(2, TENSOR),
+    "tensor and sequence parallel": Setting(2, f"{TENSOR} --sequence-parallel"),
+    "dropout": Setting(2, f"{TENSOR} --sequence-parallel --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "experts": Setting(2, f"{TENSOR} --sequence-parallel", f"{MODERN} {MOE_ALLTOALL}"),
+    "bf16": Setting(1, "--bf16"),
+    "context parallel": Setting(2, "--context-parallel-size 2", attention="plain"),
+    "data parallel, overlapped": Setting(2, "--overlap-grad-reduce"),
+    "multi-token prediction": Setting(model="--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion"),
+    "selective recompute": Setting(flags="--recompute-granularity selective"),
+    "recomputed norms": Setting(flags="--recompute-granularity selective --recompute-modules layernorm", model=MODERN),
+    "full recompute of one layer a stage": Setting(flags=f"{FULL} block --recompute-num-layers 1"),
+    "vocabulary shared by all ranks": Setting(flags=SHARED),
+}
+USUAL = (("dropout", "v-half"),)
+
+
+def here_and_there(stage: int, microbatch: int) -> tuple[int, int] | None:
+    """Some stay; of the others some are away for long, and some come back no sooner than they are needed."""
+    return None if (stage + microbatch) % 4 == 3 else (microbatch % 3, stage % 3)
+
+
+def as_file(path: Path, schedule: Schedule, distances: Distances | None = here_and_there) -> tuple[str, ...]:
+    """The flags for ``schedule`` given as a CSV, with O and L so placed, or without."""
+    path.write_text(to_csv(offloaded(schedule, distances) if distances else schedule))
+    return ("--pipeline-model-parallel-size", str(schedule.ranks)) + (
+        ("--pipeline-schedule", "file", "--pipeline-schedule-file", str(path))
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.full_matrix)
+        for case in product(SETTINGS, ("zb-1p", "v-half", "1f1b"))
+    ],
+)
+def test_gradients_are_those_of_a_run_in_which_all_stays(train, tmp_path, setting, schedule):
+    ranks, flags, model, tied, attention = SETTINGS[setting]
+    made = shared_plan(schedule, 2, 6) if SHARED in flags else plan(Request(schedule, 2, 6))
+    found = [
+        train(
+            2 * ranks,
+            *(*JOB, *flags.split(), *as_file(tmp_path / "schedule.csv", made, distances)),
+            model=tuple(model.split()),
+            tied=tied,
+            attention=attention,
+        )
+        for distances in (here_and_there, None)
+    ]
+    assert found[0].losses == found[1].losses and len(found[0].losses) == 2
+    assert found[0].evaluations == found[1].evaluations, "nothing goes in an evaluation"
+    assert differing(*found) == []
+
+
+def test_stocks_own_1f1b_has_the_same_gradients(train, tmp_path):
+    job = (*JOB, "--pipeline-model-parallel-size", "2")
+    ours = train(2, *job, *as_file(tmp_path / "v.csv", plan(Request("v-half", 2, 6))))
+    stock = train.stock(2, *job)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+def copied(megatron, path: Path, schedule: Schedule, *more: str, pinned: float = float("inf")):
+    flags = [*MODEL, *UNTIED, *JOB, *more, *as_file(path, schedule), "--train-iters", "3", "--eval-iters", "0"]
+    return megatron("copied", schedule.ranks, flags, pinned)
+
+
+def test_every_storage_goes_once_each_way_into_memory_that_is_used_again(megatron, tmp_path):
+    for iterations in copied(megatron, tmp_path / "v.csv", plan(Request("v-half", 2, 6))):
+        assert len(iterations) == 3
+        moved, host_bytes = iterations[0]
+        assert iterations[1:] == [(moved, host_bytes)] * 2, "each iteration does the same, in the same memory"
+        out, back = ([sizes for way, sizes in moved if way == which] for which in ("out", "back"))
+        assert sorted(map(tuple, out)) == sorted(map(tuple, back)) and len(out) == 9
+        print([(len(x), sum(x)) for x in out])
+        assert all(sum(sizes) > 2 * 30 * 16 * 32 * 4 for sizes in out)
+        assert host_bytes < sum(map(sum, out)), "not all are away at once"
+
+
+def test_too_little_host_memory_ends_the_job_with_a_reason(megatron, tmp_path):
+    with pytest.raises(AssertionError) as caught:
+        copied(megatron, tmp_path / "v.csv", plan(Request("v-half", 2, 6)), pinned=300_000)
+    (line,) = {line for line in str(caught.value).splitlines() if "OffloadError:" in line}
+    assert "microbatch 0: no 0." in line or "microbatch 1: no 0." in line
+    assert "of host memory beside the" in line and line.endswith("or leave --pipeline-offload out")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
+def test_what_is_away_is_not_held(megatron, tmp_path, schedule):
+    """Every microbatch goes as soon as it may and comes back as late, so that a rank holds little more than one."""
+    made = plan(Request(schedule, 3, 6))
+    flags = "--train-iters 1 --num-layers 12 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
+    flags = [*MODEL, *UNTIED, *flags, "--global-batch-size", "6", "--pipeline-schedule-report-memory"]
+    away, here = (
+        megatron("train", 3, [*flags, *as_file(tmp_path / "schedule.csv", made, distances)]).peaks
+        for distances in (lambda stage, microbatch: (0, 0), None)
+    )
+    assert away[0] <= 1.02 * here[0] / 3, "of three microbatches one is there"
+    assert away[1] <= here[1]
