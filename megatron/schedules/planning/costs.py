@@ -171,9 +171,10 @@ class Costs:
     come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
     ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
     and T are passes of their own.
-    ``redone`` and ``offloaded`` (optional) are the parts of each stage's layers with passes R, and with O and L. A layer
-    that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F. ``copy`` is
-    the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at a time.
+    ``redone`` and ``offloaded`` (optional) are the parts of each stage's layers that have passes R, and O and L. A
+    layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
+    ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
+    a time.
     """
 
     forward: float = 1.0
