@@ -139,6 +139,39 @@ def test_the_drawings_in_docs_are_what_draw_draws(path, capsys):
     assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
 
 
+def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
+    """Stage 0 is offloaded, stage 1 done again; a forward takes 2, what one stage holds is copied in 3."""
+    path = tmp_path / "relief.csv"
+    path.write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
+    asked = ["plan", "--schedule-file", str(path), "--offload", "1.5"]
+    assert main([*asked, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["redone"], data["offloaded"], data["costs"]["copy"]) == ([0, 1], [1, 0], 1.5)
+    # F takes 2 and B 4, two of each on both ranks; the second R and B of rank 1 hold rank 0 up.
+    figures = data["figures"]
+    assert figures["makespan"] == 22
+    assert figures["bubble"] == pytest.approx(1 - (12 + 16) / 2 / 22)
+    assert figures["recomputed"] == pytest.approx(4 / 28)
+    assert figures["useful"] == pytest.approx(12 / 22)
+    assert figures["copying"] == pytest.approx(6 / 22)
+    assert main([*asked, "--format", "csv"]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    assert main([*asked, "--offload-one-way", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["copying"] == pytest.approx(12 / 22)
+
+
+def test_a_stage_with_both_r_and_o_has_half_of_each(tmp_path, capsys):
+    path = tmp_path / "both.csv"
+    path.write_text("0F0,0O0,0L0,0R0,0B0\n1F0,1B0\n")
+    assert main(["plan", "--schedule-file", str(path), "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["redone"], data["offloaded"]) == ([0.5, 0], [0.5, 0])
+    llama = ["--model", "Llama-3-8B", "--layers", "13,19"]
+    assert main(["plan", "--schedule-file", str(path), *llama, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["redone"][0] * 13, data["offloaded"][0] * 13) == pytest.approx((6, 7))
+
+
 # --- what is wrong ends in one line -------------------------------------------------------------------------------
 
 WRONG = {

@@ -33,6 +33,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
+from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -40,6 +41,7 @@ from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
@@ -81,6 +83,13 @@ class Seconds(NamedTuple):
     @property
     def backward(self) -> float:
         return self.input_grad + self.weight_grad
+
+
+class DoneAgain(NamedTuple):
+    """Seconds of a forward that was done again, and the bytes that were kept for it."""
+
+    seconds: float
+    input_bytes: int
 
 
 class Held(NamedTuple):
@@ -162,9 +171,34 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
         yield Seconds(*_differences(times), *([] if split else [0.0]))
 
 
+def time_again(model: Model, stage: int) -> Iterator[DoneAgain]:
+    """Time R of all layers of ``stage`` over and over, without end; to be called once for a model, after all else."""
+    again = Again(surroundings)
+    do_layers_again(model.chunks[stage], None, again)
+    meter = _meter(model)
+    plain, _ = _stages(model, None)
+    activation, gradient = _ends(model, stage, plain)
+    left = 0
+    for microbatch in count(1):
+        stages, store = _stages(model, meter if microbatch == 1 else None, again)
+        _bind(model, stage, store)
+        before = meter.current
+        stages.forward(stage, microbatch, activation, split=True, again=True)
+        if microbatch == 1:
+            left = meter.current - before
+        times = [_now()]
+        stages.forward_again(stage, microbatch)
+        times.append(_now())
+        stages.backward_input(stage, microbatch, gradient)
+        stages.backward_weight(stage, microbatch)
+        if activation is not None:
+            activation.grad = None
+        yield DoneAgain(_differences(times)[0], left)
+
+
 def held(model: Model, stage: int) -> Held:
     """What one microbatch of ``stage`` holds, as the runtime's meter counts it."""
-    meter = ActivationMeter(parameter for chunk in model.chunks for parameter in chunk.parameters())
+    meter = _meter(model)
     stages, store = _stages(model, meter)
     activation, gradient = _ends(model, stage, stages)
     _bind(model, stage, store)
@@ -177,12 +211,21 @@ def held(model: Model, stage: int) -> Held:
     return Held(after_forward - before, after_input - before)
 
 
-def _stages(model: Model, meter: ActivationMeter | None) -> tuple[MegatronStages, WeightGradients]:
+def _meter(model: Model) -> ActivationMeter:
+    return ActivationMeter(parameter for chunk in model.chunks for parameter in chunk.parameters())
+
+
+def _stages(
+    model: Model, meter: ActivationMeter | None, again: Again | None = None
+) -> tuple[MegatronStages, WeightGradients]:
     """The model under the runtime that trains it."""
     store = WeightGradients(meter)
     call = ScheduleCall(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
-    return MegatronStages(_PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter), store
+    stages = MegatronStages(
+        _PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter, again=again
+    )
+    return stages, store
 
 
 def _bind(model: Model, stage: int, store: WeightGradients) -> None:

@@ -25,14 +25,16 @@ from rich.table import Table
 from megatron.schedules.ending import run
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, Estimate
+from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
 from megatron.schedules.estimate.roofline import ONES, corrections
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
 from tools._run_settings import gpus_here, run_setting
 
-_METHODS = (*METHODS, ADAPTIVE)
+_METHODS = (*METHODS, ADAPTIVE, *RELIEVED)
 _HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
+# Where any method may do forwards again or offload: of the computing, and on the host of a node.
+_RELIEF_HEADS = ("done again", "host")
 
 
 class Answer(NamedTuple):
@@ -78,7 +80,7 @@ def as_text(answers: Iterable[Answer]) -> str:
     console = Console(file=io.StringIO(), width=max(120, Console().width))
     for each in answers:
         table = Table(title=_title(each.question), title_justify="left")
-        for head in _HEADS:
+        for head in _heads(each):
             table.add_column(head, no_wrap=True, justify="left" if head == "method" else "right")
         for row in _rows(each):
             table.add_row(*row)
@@ -91,8 +93,9 @@ def as_markdown(answers: Iterable[Answer]) -> str:
     """The same for a document."""
     text = []
     for each in answers:
-        lines = [f"**{_title(each.question)}**", "", "| " + " | ".join(_HEADS) + " |"]
-        lines.append("| --- |" + " ---: |" * (len(_HEADS) - 1))
+        heads = _heads(each)
+        lines = [f"**{_title(each.question)}**", "", "| " + " | ".join(heads) + " |"]
+        lines.append("| --- |" + " ---: |" * (len(heads) - 1))
         text.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in _rows(each))]))
     return "\n\n".join(text) + "\n"
 
@@ -119,6 +122,8 @@ _COLUMNS: dict[str, Callable[[Estimate], object]] = {
     "mfu": lambda each: round(each.mfu, 5),
     "bubble": lambda each: round(each.bubble, 5),
     "memory_gib": lambda each: round(each.memory / GIB, 3),
+    "recomputed": lambda each: round(each.recomputed, 5),
+    "host_gib": lambda each: round(each.host / GIB, 1),
     "iteration_seconds": lambda each: round(each.seconds, 5),
     "flags": lambda each: each.setting.flags,
 }
@@ -128,20 +133,27 @@ def _record(each: Estimate) -> dict[str, object]:
     return {name: value(each) for name, value in _COLUMNS.items()}
 
 
+def _heads(answer: Answer) -> tuple[str, ...]:
+    relief = any(found.method.relieves for found in answer.found)
+    return (*_HEADS, *_RELIEF_HEADS) if relief else _HEADS
+
+
 def _rows(answer: Answer) -> list[list[str]]:
+    more = len(_heads(answer)) - len(_HEADS)
     baseline = next((found.best[0].mfu for found in answer.found if found.method.name == "1F1B" and found.best), None)
     rows = []
     for found in answer.found:
         if not found.best:
             least = f"{found.short / GIB:.1f} GiB" if found.short else ""
-            rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, ""])
+            rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
         for each in found.best:
             at = each.setting
             ratio = f"{each.mfu / baseline:.3f}" if baseline else ""
             sizes = (at.data, at.tensor, at.pipeline, at.micro_batch, at.microbatches)
             memory = [f"{bytes_held / GIB:.1f} GiB" for bytes_held in (each.memory, each.activations)]
             shares = [f"{100 * each.mfu:.1f} %", ratio]
-            rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory])
+            relief = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f} GiB"][:more]
+            rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *relief])
     return rows
 
 
@@ -174,7 +186,25 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     "methods",
     type=click.Choice([method.name for method in _METHODS], case_sensitive=False),
     multiple=True,
-    help="Only this one; give it several times. Without it, all.",
+    help="Only this one; give it several times. Without it all, but none with recompute or offload chosen.",
+)
+@click.option(
+    "--relief",
+    is_flag=True,
+    help="Those three too: layers to do again and to offload are chosen for each setting, which takes minutes a table.",
+)
+@click.option(
+    "--offload-gbps",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GB/S",
+    help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
+    "12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5, at four fifths of their speed, shared by two GPUs.",
+)
+@click.option(
+    "--host-memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="What a node may hold of offloaded activations; 2 TB without it.",
 )
 @click.option(
     "--vocabulary-parallel",
@@ -211,6 +241,9 @@ def main(
     device: str,
     memory: float | None,
     methods: Sequence[str],
+    relief: bool,
+    offload_gbps: float | None,
+    host_memory: float | None,
     vocabulary_parallel: bool,
     top: int,
     costs_file: Path | None,
@@ -227,12 +260,15 @@ def main(
     if output is not None and not output.parent.is_dir():
         raise PlanError(f"--output: cannot write {output}: there is no folder {output.parent}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
+    gpu = gpu if offload_gbps is None else replace(gpu, host_link=offload_gbps * 1e9)
+    gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
     shape = replace(MODELS[model], sequence=sequence_length)
     correction = ONES
     if costs_file is not None:
         correction = corrections(read_profile(costs_file), gpu)
     questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
-    names = methods or [method.name for method in _METHODS]
+    usual = methods or [method.name for method in _METHODS if not method.relieves]
+    names = [*usual, *(method.name for method in RELIEVED if relief)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)
     if output is None:

@@ -184,6 +184,12 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
             "activation_bytes": held.after_forward,
             "weight_bytes": held.after_input_grad,
         }
+    forwards = times.time_again(model, times.LAYERS)
+    redone = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
+    parts["chunk"] |= {
+        "again": Spread.of([each.seconds for each in redone])._asdict(),
+        "input_bytes": redone[0].input_bytes,
+    }
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
     return {
@@ -248,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
         print(f"{asked.own.output}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
+        again, left = 1e3 * chunk["again"]["median"], chunk["input_bytes"] / 2**20
+        print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")
         to_host, from_host, both_ways = made["copy_gbps"].values()
         print(f"copies: {to_host:.3g} GB/s to the host, {from_host:.3g} back, {both_ways:.3g} each way at once")
     return 0

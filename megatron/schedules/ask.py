@@ -19,7 +19,7 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, number, numbers, positive, read_text
 from megatron.schedules.planning.loads import ModelLoads
-from megatron.schedules.planning.registry import Request, check_parts, with_parts
+from megatron.schedules.planning.registry import Request, check_parts, with_own_relief, with_parts
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planning.textforms import from_csv
@@ -167,7 +167,8 @@ def size_flags(command: Command) -> Command:
                 metavar="COST",
                 help="For adaptive: activations may be copied to host memory and back, in passes O and L beside the "
                 "computing. COST is the time to copy those of half a rank's layers one way, in the unit of --costs. "
-                "Give it where memory is short and the host's link idle; with --recompute auto for both.",
+                "Give it where memory is short and the host's link idle; with --recompute auto for both. Also for a "
+                "CSV that has O and L.",
             ),
             click.option(
                 "--offload-one-way",
@@ -186,7 +187,8 @@ def size_flags(command: Command) -> Command:
                 metavar="CSV",
                 type=Path,
                 help="A compute-only CSV of your own, one row a rank, as torch.distributed.pipelining writes it: for "
-                "an order that has no name here.",
+                "an order that has no name here. Where it has R, O and L, all of those stages' layers are done again "
+                "or offloaded.",
             ),
             click.option(
                 "--output",
@@ -314,7 +316,7 @@ class Ask:
             limit, seconds = self.memory_limit, self.search_seconds
             asked = replace(asked, chunk_choices=tuple(sorted(choices)), memory_limit=limit, search_seconds=seconds)
             return replace(asked, recompute=self._again, offload=self._offload)
-        return asked if self.chunks is None else replace(asked, chunks=self.chunks)
+        return with_own_relief(asked if self.chunks is None else replace(asked, chunks=self.chunks))
 
     def timeline(self, name: str) -> Timeline:
         """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""

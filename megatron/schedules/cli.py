@@ -176,7 +176,8 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
             "weight_grad": costs.weight_grad,
             "comm": costs.comm,
         }
-        | _ends(costs),
+        | _ends(costs)
+        | ({"copy": costs.copy} if costs.copy else {}),
         "figures": {
             "makespan": found.makespan,
             "bubble": found.bubble,
@@ -184,8 +185,15 @@ def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
             "peak_memory": found.peak,
             "peak_memory_by_rank": list(found.peaks),
             "memory_of_1f1b": found.share,
-        },
+        }
+        | _beside(found),
     }
+
+
+def _beside(found: Figures) -> dict[str, float]:
+    """What there is to say of forwards done again and of copies."""
+    again = {"recomputed": found.recomputed, "useful": found.useful} if found.recomputed else {}
+    return again | ({"copying": found.copying} if found.copying else {})
 
 
 def _how_good(timeline: Timeline, ask: Ask) -> str:
@@ -284,9 +292,10 @@ def _caption(ask: Ask) -> str:
     if ask.costs.model is not None:
         times += f", the output layer as long as {number(ask.costs.last_in_layers)} layers"
         times += ", shared by all ranks" if ask.costs.shared_vocabulary else ""
+    copies = f", a copy of what these hold {number(ask.costs.copy)} one way" if ask.costs.copy else ""
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
-        f"{times}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."
+        f"{times}{copies}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."
     )
 
 

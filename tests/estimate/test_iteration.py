@@ -11,6 +11,7 @@ from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS, Model
 from megatron.schedules.estimate.iteration import (
     ADAPTIVE,
     METHODS,
+    RELIEVED,
     RESERVED,
     Method,
     Setting,
@@ -149,6 +150,45 @@ def test_an_adaptive_plan_takes_what_room_there_is():
     assert estimate(tight, search_seconds=0.05).fits
     asked = replace(setting("adaptive"), method=Method("half", "adaptive", 2, memory_limit=0.5))
     assert memory_limit(asked) == 0.5
+
+
+def relieved(method: Method, room: float = 1.3) -> Setting:
+    """With so many GiB left to activations on a device with little memory and a fast link to its host."""
+    at = replace(setting("adaptive", pipeline=2, global_batch=6, micro_batch=2, data=1), method=method)
+    return replace(at, device=replace(A100, memory=max(static_bytes(at)) + room * GIB, host_link=100e9))
+
+
+@pytest.mark.parametrize("method", RELIEVED, ids=lambda method: method.name)
+def test_recompute_and_offload_make_more_of_little_memory(method: Method):
+    at = relieved(method)
+    found, without = estimate(at, search_seconds=0.02), estimate(relieved(ADAPTIVE), search_seconds=0.02)
+    assert found.fits
+    assert found.mfu > 1.02 * without.mfu
+    assert least_seconds(at) <= found.seconds + 1e-9
+    assert (found.host > 0) == method.offload
+    assert method.again or found.recomputed == 0
+    # What is done again takes time, and is no part of the model's arithmetic.
+    assert found.mfu == mfu(at, found.seconds)
+    useful = (1 - found.bubble) * (1 - found.recomputed) * (found.seconds - after_the_pipeline(at)) * 2
+    times = slot_times(at.microbatch, at.device)
+    slots = times.embedding.whole + SMALL.layers * times.layer.whole + times.output_layer.whole
+    assert useful == pytest.approx(3 * slots, rel=0.02)
+
+
+def test_copies_take_what_their_bytes_take_on_the_link():
+    at = relieved(RELIEVED[1])
+    held = SMALL.layers * SMALL.layer.whole.held * at.microbatch.tokens / 2  # of a rank
+    assert costs(at).copy == pytest.approx(held / 2 / 100e9)
+    slow = replace(at, device=replace(at.device, host_link=50e9))
+    assert costs(slow).copy == pytest.approx(2 * costs(at).copy)
+    assert "--pipeline-offload 50 " in slow.flags
+    assert "--pipeline-recompute" not in slow.flags and "--pipeline-recompute auto" in relieved(RELIEVED[2]).flags
+
+
+def test_what_the_host_has_no_room_for_does_not_fit():
+    found = estimate(relieved(RELIEVED[1]), search_seconds=0.02)
+    device = replace(found.setting.device, host_memory=found.host / 2)
+    assert found.fits and not replace(found, setting=replace(found.setting, device=device)).fits
 
 
 @pytest.mark.parametrize(

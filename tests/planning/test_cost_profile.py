@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from megatron.schedules.cli import main
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.placement import v_shape
 
 
@@ -99,7 +100,21 @@ def test_the_time_of_a_copy_is_by_the_slower_way(tmp_path: Path):
     profile = read_profile(written(tmp_path / "p.json", copy_gbps=rates))
     assert profile.copy_time(4) == pytest.approx(8000 / 1.6e9 * 1e3)
     assert profile.copy_time(4, both_ways=False) == pytest.approx(8000 / 2e9 * 1e3)
-    assert profile.costs(4) == read_profile(written(tmp_path / "q.json")).costs(4)
+    assert profile.costs(4) == replace(read_profile(written(tmp_path / "q.json")).costs(4), copy=profile.copy_time(4))
+
+
+def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_path: Path):
+    plain = json.loads(written(tmp_path / "p.json").read_text())["chunk"]
+    chunk = plain | {"again": {"median": 0.021}, "input_bytes": 500}
+    costs = read_profile(written(tmp_path / "p.json", chunk=chunk)).costs(4)
+    assert (costs.again, costs.layer_input) == pytest.approx((1.05, 0.125))
+    on_stages = replace(costs, redone=(0.5,) * 8).on(v_shape(4))
+    assert on_stages.durations[Kind.R] == pytest.approx((0.5 * 1.05 * 40,) * 8)
+    # Half of a stage's layers, each but an eighth of it; a stage is half a rank.
+    assert on_stages.held[Share.AGAIN] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
+    for wrong in ({"again": {"median": -1.0}}, {"input_bytes": 4001}, {"input_bytes": -1}):
+        with pytest.raises(PlanError, match="a forward done again must take time, and leave no more"):
+            read_profile(written(tmp_path / "p.json", chunk=chunk | wrong))
 
 
 @pytest.mark.parametrize(

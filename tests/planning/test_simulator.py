@@ -15,7 +15,7 @@ from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.placement import sequential, v_shape
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planning.simulate import away, simulate
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import REAL, UNIT, costed_schedules, examples, planned, timed, written
 from tests.planning.slow_oracle import held_at, slow_spans
@@ -185,3 +185,37 @@ def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
         for chunk, time in enumerate(timeline.gradients_complete(rank)):
             own = [p for p in row if timeline.schedule.placement.chunk_of(p.stage) == chunk]
             assert time == max(spans[p][1] for p in own if p.kind in (Kind.W, Kind.B))
+
+
+# --- forwards done again, and copies -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one_way", "later"), [(False, 0), (True, 3)])
+def test_figures_count_computing_alone_and_copies_beside_it(one_way: bool, later: float):
+    """F takes 2, B 4, each copy 3; rank 0 sends half of what it holds away. On one channel the first L waits for it."""
+    schedule = written(sequential(2), 2, "0F0 0F1 0O0 0L0 0O1 0B0 0L1 0B1", "1F0 1B0 1F1 1B1")
+    timeline = timed(schedule, Costs(copy=3.0, offloaded=(0.5, 0.0), one_way=one_way))
+    copies = sorted((str(work), start, end) for work, start, end in timeline.copies[0])
+    begun = [("0L0", 5 + later, 8 + later), ("0L1", 12 + later, 15 + later)]
+    assert copies == [*begun, ("0O0", 2, 5), ("0O1", 5, 8)]
+    assert timeline.makespan == 19 + later
+    assert timeline.ideal == 12, "no copy is computing, however long its place was waited at"
+    assert timeline.bubble == pytest.approx(1 - 12 / timeline.makespan)
+    assert timeline.span_bubble == timeline.bubble, "rank 0 works from the first to the last moment"
+    assert timeline.copying == pytest.approx((12 if one_way else 6) / timeline.makespan)
+    assert (timeline.recomputed, timeline.useful) == (0, pytest.approx(12 / timeline.makespan))
+    levels = (0, 1), (2, 2), (5, 1.5), (5, 2), (8, 1.5), (12 + later, 0.5), (12 + later, 1), (19 + later, 0)
+    assert timeline.memory(0) == ((0, 0), *levels)
+    assert away(schedule, timeline.costs) == (1.0, 0.0)
+
+
+def test_what_is_done_again_is_computing_and_not_useful():
+    """R of half a stage's layers takes 1, where F takes 2 and B 4."""
+    schedule = written(sequential(2), 1, "0F0 0R0 0B0", "1F0 1B0")
+    timeline = timed(schedule, Costs(redone=(0.5, 0.0), layer_input=0.0))
+    assert timeline.ideal == (7 + 6) / 2
+    assert timeline.bubble == pytest.approx(1 - 6.5 / 12)
+    assert timeline.recomputed == pytest.approx(1 / 13)
+    assert timeline.useful == pytest.approx(6 / 12)
+    assert timeline.memory(0) == ((0, 0), (0, 0.5), (2, 1), (12, 0))
+    assert (timeline.copying, timeline.copies) == (0, ())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
 
@@ -12,3 +16,22 @@ def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", *
     request = Request(name, ranks, microbatches, Costs.parse(costs), **more)
     schedule = plan(request)
     return simulate(schedule, request.costs.on(schedule.placement))
+
+
+def relieved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Timeline:
+    """V-Half in which each first chunk is offloaded and each second one done again, in full."""
+    schedule = timeline("v-half", ranks, microbatches).schedule
+    first = [float(stage < ranks) for stage in range(2 * ranks)]
+    costs = Costs(
+        redone=tuple(1 - each for each in first), offloaded=tuple(first), copy=0.75, one_way=one_way, layer_input=0.0
+    )
+    rows = tuple(tuple(each for work in row for each in _relieved(work, ranks)) for row in schedule.order)
+    return simulate(replace(schedule, name="file", order=rows), costs.on(schedule.placement))
+
+
+def _relieved(work: Pass, ranks: int) -> list[Pass]:
+    """``work``, the second chunk's I after its R, and the first chunk's copies where they hold up little."""
+    stage, kind, m = work
+    if kind in (Kind.I, Kind.B):
+        return [Pass(stage, Kind.L if stage < ranks else Kind.R, m), work]
+    return [work, Pass(stage, Kind.O, m)] if kind is Kind.F and stage < ranks else [work]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource
+from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.report.svg import draw_svg
-from tests.report.made import timeline
+from tests.report.made import relieved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 CELL = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-([\d.]+)z")
@@ -108,3 +112,46 @@ def test_flags_stand_where_each_chunks_gradients_are_complete():
     assert sorted(range(8), key=at.__getitem__) == sorted(range(8), key=times.__getitem__)
     assert legend
     assert "gradients are complete" in words(root)
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_copies_stand_in_lanes_of_their_own(one_way):
+    line = relieved(one_way=one_way)
+    root = ElementTree.fromstring(draw_svg([line]))
+    lanes: dict[float, list[tuple[float, float]]] = {}
+    for left, top, wide, _ in cells(root):
+        lanes.setdefault(top, []).append((left, wide))
+    scale = (960 - 66 - 18) / line.makespan
+    drawn = iter(sorted(lanes.items()))
+    for rank, row in enumerate(line.schedule.order):
+        spans = zip(row, line.start[rank], line.end[rank], strict=True)
+        expected = [[span for span in spans if KINDS[span[0].kind].resource is Resource.COMPUTE]]
+        directions = [(Kind.O, Kind.L)] if one_way else [(Kind.O,), (Kind.L,)]
+        expected += [[copy for copy in line.copies[rank] if copy.work.kind in kinds] for kinds in directions]
+        for lane in expected:
+            _, found = next(drawn)
+            want = [(66 + start * scale, (end - start) * scale) for _, start, end in lane]
+            assert [x for cell in sorted(found) for x in cell] == pytest.approx([x for w in want for x in w], abs=0.011)
+            for (left, wide), (following, _) in pairwise(sorted(found)):
+                assert left + wide <= following + 0.02, "one thing at a time in a lane"
+    assert next(drawn, None) is None
+    tall = {top: height for _, top, _, height in cells(root)}
+    tops = sorted(tall)
+    assert all(top + tall[top] <= below for top, below in pairwise(tops)), "no lane covers another"
+    said = words(root)
+    assert f"copying{100 * line.copying:.1f} %" in said
+    assert f"done again{100 * line.recomputed:.1f} % | " not in said
+    assert f"done again{100 * line.recomputed:.1f} %useful{100 * line.useful:.1f} %" in said
+    assert all(KINDS[kind].meaning in said for kind in (Kind.R, Kind.O, Kind.L))
+
+
+def test_what_takes_no_time_has_no_cell():
+    schedule = timeline("v-half", 4, 8).schedule
+    line = simulate(schedule, Costs(stage_weights=(1, 0, 1, 1, 1, 1, 1, 1)).on(schedule.placement))
+    drawn = cells(ElementTree.fromstring(draw_svg([line])))
+    assert len(drawn) == sum(work.stage != 1 for _, work in schedule.passes())
+    assert all(wide > 0 and tall > 0 for _, _, wide, tall in drawn)
+    instant = draw_svg(
+        [simulate(relieved().schedule, Costs(redone=(1.0,) * 8, offloaded=(1.0,) * 8).on(schedule.placement))]
+    )
+    assert not re.search(r"h-?0v|h0z|NaN", instant)

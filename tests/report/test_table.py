@@ -10,7 +10,7 @@ import pytest
 
 from megatron.schedules.report import table
 from megatron.schedules.report.figures import figures
-from tests.report.made import timeline
+from tests.report.made import relieved, timeline
 
 REASON = "interleaved-1f1b needs at least 2 chunks a rank, not 1"
 
@@ -53,3 +53,17 @@ def test_csv_and_json_have_every_figure_unrounded(rows):
     assert objects[1] == {"schedule": "interleaved-1f1b", "reason": REASON}
     assert objects[2]["memory_of_1f1b"] == 0.75
     assert objects[2]["throughput_of_1f1b"] == pytest.approx(66 / half.makespan)
+
+
+def test_what_is_done_again_and_copied_has_columns_where_there_is_any(rows):
+    line = relieved()
+    more = [*rows, table.Row("file", figures(line), 1.5)]
+    lines = table.as_text(more).splitlines()
+    assert "done again" in lines[0] and "done again" not in table.as_text(rows)
+    shares = [f"{100 * share:.1f}" for share in (line.recomputed, line.copying)]
+    assert lines[-1].split()[-4::2] == shares
+    assert lines[3].split()[-4::2] == ["0.0", "0.0"]
+    assert {line.count("|") for line in table.as_markdown(more).splitlines()} == {10}
+    objects = json.loads(table.as_json(more))
+    assert (objects[3]["recomputed"], objects[3]["copying"]) == pytest.approx((line.recomputed, line.copying))
+    assert objects[3]["useful"] == pytest.approx((1 - line.bubble) * (1 - line.recomputed))

@@ -10,7 +10,7 @@ from rich.style import Style
 from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.report import palette
 from megatron.schedules.report.text import draw_text
-from tests.report.made import timeline
+from tests.report.made import relieved, timeline
 
 
 def rows(plain: str) -> list[str]:
@@ -110,3 +110,28 @@ def test_the_legend_names_what_was_drawn_and_no_more():
     assert KINDS[Kind.W].meaning not in whole
     assert "capitals" not in whole
     assert "small letters: chunk 1" in draw_text([timeline("v-zb", 4, 8)], 100, colour=False).plain
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_copies_are_spelled_below_what_is_computed(one_way):
+    line = relieved(one_way=one_way)
+    plain = draw_text([line], 300, colour=False).plain
+    spelled = [re.findall("[FIWBRfiwbr]", row) for row in rows(plain)]
+    placement = line.schedule.placement
+    for letters, order in zip(spelled, line.schedule.order, strict=True):
+        named = [work.kind.lower() if placement.chunk_of(work.stage) else str(work.kind) for work in order]
+        assert letters == [name for name in named if name not in "OLol"]
+    for label, kinds in {"O L": "OL"}.items() if one_way else {"O": "O", "L": "L"}.items():
+        found = [text.removeprefix(f"   {label}") for text in plain.splitlines() if re.match(rf"   {label}  ", text)]
+        expected = [[str(copy.work.kind) for copy in copies if copy.work.kind in kinds] for copies in line.copies]
+        assert [re.findall("[OLol]", row) for row in found] == expected
+    assert f"done again   {100 * line.recomputed:.2f} % of computing; without it" in plain
+    assert f"copying      {100 * line.copying:.2f} % of the time on the busiest copy channel" in plain
+    assert "copying" not in draw_text([timeline("v-half", 4, 8)], 100, colour=False).plain
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("width", [60, 100, 300])
+def test_a_drawing_with_copies_keeps_to_the_width(width, colour):
+    plain = draw_text([relieved(8, 16), relieved(4, 8, one_way=True)], width, colour).plain
+    assert max(len(line) for line in plain.splitlines() if re.match("rank|   [OL]", line)) <= width

@@ -209,7 +209,7 @@ def test_of_equal_blocks_the_one_given_back_first_is_taken():
 
 
 def test_more_than_the_host_has_is_refused_before_it_is_tried(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
+    monkeypatch.setattr("megatron.schedules.runtime.host_memory.available_host_bytes", lambda: 2**30)
     with pytest.raises(MemoryError, match="the host has 1 GiB left"):
         HostMemory(lambda size: pytest.fail("tried")).take(2**31)
 

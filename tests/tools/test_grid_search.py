@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron.schedules.ending import run
-from megatron.schedules.estimate.hardware import DEVICES, Model
-from megatron.schedules.estimate.iteration import METHODS, Setting
+from megatron.schedules.estimate.grid import Found, Question
+from megatron.schedules.estimate.hardware import DEVICES, GIB, Model
+from megatron.schedules.estimate.iteration import METHODS, RELIEVED, Estimate, Method, Setting
 from tools import _run_settings, grid_search
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
@@ -40,6 +42,30 @@ def test_csv_has_the_fastest_settings_first_and_what_sets_them(capsys: pytest.Ca
         for flag, column in (("--tensor-model-parallel-size", "tensor"), ("--micro-batch-size", "micro_batch_size")):
             assert f"{flag} {row[column]} " in row["flags"]
         assert f"--pipeline-schedule {row['method'].lower()}" in row["flags"]
+
+
+def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def found(question: Question, method: Method, top: int) -> Found:
+        asked.append((method.name, question.device.host_link, question.device.host_memory))
+        sizes = Setting(method, question.model, question.device, 1, 1, 8, 1, 16)
+        return Found(method, [Estimate(sizes, 1.0, 0.5, 0.1, 7e10, 1e10, 0.2, recomputed=0.25, host=3 * GIB)])
+
+    class Here(ThreadPoolExecutor):
+        def __init__(self, jobs: int, mp_context: object) -> None:
+            super().__init__(jobs)
+
+    monkeypatch.setattr(grid_search, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(grid_search, "search", found)
+    text = said(capsys, *SMALL, "--format", "markdown")
+    assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "done again" not in text
+    asked.clear()
+    flags = "--relief", "--offload-gbps", "40", "--host-memory", "1000"
+    text = said(capsys, *SMALL, *flags, "--format", "markdown")
+    assert set(asked[:3]) == {(method.name, 40e9, 1000 * GIB) for method in RELIEVED}
+    assert "| done again | host |" in text
+    assert text.count("| 25.0 % | 3 GiB |") == 5
 
 
 @pytest.mark.parametrize(

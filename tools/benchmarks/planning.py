@@ -23,12 +23,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.schedules.planning.adaptive.plan import default_seconds
 from megatron.schedules.report.figures import title
-from megatron.schedules.report.frontier_svg import Mark, Point, draw_frontier
+from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
 from tools.benchmarks import planning_table as table
 from tools.benchmarks.planning_cells import Cell, Result, code_version, measure
 
 _PEERS = Path(__file__).with_name("peers.json")
 _DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
+# Memory limits with recompute and offload, of 1F1B's memory; a quick run takes every other one. A copy one way takes
+# so much of the computing of the same layers.
+_RELIEVED, _COPIES = (0.125, 0.1875, 0.25, 0.3125, 0.375, 0.5, 0.625, 0.75, 1.0), (0.25, 0.5)
 _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 
 
@@ -38,12 +41,16 @@ class Cells(NamedTuple):
     peers: dict[tuple[int, int, str], Cell]
     optima: dict[str, Cell]
     curve: dict[float, Cell]
+    relieved: dict[str, list[Cell]]
     lots: list[Cell]
     times: list[tuple[Cell, float]]
 
     def untimed(self) -> list[Cell]:
         """Those whose processor time nobody asks for, the longest first."""
-        found = dict.fromkeys([*self.peers.values(), *self.optima.values(), *self.curve.values(), *self.lots])
+        relieved = [cell for cells in self.relieved.values() for cell in cells]
+        found = dict.fromkeys(
+            [*self.peers.values(), *self.optima.values(), *self.curve.values(), *relieved, *self.lots]
+        )
         return sorted(found, key=lambda cell: -cell.ranks * cell.microbatches * (cell.seconds or 1))
 
 
@@ -69,9 +76,27 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
         peers=compared,
         optima={text: Cell("frontier", 4, 8, text, 4.0) for text in table.OPTIMA},
         curve=curve,
+        relieved={
+            heading: [
+                Cell("relief", d, n, costs[name], limit, again=again, copy=copy)
+                for limit in _RELIEVED[:: 4 if quick else 1]
+            ]
+            for heading, again, copy in _reliefs(peers["costs"][name], quick)
+        },
         lots=[Cell("random", seed=seed) for seed in range(12 if quick else 60)],
         times=timed,
     )
+
+
+def _reliefs(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
+    """What may be done: in words, whether forwards again, and how long half a rank's activations are copied."""
+    copies = {part: part * sum(costs[:3]) for part in (_COPIES[-1:] if quick else _COPIES)}
+    offloads = [(_offload(part), False, time) for part, time in copies.items()]
+    return [("recompute", True, 0.0), *offloads, (f"both, {_COPIES[-1]:g}", True, copies[_COPIES[-1]])]
+
+
+def _offload(part: float) -> str:
+    return f"offload, {part:g}"
 
 
 class Kept:
@@ -170,6 +195,14 @@ d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search; "no less than" is
 ![Bubble against activation memory](images/frontier.svg)
 
 {table.curve(curve, float(d)) if curve else "Nothing was measured."}
+## With recompute and offload
+
+The same size and costs. Less time than `adaptive` alone takes is gained by doing forwards again, or by copying
+activations to the host and back; "0.5" says that a copy one way takes half as long as all the computing of the same
+layers. Lost: the share of the time that is no useful computing, so idle or spent on forwards done again (without
+these it is the bubble). In brackets: how much of the layers is done again, or offloaded.
+
+{table.relieved(cells.relieved, curve, kept.find)}
 ## Sizes and costs drawn by lot
 
 d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, every 1/(4d) of the model of another length, half of them of
@@ -183,17 +216,33 @@ On one core, with the schedules by name that it starts from; costs `{drawn_costs
 {table.times(cells.times, kept.find)}"""
 
 
-def drawing(found: Result, peers: table.Peers) -> str:
+def drawing(found: Result, relieved: dict[str, list[Found]], peers: table.Peers) -> str:
     """The frontier with everybody's schedules in it."""
     d, n, name = _DRAWN
     points = [Point(rung["limit"], rung["bubble"], max(0.0, rung["bubble_bound"])) for rung in found["rungs"]]
     ours = [Mark(title(each["name"]), "", each["peak"], each["bubble"]) for each in found["named"]]
-    most = (12.0, 0.3)
+    most = (12.0, 0.36)
     marks = [*ours, *peers.marks(d, n, name)]
     beyond = sorted({mark.name for mark in marks if mark.memory > most[0] or mark.bubble > most[1]})
     costs = table.costs_text(peers.data["costs"][name])
     heading = f"Bubble against activation memory: {d} ranks, {n} microbatches, costs {costs}"
-    return draw_frontier(points, marks, heading, f"1F1B holds {d}. Beyond the right edge: {', '.join(beyond)}", most)
+    caption = f"1F1B holds {d}. Beyond the edges: {', '.join(beyond)}"
+    if relieved:
+        caption += f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing"
+    return draw_frontier(points, marks, heading, caption, most, relieved)
+
+
+def _curves(relieved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Found]]:
+    """The drawing's curves: recompute, and offload where copies are slowest."""
+    looks = {"again": "recompute", "offload": _offload(_COPIES[-1])}
+    return {
+        look: [
+            Found(cell.up_to * cell.ranks, 1 - found["useful"])
+            for cell in relieved[heading]
+            if (found := kept.find(cell))
+        ]
+        for look, heading in looks.items()
+    }
 
 
 def _sources(data: table.Json) -> str:
@@ -211,6 +260,7 @@ def _machine() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmark_planning", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a sample that takes minutes")
+    parser.add_argument("--drawing", action="store_true", help="only the frontier's drawing, and what it shows")
     parser.add_argument("--jobs", type=int, default=2, help="processes to measure in (2); times are taken in one")
     parser.add_argument(
         "--results", type=Path, default=Path(".benchmark/planning.jsonl"), help="where results are kept"
@@ -230,8 +280,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = json.loads(_PEERS.read_text())
     cells, kept = cells_of(data, arguments.quick), Kept(arguments.results)
     try:
-        run(cells.untimed(), kept, arguments.jobs, "plans")
-        run([cell for cell, _ in cells.times], kept, 1, "planning times")
+        if arguments.drawing:
+            relieved = [cell for of_heading in cells.relieved.values() for cell in of_heading]
+            run([*cells.curve.values(), *relieved], kept, arguments.jobs, "plans")
+        else:
+            run(cells.untimed(), kept, arguments.jobs, "plans")
+            run([cell for cell, _ in cells.times], kept, 1, "planning times")
     except KeyboardInterrupt:
         print(f"stopped; what was measured is kept in {arguments.results}", file=sys.stderr)
         return 130
@@ -239,11 +293,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = " ".join(["bash scripts/benchmark_planning.sh", *(sys.argv[1:] if argv is None else argv)])
     image = output.parent / "images" / "frontier.svg"
     image.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(report(cells, kept, peers, command))
+    if not arguments.drawing:
+        output.write_text(report(cells, kept, peers, command))
     drawn = kept.find(cells.curve[30.0 if 30.0 in cells.curve else max(cells.curve)])
     assert drawn is not None
-    image.write_text(drawing(drawn, peers))
-    print(f"{output} and {image} are written")
+    image.write_text(drawing(drawn, _curves(cells.relieved, kept), peers))
+    print(f"{image} is written" if arguments.drawing else f"{output} and {image} are written")
     return 0
 
 

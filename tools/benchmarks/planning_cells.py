@@ -16,6 +16,7 @@ from megatron.schedules.planning.adaptive.plan import bound, default_seconds, ef
 from megatron.schedules.planning.adaptive.problem import Problem
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.registry import Request, every_named, plan
+from megatron.schedules.planning.relief import relieve
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.validate import validate
 
@@ -28,12 +29,15 @@ class Cell:
     """One measurement.
 
     Args:
-        kind: ``frontier`` (a ladder of memory limits), ``random`` (one plan of a problem drawn by lot) or ``time``.
+        kind: ``frontier`` (a ladder of memory limits), ``relief`` (one limit, with recompute or offload), ``random``
+            (one plan of a problem drawn by lot) or ``time``.
         ranks, microbatches: the size; of a random problem they follow from the seed.
         costs: F,I,W,COMM.
-        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``time``).
+        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``relief``, ``time``).
         seconds: how long to search, in nominal seconds; 0 for the default.
         seed: of a random problem.
+        again: whether forwards may be done again.
+        copy: how long the activations of half a rank's layers take to the host, one way; 0 where they stay.
     """
 
     kind: str
@@ -43,11 +47,14 @@ class Cell:
     up_to: float = 0.0
     seconds: float = 0.0
     seed: int = 0
+    again: bool = False
+    copy: float = 0.0
 
     def __str__(self) -> str:
         if self.kind == "random":
             return f"random {self.seed}"
         budget = f" in {self.seconds:g} s" if self.seconds else ""
+        budget += " with recompute" * self.again + (f" with copies of {self.copy:g}" if self.copy else "")
         return f"{self.kind} d={self.ranks} n={self.microbatches} costs={self.costs} up to {self.up_to:g}{budget}"
 
 
@@ -84,6 +91,21 @@ def _frontier(cell: Cell) -> Result:
             }
         )
     return {"rungs": rungs, "named": [_figures(timeline, unit) for timeline in named]}
+
+
+def _relief(cell: Cell) -> Result:
+    """One plan with what is done again and what is offloaded chosen for it."""
+    costs = replace(Costs.parse(cell.costs), copy=cell.copy)
+    asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
+    seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
+    asked = replace(asked, recompute=cell.again, offload=cell.copy > 0, search_seconds=seconds)
+    request = relieve(asked)
+    schedule = plan(request)
+    timeline = simulate(schedule, request.costs.on(schedule.placement))
+    parts = {name: sum(each or (0.0,)) / len(each or (0.0,)) for name, each in request.costs.relief.items()}
+    within = timeline.peak <= cell.up_to * cell.ranks + _EPSILON
+    shares = {"useful": timeline.useful, "copying": timeline.copying, "within": within}
+    return _figures(timeline, 1.0) | parts | shares | {"chunks": schedule.placement.chunks}
 
 
 def _random(cell: Cell) -> Result:
@@ -142,4 +164,9 @@ def _warm_up() -> None:
     plan(Request("adaptive", 2, 2, memory_limit=1.0, search_seconds=0.001))
 
 
-_MEASURES: dict[str, Callable[[Cell], Result]] = {"frontier": _frontier, "random": _random, "time": _time}
+_MEASURES: dict[str, Callable[[Cell], Result]] = {
+    "frontier": _frontier,
+    "relief": _relief,
+    "random": _random,
+    "time": _time,
+}

@@ -180,6 +180,31 @@ def curve(found: Mapping[float, Result], most: float) -> str:
     return _table(heads, body)
 
 
+def relieved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result], find: Find) -> str:
+    """What recompute and offload make of each memory limit; ``curves`` is without, by seconds of search."""
+    body = []
+    longest = curves[max(curves)] if curves else {"rungs": []}
+    ranks = next(iter(cells.values()))[0].ranks
+    for row in zip(*cells.values(), strict=True):
+        limit = row[0].up_to * ranks
+        without = best_within(longest, limit)
+        found = [find(cell) for cell in row]
+        body.append(
+            [
+                number(limit),
+                percent(row[0].up_to, 1),
+                percent(without["bubble"]) if without else "",
+                *(_lost(each) if each else "" for each in found),
+            ]
+        )
+    return _table(["memory", "of 1F1B's", "without", *cells], body)
+
+
+def _lost(found: Result) -> str:
+    parts = [f"{100 * found[name]:.0f} %" for name in ("redone", "offloaded") if found[name]]
+    return f"{percent(1 - found['useful'])}{f' ({", ".join(parts)})' if parts else ''}, {number(found['makespan'])}"
+
+
 def lots(results: Sequence[Result]) -> str:
     """Problems drawn by lot: what must always hold, and what is gained."""
     if not results:

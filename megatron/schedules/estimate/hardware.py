@@ -95,6 +95,8 @@ class Device:
         node: GPUs of a node.
         multiprocessors: that share the tiles of a product.
         attention: the parts of ``matrix_flops`` that FlashAttention reaches forward and backward.
+        host_link: bytes a second one way between a GPU and its host while all GPUs of the node copy both ways.
+        host_memory: bytes, of a node.
     """
 
     name: str
@@ -106,14 +108,18 @@ class Device:
     node: int
     multiprocessors: int
     attention: tuple[float, float]
+    host_link: float
+    host_memory: float
 
 
 # Vendor data sheets; FlashAttention-2's shares of peak from arXiv 2307.08691 (figures 4 to 7, causal, heads of 128) and
-# FlashAttention-3's from 2407.08608 for Hopper. The network is one adapter a GPU: 200 and 400 Gb/s.
+# FlashAttention-3's from 2407.08608 for Hopper. The network is one adapter a GPU: 200 and 400 Gb/s. To the host: PCIe 4
+# and 5 with 16 lanes, 32 and 64 GB/s one way, of which some four fifths are reached; two GPUs of a DGX stand behind one
+# switch (its user guide, system topology), and are taken to share that. Its memory is from the data sheets.
 DEVICES = {
     device.name: device
     for device in (
-        Device("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9, 8, 108, (0.58, 0.50)),
-        Device("H100-80GB", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 8, 132, (0.60, 0.50)),
+        Device("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9, 8, 108, (0.58, 0.50), 12.5e9, 2e12),
+        Device("H100-80GB", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 8, 132, (0.60, 0.50), 25e9, 2e12),
     )
 }

@@ -23,8 +23,9 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.loads import Load, ModelLoads, Part, even
 from megatron.schedules.planning.placement import Placement, sequential, zigzag
 from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.relief import relieve
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.simulate import Timeline, away, simulate
 
 # The CUDA context, NCCL's buffers and messages on their way, cuBLAS's workspace, what the allocator cannot use: an
 # assumption.
@@ -44,6 +45,7 @@ class Method(NamedTuple):
         recompute: whether layers keep their inputs only, and run their forward again.
         memory_limit: for ``adaptive``, of 1F1B's activation memory; None: as much as there is room for.
         shared: whether all pipeline ranks share the vocabulary, which then is no slot of layers' size.
+        again, offload: for ``adaptive``, whether the plan may do forwards again or copy activations to the host.
     """
 
     name: str
@@ -52,6 +54,13 @@ class Method(NamedTuple):
     recompute: bool = False
     memory_limit: float | None = None
     shared: bool = False
+    again: bool = False
+    offload: bool = False
+
+    @property
+    def relieves(self) -> bool:
+        """Whether the plan chooses layers to do again or to offload."""
+        return self.again or self.offload
 
     def sharing(self) -> Method:
         """The same, the vocabulary shared."""
@@ -67,6 +76,11 @@ METHODS = (
     Method("V-ZB", "v-zb", 2),
 )
 ADAPTIVE = Method("adaptive", "adaptive", 2)
+RELIEVED = (
+    ADAPTIVE._replace(name="adaptive with recompute", again=True),
+    ADAPTIVE._replace(name="adaptive with offload", offload=True),
+    ADAPTIVE._replace(name="adaptive with both", again=True, offload=True),
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +158,13 @@ class Setting:
             flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         if self.method.schedule == "adaptive":
             flags.append(f"--pipeline-memory-limit {memory_limit(self):.3f}")
+        if self.method.again:
+            flags.append("--pipeline-recompute auto")
+        if self.method.offload:
+            found = costs(self)
+            times = found.forward, found.input_grad, found.weight_grad, found.comm
+            flags.append(f"--pipeline-offload {self.device.host_link / 1e9:g}")
+            flags.append(f"--pipeline-schedule-costs {','.join(f'{1e3 * time:.4g}' for time in times)}")
         return " ".join(flags)
 
 
@@ -159,6 +180,8 @@ class Estimate:
         memory: bytes on the GPU that needs most.
         activations: those of them that are activations, on the rank that holds most of these.
         share: the same as a fraction of d microbatches' worth of an average rank, what a memory limit is given in.
+        recomputed: share of the computing that does forwards again, in passes of its own.
+        host: bytes on the host of a node at most, as if all of its GPUs held as much as the one that holds most there.
     """
 
     setting: Setting
@@ -168,11 +191,14 @@ class Estimate:
     memory: float
     activations: float
     share: float
+    recomputed: float = 0.0
+    host: float = 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether it runs in the device's memory."""
-        return self.memory <= self.setting.device.memory
+        """Whether it runs in the device's memory, and in the host's."""
+        device = self.setting.device
+        return self.memory <= device.memory and self.host <= device.host_memory
 
 
 def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | None = None) -> Estimate:
@@ -182,6 +208,8 @@ def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | 
         PlanError: where there is no such plan, such as an adaptive one in less memory than anything runs in.
     """
     request = request_for(setting, search_seconds)
+    if setting.method.relieves:
+        request = relieve(request)
     return _read_off(setting, simulate(planned(request), request.costs.on(setting.placement)))
 
 
@@ -195,17 +223,20 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
         memory_limit=memory_limit(setting),
         chunk_choices=(setting.method.chunks,),
         search_seconds=search_seconds,
+        recompute=setting.method.again,
+        offload=setting.method.offload,
     )
 
 
 def costs(setting: Setting) -> Costs:
     """Seconds of half a rank's slots, and what single slots take and hold against the average.
 
-    Where the vocabulary is shared: of half a rank's layers, spread evenly, and what the ends cost against them.
+    Where the vocabulary is shared, or layers are chosen to be done again or offloaded: of half a rank's layers, and
+    what the ends cost against them.
     """
     times, held, layers = _times(setting), _held_by_slot(setting), setting.model.layers
     slots = [times.embedding, *[times.layer] * layers, times.output_layer]
-    spread = slots[1:-1] if setting.method.shared else slots
+    spread = slots[1:-1] if _by_layers(setting) else slots
     mean = PassTimes(*(sum(each) / len(spread) for each in zip(*spread, strict=True)))
     half, average = len(spread) / (2 * setting.pipeline), sum(held) / len(held)
     found = Costs(
@@ -217,7 +248,7 @@ def costs(setting: Setting) -> Costs:
         recompute=1.0 if setting.method.recompute else 0.0,
         kept=_kept(setting),
     )
-    if not setting.method.shared:
+    if not _by_layers(setting):
         return replace(
             found,
             stage_weights=tuple(slot.whole / mean.whole for slot in slots),
@@ -227,18 +258,30 @@ def costs(setting: Setting) -> Costs:
         Part(whole=Load(*times.embedding, held[0])),
         (Part(split=Load(*times.layer, held[1])),) * layers,
         Part(whole=Load(*times.output_layer, held[-1])),
+        stand_in=(0, 0) if setting.method.shared else (1, 1),
         kept_for_output=_kept_for_output(setting),
     )
-    return replace(found, model=model, shared_vocabulary=True)
+    return replace(
+        found,
+        model=model,
+        shared_vocabulary=setting.method.shared,
+        layer_input=_layer_input(setting),
+        copy=_rank_activations(setting) / 2 / setting.device.host_link if setting.method.offload else 0.0,
+    )
 
 
 def least_seconds(setting: Setting) -> float:
     """No schedule of this setting that fits in the device's memory takes less; infinite where none fits."""
-    on_stages, placement = costs(setting).on(setting.placement), setting.placement
-    room = _room(setting) * setting.pipeline
-    if room < on_stages.least(placement):
+    found, placement = costs(setting), setting.placement
+    room, every = _room(setting) * setting.pipeline, (1.0,) * placement.stages
+    choices = [found]
+    choices += [replace(found, redone=every)] if setting.method.again else []
+    # What is offloaded spares no less where copies take no time, nor does what is done again.
+    choices += [replace(found, offloaded=every, copy=0.0)] if setting.method.offload else []
+    on_stages = [each.on(placement) for each in choices]
+    if all(room < each.least(placement) for each in on_stages):
         return math.inf
-    return lower_bound(placement, setting.microbatches, on_stages, room) + after_the_pipeline(setting)
+    return lower_bound(placement, setting.microbatches, on_stages[-1], room) + after_the_pipeline(setting)
 
 
 def mfu(setting: Setting, seconds: float) -> float:
@@ -276,10 +319,21 @@ def _read_off(setting: Setting, timeline: Timeline) -> Estimate:
     seconds = timeline.makespan + after_the_pipeline(setting)
     # Where layers are recomputed, one of them is there as a whole while its backward runs.
     whole = _held_by_slot(setting)[1] if setting.method.recompute else 0.0
-    held = [peak * _rank_activations(setting) + whole for peak in timeline.peaks]
+    rank = _rank_activations(setting)
+    held = [peak * rank + whole for peak in timeline.peaks]
     memory = max(static + bytes_held for static, bytes_held in zip(static_bytes(setting), held, strict=True))
     share = timeline.peak / setting.pipeline
-    return Estimate(setting, seconds, mfu(setting, seconds), timeline.bubble, memory, max(held), share)
+    return Estimate(
+        setting,
+        seconds,
+        mfu(setting, seconds),
+        timeline.bubble,
+        memory,
+        max(held),
+        share,
+        timeline.recomputed,
+        setting.device.node * rank * max(away(timeline.schedule, timeline.costs)),
+    )
 
 
 def _room(setting: Setting) -> float:
@@ -317,12 +371,21 @@ def _left_to_w(setting: Setting) -> float:
 
 def _kept(setting: Setting) -> float:
     """The part of a layer's activations that is there from F to I: all, or two bytes a token and unit of its input."""
-    return 2 * setting.model.hidden / setting.model.layer.whole.held if setting.method.recompute else 1.0
+    return _layer_input(setting) if setting.method.recompute else 1.0
+
+
+def _layer_input(setting: Setting) -> float:
+    return 2 * setting.model.hidden / setting.model.layer.whole.held
+
+
+def _by_layers(setting: Setting) -> bool:
+    """Whether costs are those of decoder layers, the ends on top, and not of slots that are all alike."""
+    return setting.method.shared or setting.method.relieves
 
 
 def _rank_activations(setting: Setting) -> float:
     held = _held_by_slot(setting)
-    return sum(held[1:-1] if setting.method.shared else held) / setting.pipeline
+    return sum(held[1:-1] if _by_layers(setting) else held) / setting.pipeline
 
 
 def _parameters(setting: Setting) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class CostProfile:
         weight_bytes: those of them held on until W.
         ends: the embedding, and the output layer with its loss; None in profiles without them.
         copy_gbps: how fast activations go to the host and come back; None in profiles without it.
+        again: how long the chunk's forward takes where it is done again, against F, and what F leaves to it, against
+            ``activation_bytes``; None in profiles without it.
     """
 
     device: str
@@ -56,6 +58,7 @@ class CostProfile:
     weight_bytes: float
     ends: tuple[Load, Load] | None = None
     copy_gbps: CopyRates | None = None
+    again: tuple[float, float] | None = None
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
@@ -85,11 +88,20 @@ class CostProfile:
         return 1e3 * held / (1e9 * min(rates))
 
     def costs(self, ranks: int) -> Costs:
-        """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured."""
+        """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured.
+
+        What copies take is there where it was measured, with both directions busy, and counts where plans offload.
+        """
         scale = 1e3 * self.model_layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
-        return Costs(forward, input_grad, weight_grad, weight_share=share, model=self.model)
+        costs = Costs(
+            forward, input_grad, weight_grad, weight_share=share, model=self.model, copy=self.copy_time(ranks) or 0.0
+        )
+        if self.again is None:
+            return costs
+        again, layer_input = self.again
+        return replace(costs, again=again, layer_input=layer_input)
 
 
 def read_profile(path: Path) -> CostProfile:
@@ -131,6 +143,7 @@ def _profile(data: Mapping[str, Any]) -> CostProfile:
         weight_bytes=float(chunk["weight_bytes"]),
         ends=(_end(data["embedding"]), _end(data["output_layer"])) if "output_layer" in data else None,
         copy_gbps=_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
+        again=_again(chunk) if "again" in chunk else None,
     )
     if min(found.seconds) <= 0 or not 1 <= found.layers <= found.model_layers <= _MOST_LAYERS:
         raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
@@ -149,6 +162,14 @@ def _end(measured: Mapping[str, Any]) -> Load:
     if not all(0 <= each < math.inf for each in found):
         raise ValueError("times and bytes of the ends must be zero or positive")
     return found
+
+
+def _again(chunk: Mapping[str, Any]) -> tuple[float, float]:
+    again = float(chunk["again"]["median"]) / float(chunk["forward"]["median"])
+    left = float(chunk["input_bytes"]) / max(1.0, float(chunk["activation_bytes"]))
+    if not (0 < again < math.inf and 0 <= left <= 1):
+        raise ValueError("a forward done again must take time, and leave no more than a forward holds")
+    return again, left
 
 
 def _rates(measured: Mapping[str, Any]) -> CopyRates:

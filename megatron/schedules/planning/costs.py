@@ -171,6 +171,10 @@ class Costs:
     come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
     ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
     and T are passes of their own.
+    ``redone`` and ``offloaded`` (optional) are the parts of each stage's layers that have passes R, and O and L. A
+    layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
+    ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
+    a time.
     """
 
     forward: float = 1.0
@@ -190,6 +194,7 @@ class Costs:
     layer_input: float = LAYER_INPUT
     copy: float = 0.0
     one_way: bool = False
+    again: float = 1.0
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -223,6 +228,8 @@ class Costs:
                 f"the share of memory that is a layer's input must be from 0 to 1, not {self.layer_input:g}",
                 "layer_input",
             )
+        if fault := _fault([self.again], "a positive number", zero=False):
+            raise PlanError(f"the time of a forward done again must be {fault}, not {self.again:g}", "costs")
         if fault := _fault([self.copy], "zero or a positive number", zero=True):
             raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
         if not 0 <= self.kept <= 1:
@@ -305,7 +312,7 @@ class Costs:
             Kind.F: self.forward,
             Kind.I: self.input_grad + self.recompute * self.forward,
             Kind.W: self.weight_grad,
-            Kind.R: self.forward,
+            Kind.R: self.again * self.forward,
         }
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")

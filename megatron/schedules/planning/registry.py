@@ -138,7 +138,7 @@ _ENTRIES = {
     "file": _Entry(
         _at_once(from_file.from_file),
         "a schedule of your own, from a compute-only CSV",
-        heeds=("csv",),
+        heeds=("csv", "offload"),
         needs={"csv": "a compute-only CSV, one row a rank"},
     ),
 }
@@ -192,6 +192,15 @@ def placement(request: Request) -> Placement | None:
     if entry.placement is None:
         return request.placement
     return entry.placement(request.ranks, entry.chunks or request.chunks)
+
+
+def with_own_relief(request: Request) -> Request:
+    """``request`` with what is done again and offloaded where its schedule itself says so, as a CSV does.
+
+    Raises:
+        PlanError: where the CSV cannot be read.
+    """
+    return from_file.with_relief(request) if request.schedule == "file" else request
 
 
 def stages(request: Request) -> int:

@@ -10,7 +10,7 @@ place, and the pass that needs it waits. So what is held follows from the order 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +60,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """Time an average rank computes: n * 2 * (F + I + W) where stages are even."""
+        """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and what is done again."""
         return sum(self._busy) / self.schedule.ranks
 
     @cached_property
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """1 - ideal / makespan: the share of the ranks' time that is idle."""
+        """1 - ideal / makespan: the share of the ranks' time that is idle, whatever is copied meanwhile."""
         return 1 - self.ideal / self.makespan
 
     @cached_property
@@ -78,6 +78,27 @@ class Timeline:
         """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
         rows = zip(self._busy, self.start, self.end, strict=True)
         return max(1 - busy / (ends[-1] - starts[0]) for busy, starts, ends in rows)
+
+    @cached_property
+    def recomputed(self) -> float:
+        """The share of computing that does forwards again, in passes of their own; the papers count the rest."""
+        lengths = self.costs.durations
+        again = sum(lengths[work.kind][work.stage] for _, work in self.schedule.passes() if KINDS[work.kind].spares)
+        return again / (self.ideal * self.schedule.ranks)
+
+    @property
+    def useful(self) -> float:
+        """The share of the ranks' time in which they compute what they had not computed before."""
+        return (1 - self.bubble) * (1 - self.recomputed)
+
+    @cached_property
+    def copying(self) -> float:
+        """The share of the makespan for which the busiest copy channel of any rank copies; 0 without copies."""
+        busy: dict[tuple[int, Resource | None], float] = defaultdict(float)
+        for rank, copies in enumerate(self.copies):
+            for work, start, end in copies:
+                busy[rank, None if self.costs.one_way else KINDS[work.kind].resource] += end - start
+        return max(busy.values(), default=0.0) / self.makespan
 
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Activation memory of ``rank`` over time, as steps (time, microbatches held from then on).

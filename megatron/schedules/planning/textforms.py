@@ -17,7 +17,10 @@ from megatron.schedules.planning.validate import validate
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a rank, one cell a pass, no header: the form ``_PipelineScheduleRuntime._load_csv`` reads."""
+    """One row a rank, one cell a pass, no header: the form ``_PipelineScheduleRuntime._load_csv`` reads.
+
+    That reader knows none of R, O, L, S and T.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([str(work) for work in row] for row in schedule.order)

@@ -20,6 +20,9 @@ class Figures:
         span_bubble: the papers' form, each rank's time counted from its own first start.
         peaks: peak activation memory of every rank, in microbatches' worth of one rank's activations.
         share: the worst rank's peak over what 1F1B holds once there are d microbatches: d, as in a memory limit.
+        useful: share of the time in which an average rank computes what it had not computed before.
+        recomputed: share of the computing that does forwards again.
+        copying: share of the time for which the busiest copy channel copies.
     """
 
     name: str
@@ -31,6 +34,9 @@ class Figures:
     span_bubble: float
     peaks: tuple[float, ...]
     share: float
+    useful: float
+    recomputed: float = 0.0
+    copying: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -41,6 +47,12 @@ class Figures:
     def worst(self) -> int:
         """The first rank that has this peak."""
         return self.peaks.index(self.peak)
+
+    @property
+    def relief(self) -> tuple[tuple[str, float], ...]:
+        """What there is to say of forwards done again and of copies, in few words: shares, and what of."""
+        again = (("done again", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
+        return again + ((("copying", self.copying),) if self.copying else ())
 
 
 def figures(timeline: Timeline) -> Figures:
@@ -57,6 +69,9 @@ def figures(timeline: Timeline) -> Figures:
         span_bubble=round(timeline.span_bubble, 12) + 0.0,
         peaks=timeline.peaks,
         share=timeline.peak / reference_memory(timeline),
+        useful=timeline.useful,
+        recomputed=timeline.recomputed,
+        copying=timeline.copying,
     )
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import number, ticks
 
-_WIDTH, _HEIGHT = 960, 560
-_LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 78
+_WIDTH, _HEIGHT = 960, 578
+_LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 96
 _SIZE = 11.0
 _LETTER = 0.56 * _SIZE  # width of a letter on average, with room to spare
 _NEAR = 4.0  # points closer than this share a label
-# For the page, the grid, text, faint text, ours, and others'.
-_LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a")
-_DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060")
+# For the page, the grid, text, faint text, ours, others', and ours that do forwards again and that offload.
+_LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a", "#7a3e9d", "#16855c")
+_DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060", "#c79be6", "#5cc79a")
 _LEGEND = {
     '<path class="curve" d="M{x} {y}h18"/>': "adaptive",
     '<path class="bound" d="M{x} {y}h18"/>': "lower bound",
+    '<path class="again" d="M{x} {y}h18"/>': "with recompute",
+    '<path class="offload" d="M{x} {y}h18"/>': "with offload",
     '<circle class="ours" cx="{x}" cy="{y}" r="4"/>': "ours by name",
     '<path class="other" d="M{x} {y}m0 -5l5 5l-5 5l-5 -5z"/>': "other projects",
 }
@@ -45,13 +48,26 @@ class Point(NamedTuple):
     bound: float
 
 
+class Found(NamedTuple):
+    """The shortest plan for a memory limit: the share of its time that is no useful computing."""
+
+    memory: float
+    lost: float
+
+
 def draw_frontier(
-    curve: Sequence[Point], marks: Sequence[Mark], heading: str, caption: str, most: tuple[float, float]
+    curve: Sequence[Point],
+    marks: Sequence[Mark],
+    heading: str,
+    caption: str,
+    most: tuple[float, float],
+    relieved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
 ) -> str:
     """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels.
 
     Args:
         curve: by ascending memory.
+        relieved: the curves "again" and "offload", where they were measured.
         marks: single schedules; those beyond ``most`` are left out.
         heading, caption: lines above and below.
         most: the largest memory and the largest bubble that are shown.
@@ -59,6 +75,8 @@ def draw_frontier(
     chart = _Chart(*most)
     chart.axes()
     chart.lines([point for point in curve if point.memory <= chart.memory])
+    for look, found in relieved.items():
+        chart.steps(look, [each for each in found if each.memory <= chart.memory])
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
     chart.words(heading, caption)
     return (
@@ -77,6 +95,7 @@ class _Chart:
         self.memory, self.bubble = memory, bubble
         self.parts: list[str] = []
         self.taken: list[Box] = []
+        self.looks: set[str] = set()  # of the curves
 
     def axes(self) -> None:
         """A grid with round numbers."""
@@ -92,19 +111,24 @@ class _Chart:
 
     def lines(self, curve: Sequence[Point]) -> None:
         """The curve as steps, from where it enters the plane; the bound from limit to limit."""
-        inside = [(self.x(point.memory), self.y(point.bubble)) for point in curve if point.bubble <= self.bubble]
+        self.steps("curve", [Found(point.memory, point.bubble) for point in curve])
+        bound = [(self.x(point.memory), self.y(point.bound)) for point in curve if point.bound <= self.bubble]
+        for (x, _), (right, low) in itertools.pairwise(bound):
+            self.taken.append((x, low - 3, right, low + 3))
+        if bound:
+            self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
+
+    def steps(self, look: str, found: Sequence[Found]) -> None:
+        """A curve as steps, from where it enters the plane."""
+        inside = [(self.x(each.memory), self.y(each.lost)) for each in found if each.lost <= self.bubble]
         path, level = "", float(_TOP)
         for (x, y), end in zip(inside, [*(x for x, _ in inside[1:]), _RIGHT], strict=False):
             path += f"V{_n(y)}H{_n(end)}"
             self.taken += [(x - 2, level, x + 2, y), (x, y - 3, end, y + 3)]
             level = y
         if inside:
-            self.parts.append(f'<path class="curve" d="M{_n(inside[0][0])} {_TOP}{path}"/>')
-        bound = [(self.x(point.memory), self.y(point.bound)) for point in curve if point.bound <= self.bubble]
-        for (x, _), (right, low) in itertools.pairwise(bound):
-            self.taken.append((x, low - 3, right, low + 3))
-        if bound:
-            self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
+            self.looks.add(look)
+            self.parts.append(f'<path class="{look}" d="M{_n(inside[0][0])} {_TOP}{path}"/>')
 
     def marks(self, marks: Sequence[Mark]) -> None:
         """Symbols, then a label for every group of marks that lie on one another."""
@@ -112,7 +136,7 @@ class _Chart:
         for mark in sorted(marks, key=lambda mark: (bool(mark.project), mark.memory, mark.bubble)):
             x, y = self.x(mark.memory), self.y(mark.bubble)
             self.taken.append((x - 5, y - 5, x + 5, y + 5))
-            self.parts.append(list(_LEGEND)[3 if mark.project else 2].format(x=_n(x), y=_n(y)))
+            self.parts.append(list(_LEGEND)[-1 if mark.project else -2].format(x=_n(x), y=_n(y)))
             apart = [max(abs(self.x(first.memory) - x), abs(self.y(first.bubble) - y)) for first, *_ in groups]
             if apart and min(apart) < _NEAR:
                 groups[apart.index(min(apart))].append(mark)
@@ -143,13 +167,15 @@ class _Chart:
     def words(self, heading: str, caption: str) -> None:
         """The heading, the legend and the caption."""
         self.text(18, 28, escape(heading), "head")
-        x, y = float(_LEFT), _HEIGHT - 18
+        x, y = float(_LEFT), _HEIGHT - 36
         for shape, meaning in _LEGEND.items():
+            if any(f'"{look}"' in shape for look in {"again", "offload"} - self.looks):
+                continue
             self.parts.append(shape.format(x=_n(x), y=_n(y - 4)))
             x += 24 if "h18" in shape else 10
             self.text(x, y, meaning, "faint")
             x += len(meaning) * _LETTER + 18
-        self.text(_RIGHT, y, escape(caption), "faint end")
+        self.text(_LEFT, _HEIGHT - 16, escape(caption), "faint")
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
         """A line of text; ``content`` is markup."""
@@ -185,11 +211,13 @@ def _style() -> str:
     scheme = (
         ".page{{fill:{}}}.grid{{stroke:{}}}text{{fill:{}}}.faint{{fill:{faint}}}.bound,.lead{{stroke:{faint}}}"
         ".ours{{fill:{ours}}}.curve{{stroke:{ours}}}.other{{stroke:{other}}}.theirs{{fill:{other}}}"
+        ".again{{stroke:{again}}}.offload{{stroke:{offload}}}"
     )
-    light, dark = (scheme.format(*each[:3], faint=each[3], ours=each[4], other=each[5]) for each in (_LIGHT, _DARK))
+    names = ("faint", "ours", "other", "again", "offload")
+    light, dark = (scheme.format(*each[:3], **dict(zip(names, each[3:], strict=True))) for each in (_LIGHT, _DARK))
     return (
         ".head{font-size:15px;font-weight:700}.end{text-anchor:end}.middle{text-anchor:middle}path{fill:none}"
-        ".curve{stroke-width:2.2}.bound{stroke-width:1.3;stroke-dasharray:5 4}.other{stroke-width:1.5}"
+        ".curve,.again,.offload{stroke-width:2.2}.bound{stroke-width:1.3;stroke-dasharray:5 4}.other{stroke-width:1.5}"
         f".lead{{stroke-width:.6}}{light}@media (prefers-color-scheme:dark){{{dark}}}"
     )
 

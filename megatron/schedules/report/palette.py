@@ -18,9 +18,9 @@ HUES: dict[Kind, Rgb] = {
     Kind.B: (154, 62, 142),
     Kind.S: (100, 0, 40),
     Kind.T: (100, 180, 0),
-    Kind.R: (110, 118, 130),
-    Kind.O: (0, 150, 170),
-    Kind.L: (190, 150, 0),
+    Kind.R: (52, 40, 118),
+    Kind.O: (2, 215, 234),
+    Kind.L: (253, 225, 60),
 }
 # How far the last chunk's colour goes towards white.
 _LIGHTEST = 0.55

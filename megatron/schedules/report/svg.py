@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import pairwise
 from textwrap import wrap
 from typing import NamedTuple
 
 from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
+    Figures,
     counted,
     figures,
     microbatches,
@@ -22,6 +24,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
+from megatron.schedules.report.lanes import Lane, copied, lanes
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18
@@ -29,6 +32,7 @@ _MARGIN = 18
 _HEADING, _MEMORY, _GAP = 30, 54, 22
 _ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
 _ROW_BEST, _ROW_LEAST = 24, 7
+_THIN = 0.22  # height of a lane of copies over that of a row
 _DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute
 _LETTER = 6.4  # width of one, on average, in words of the usual size
 _LINE = 144  # letters in a line
@@ -75,6 +79,45 @@ class _Look(NamedTuple):
         return f"{self.kind.value.lower()}{self.chunk}of{self.chunks}"
 
 
+class _Cells:
+    """The cells of one schedule, gathered by their look, and the numbers on them.
+
+    Args:
+        sheet: where they will stand; hears of their looks.
+        placement: of the schedule.
+        size: of the numbers.
+    """
+
+    def __init__(self, sheet: _Sheet, placement: Placement, size: float) -> None:
+        self._sheet, self._placement, self._size = sheet, placement, size
+        self._paths: dict[_Look, list[str]] = {}
+        self._numbers: dict[str, list[str]] = {}
+        self._narrowest = math.inf
+
+    def add(self, lane: Lane, top: float, height: float) -> None:
+        """A cell for each pass in ``lane``, with its microbatch where there is room."""
+        for work, start, end in lane:
+            left, width = self._sheet.x(start), (end - start) * self._sheet.scale
+            self._narrowest = min(self._narrowest, width)
+            look = _Look(work.kind, self._placement.chunk_of(work.stage), self._placement.chunks)
+            fill = self._sheet.looks[look] = palette.fill(*look)
+            self._paths.setdefault(look, []).append(f"M{_n(left)} {_n(top)}h{_n(width)}v{_n(height)}h{_n(-width)}z")
+            label, size = str(work.microbatch), self._size
+            if 6 <= size < height and len(label) * size * _DIGIT + 1 <= width:
+                self._numbers.setdefault(palette.hexadecimal(palette.ink(fill)), []).append(
+                    f'<text x="{_n(left + width / 2)}" y="{_n(top + height / 2 + size * 0.36)}">{label}</text>'
+                )
+
+    def drawn(self) -> Iterator[str]:
+        """The paths, and over them the numbers."""
+        # The line that parts one cell from the next must not eat up narrow ones.
+        line = 0.8 if self._narrowest > 6 else 0.3 if self._narrowest > 3 else 0
+        for look, paths in sorted(self._paths.items()):
+            yield f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>'
+        for colour, labels in self._numbers.items():
+            yield f'<g fill="{colour}" font-size="{_n(self._size)}" text-anchor="middle">{"".join(labels)}</g>'
+
+
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
 
@@ -99,7 +142,7 @@ class _Sheet:
             f'<tspan class="faint" dx="12">bubble</tspan>'
             f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
-            f"{microbatches(found.peak)}{share}</tspan>",
+            f"{microbatches(found.peak)}{share}</tspan>{_relief(found)}",
             "head",
         )
         self.y += _HEADING
@@ -110,49 +153,39 @@ class _Sheet:
 
     def rows(self, timeline: Timeline) -> None:
         """The passes: for each look (kind and chunk) one path of all its cells, then the numbers."""
-        schedule = timeline.schedule
+        schedule, channels = timeline.schedule, len(copied(timeline))
         row = min(_ROW_BEST, max(_ROW_LEAST, _ROWS_TALL / schedule.ranks))
+        pitch = row * (1 + _THIN * channels) + (2 if channels else 0)
         size = min(11.0, row - 8)
         # A label needs some 11 pixels; with lower rows only every second, fourth ... rank has one.
-        every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * row >= 11)
-        cells: dict[_Look, list[str]] = {}
-        narrowest = math.inf
-        numbers: dict[str, list[str]] = {}
-        right = self.x(timeline.makespan)
-        for rank, order in enumerate(schedule.order):
-            top = self.y + rank * row
-            height = row - (2 if row > 14 else 1)
-            self.parts.append(
-                f'<rect class="lane" x="{_LEFT}" y="{_n(top)}" width="{_n(right - _LEFT)}" height="{_n(height)}"/>'
-            )
+        every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * pitch >= 11)
+        height, thin = row - (2 if row > 14 else 1), row * _THIN
+        cells = _Cells(self, schedule.placement, size)
+        for rank in range(schedule.ranks):
+            top = self.y + rank * pitch
+            computing, *copies = lanes(timeline, rank)
+            self.lane(timeline, top, height)
+            cells.add(computing, top, height)
+            for index, lane in enumerate(copies):
+                below = top + height + index * thin + 0.5
+                self.lane(timeline, below, thin - 0.5)
+                cells.add(lane, below, thin - 0.5)
             if rank % every == 0:
                 self.text(_LEFT - 8, top + height / 2 + 3.8, f"rank {rank}", "faint end")
-            for work, start, end in zip(order, timeline.start[rank], timeline.end[rank], strict=True):
-                left, width = self.x(start), (end - start) * self.scale
-                narrowest = min(narrowest, width)
-                look = _Look(work.kind, schedule.placement.chunk_of(work.stage), schedule.placement.chunks)
-                self.looks[look] = palette.fill(*look)
-                cells.setdefault(look, []).append(f"M{_n(left)} {_n(top)}h{_n(width)}v{_n(height)}h{_n(-width)}z")
-                label = str(work.microbatch)
-                if size >= 6 and len(label) * size * _DIGIT + 1 <= width:
-                    colour = palette.hexadecimal(palette.ink(self.looks[look]))
-                    numbers.setdefault(colour, []).append(
-                        f'<text x="{_n(left + width / 2)}" y="{_n(top + height / 2 + size * 0.36)}">{label}</text>'
-                    )
-        # The line that parts one cell from the next must not eat up narrow ones.
-        line = 0.8 if narrowest > 6 else 0.3 if narrowest > 3 else 0
-        for look, paths in sorted(cells.items()):
-            self.parts.append(f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>')
-        for colour, labels in numbers.items():
-            self.parts.append(f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(labels)}</g>')
+        self.parts += cells.drawn()
         if self.gradients:
-            self.complete(timeline, row)
-        self.y += schedule.ranks * row
+            self.complete(timeline, pitch, height)
+        self.y += schedule.ranks * pitch
 
-    def complete(self, timeline: Timeline, row: float) -> None:
+    def lane(self, timeline: Timeline, top: float, height: float) -> None:
+        """Where something may run, until the schedule ends."""
+        wide = self.x(timeline.makespan) - _LEFT
+        self.parts.append(f'<rect class="lane" x="{_LEFT}" y="{_n(top)}" width="{_n(wide)}" height="{_n(height)}"/>')
+
+    def complete(self, timeline: Timeline, pitch: float, height: float) -> None:
         """A flag at the end of each chunk's last weight gradient."""
         path = "".join(
-            f"M{_n(self.x(time))} {_n(self.y + rank * row)}v{_n(row - 2)}m0 {_n(2 - row)}h-5l5 5"
+            f"M{_n(self.x(time))} {_n(self.y + rank * pitch)}v{_n(height)}m0 {_n(-height)}h-5l5 5"
             for rank in range(timeline.schedule.ranks)
             for time in timeline.gradients_complete(rank)
         )
@@ -241,6 +274,7 @@ class _Sheet:
         described = "; ".join(
             f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
             f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"
+            + "".join(f", {name} {percent(share, 1)}" for name, share in each.relief)
             for each in found
         )
         return (
@@ -260,6 +294,14 @@ class _Sheet:
             ".limit{fill:none;stroke-dasharray:5 4}.axis{fill:none}"
             f"{_FLAG * self.gradients}{cells}{_scheme(_LIGHT)}@media (prefers-color-scheme:dark){{{_scheme(_DARK)}}}"
         )
+
+
+def _relief(found: Figures) -> str:
+    """What relief there is, in the heading."""
+    return "".join(
+        f'<tspan class="faint" dx="9">{name}</tspan><tspan class="figure" dx="5">{percent(share, 1)}</tspan>'
+        for name, share in found.relief
+    )
 
 
 def _scheme(colours: dict[str, str]) -> str:

@@ -35,16 +35,18 @@ _HEADINGS = (
     ("chunks", "a rank"),
     ("throughput", "to 1F1B's"),
 )
+# Where any row has them.
+_RELIEF = (("done again", "of computing"), ("copying", "of the time"))
 
 
 def as_text(rows: Sequence[Row]) -> str:
     """An aligned table; a reason stands where the numbers would."""
-    cells = [_cells(row) for row in rows]
+    headings, cells = _table(rows)
     widths = [
         max(len(heading[0]), len(heading[1]), *(len(row[column]) for row in cells if len(row) > 2 or column == 0))
-        for column, heading in enumerate(_HEADINGS)
+        for column, heading in enumerate(headings)
     ]
-    heads = [_aligned([heading[line] for heading in _HEADINGS], widths) for line in (0, 1)]
+    heads = [_aligned([heading[line] for heading in headings], widths) for line in (0, 1)]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     body = [_aligned(row, widths) if len(row) > 2 else f"{row[0].ljust(widths[0])}  {row[1]}" for row in cells]
     return "\n".join([*heads, rule, *body]) + "\n"
@@ -52,11 +54,11 @@ def as_text(rows: Sequence[Row]) -> str:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table for a README or an issue."""
-    lines = ["| " + " | ".join(" ".join(heading).strip() for heading in _HEADINGS) + " |"]
-    lines.append("| --- |" + " ---: |" * (len(_HEADINGS) - 1))
-    for row in rows:
-        cells = _cells(row)
-        cells += [""] * (len(_HEADINGS) - len(cells))
+    headings, body = _table(rows)
+    lines = ["| " + " | ".join(" ".join(heading).strip() for heading in headings) + " |"]
+    lines.append("| --- |" + " ---: |" * (len(headings) - 1))
+    for cells in body:
+        cells += [""] * (len(headings) - len(cells))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -95,12 +97,21 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                     "chunks": found.chunks,
                     "throughput_of_1f1b": row.throughput,
                     "makespan": found.makespan,
+                    "recomputed": found.recomputed,
+                    "useful": found.useful,
+                    "copying": found.copying,
                 }
             )
     return records
 
 
-def _cells(row: Row) -> list[str]:
+def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
+    """Headings in two lines, and the cells below them; a row without figures has its reason alone."""
+    relief = any(not isinstance(row.result, str) and row.result.relief for row in rows)
+    return (*_HEADINGS, *(_RELIEF if relief else ())), [_cells(row, relief) for row in rows]
+
+
+def _cells(row: Row, relief: bool) -> list[str]:
     found = row.result
     if isinstance(found, str):
         return [row.name, found]
@@ -112,6 +123,7 @@ def _cells(row: Row) -> list[str]:
         percent(found.share, 1),
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",
+        *([percent(found.recomputed, 1), percent(found.copying, 1)] if relief else []),
     ]
 
 

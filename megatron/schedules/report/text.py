@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rich.style import Style
 from rich.text import Text
 
-from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
@@ -22,6 +23,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
+from megatron.schedules.report.lanes import Lane, copied, lanes
 
 _BAR = 8  # columns of a memory bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -40,6 +42,8 @@ def draw_text(timelines: Sequence[Timeline], width: int, colour: bool) -> Text:
         width: columns to fill; less than some 50 is not kept to.
         colour: whether colours will be shown. Without, letters tell the kinds apart: F, I, W, B for a rank's even
             chunks, f, i, w, b for its odd ones.
+
+    Copies have lanes of their own, below the rank's computing.
     """
     frame = _Frame(timelines, width, colour)
     parts = [frame.section(timeline) for timeline in timelines]
@@ -74,14 +78,19 @@ class _Frame:
         )
         text.append(" " * (self.gutter + self.columns + 2) + "peak memory\n", Style(dim=True))
         for rank in range(schedule.ranks):
+            computing, *copies = lanes(timeline, rank)
             text.append(f"rank {rank}".ljust(self.gutter))
-            row, below = self._cells(timeline, rank) if self.cells else (self._shades(timeline, rank), None)
+            row, below = self._lane(timeline, computing)
             text.append_text(row)
             text.append("  ")
             text.append(_bar(found.peaks[rank] / self.memory), Style(color="cyan" if self.colour else None))
             text.append(f" {number(found.peaks[rank])}\n")
             if below is not None:
                 text.append(" " * self.gutter + below + "\n")
+            for kinds, lane in zip(copied(timeline), copies, strict=True):
+                text.append(f"   {' '.join(kinds)}".ljust(self.gutter), Style(dim=True))
+                text.append_text(self._lane(timeline, lane)[0])
+                text.append("\n")
         text.append(" " * self.gutter + self._axis() + "\n", Style(dim=True))
         text.append(_summary(found, reference_memory(timeline)))
         return text
@@ -91,7 +100,7 @@ class _Frame:
         if self.cells or self.colour:
             line = self._meanings()
         else:
-            line = Text(f"{_SHADES[1:]} computing for a quarter to all of a column's {number(1 / self.scale)} of time")
+            line = Text(f"{_SHADES[1:]} busy for a quarter to all of a column's {number(1 / self.scale)} of time")
         if not self.cells:
             line.append("\npasses are shorter than a column: --width gives more of them, --format svg draws each pass")
         return line.append("\n")
@@ -113,13 +122,18 @@ class _Frame:
             line.append(f", small letters: chunk 1{', 3 ...' if more else ''}")
         return line
 
-    def _cells(self, timeline: Timeline, rank: int) -> tuple[Text, str | None]:
-        """The row of ``rank``, and below it, where it takes a row of its own, each pass's microbatch."""
+    def _lane(self, timeline: Timeline, lane: Lane) -> tuple[Text, str | None]:
+        """A row of what runs in ``lane``, and what goes below it."""
         placement = timeline.schedule.placement
+        return self._cells(placement, lane) if self.cells else (self._shades(placement, lane), None)
+
+    def _cells(self, placement: Placement, lane: Lane) -> tuple[Text, str | None]:
+        """The passes of ``lane``, and below them, where it takes a row of its own, each one's microbatch."""
         row, below, column = Text(), "", 0
-        spans = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
-        for work, start, end in spans:
+        for work, start, end in lane:
             first, last = self._column(start), self._column(end)
+            if first == last:  # a short copy: those that compute have a column at least
+                continue
             row.append(" " * (first - column))
             below += " " * (first - column)
             chunk = placement.chunk_of(work.stage)
@@ -134,14 +148,12 @@ class _Frame:
             return _fitted(str(work.microbatch), width)
         return _letter(work.kind, chunk) + "-" * (width - 1)
 
-    def _shades(self, timeline: Timeline, rank: int) -> Text:
-        """The row of ``rank`` where a column is longer than a pass: each column a mixture of what runs in it."""
-        placement, row, scale = timeline.schedule.placement, Text(), self.scale
+    def _shades(self, placement: Placement, lane: Lane) -> Text:
+        """A row where a column is longer than a pass: each column a mixture of what runs in it."""
+        row, scale = Text(), self.scale
         shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(self.columns)]
-        chunk = {stage: index for index, stage in enumerate(placement.stages_of(rank))}
-        spans = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
-        for (stage, kind, _), start, end in spans:
-            look, first, last = (kind, chunk[stage]), start * scale, end * scale
+        for (stage, kind, _), start, end in lane:
+            look, first, last = (kind, placement.chunk_of(stage)), start * scale, end * scale
             column = int(first)
             while first < last and column < self.columns:
                 share, until = shares[column], min(last, column + 1)
@@ -149,7 +161,7 @@ class _Frame:
                 first, column = until, column + 1
         for share in shares:
             busy = sum(share.values())
-            if self.colour and share:
+            if self.colour and busy:
                 mixed = _mixture({palette.fill(*look, placement.chunks): part for look, part in share.items()})
                 row.append(_SHADES[round(4 * min(1.0, busy))], Style(color=palette.hexadecimal(mixed)))
             else:
@@ -181,7 +193,7 @@ def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
         round(length, 9)
         for timeline in timelines
         for kind, stage in {(work.kind, work.stage) for _, work in timeline.schedule.passes()}
-        if (length := timeline.costs.durations[kind][stage]) > 0
+        if KINDS[kind].resource is Resource.COMPUTE and (length := timeline.costs.durations[kind][stage]) > 0
     }
     shortest = min(lengths)
     columns = math.floor(widest * shortest + 1e-9)
@@ -217,5 +229,14 @@ def _summary(found: Figures, reference: int) -> str:
         f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
         f"peak memory  {number(found.peak)} microbatches of activations on rank {found.worst}, "
-        f"{percent(found.share, 1)} of 1F1B's {reference}\n"
+        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_relief(found)}"
     )
+
+
+def _relief(found: Figures) -> str:
+    again = (
+        f"done again   {percent(found.recomputed)} of computing; without it {percent(found.useful)} of the time is "
+        "useful\n"
+    )
+    copies = f"copying      {percent(found.copying)} of the time on the busiest copy channel\n"
+    return again * (found.recomputed > 0) + copies * (found.copying > 0)

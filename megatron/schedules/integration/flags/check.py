@@ -20,7 +20,7 @@ from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_
 from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.keeping import folder
-from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages
+from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import away
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
@@ -194,7 +194,7 @@ def _request(args: Any) -> Request:
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
-    return with_relief(args, replace(request, costs=costs_of(args, stages(request))))
+    return with_own_relief(with_relief(args, replace(request, costs=costs_of(args, stages(request)))))
 
 
 def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule-file",
         metavar="CSV",
-        help="For --pipeline-schedule file: a compute-only CSV in torch.distributed.pipelining's form, one row a rank.",
+        help="For --pipeline-schedule file: a compute-only CSV in torch.distributed.pipelining's form, one row a rank. "
+        "It may have R, O and L too: all decoder layers of those stages are then done again or offloaded.",
     )
     group.add_argument(
         "--pipeline-schedule-chunks",
@@ -95,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "back, beside the computing; the plan says of how many layers, and what the host holds. GBPS is what a rank "
         "copies in a second one way, in GB, the other way being busy too (its part of the link where ranks share one); "
         "auto takes it from --pipeline-schedule-costs-file. Give it where memory is short and hosts have some. none, "
-        "as without the flag: nothing is copied.",
+        "as without the flag: nothing is copied, unless --pipeline-schedule file has O and L, whose time it then says.",
     )
     group.add_argument(
         "--pipeline-schedule-layers",

@@ -38,6 +38,8 @@ def with_relief(args: Any, request: Request) -> Request:
         costs = replace(costs, layer_input=min(1.0, 2.0 * shape.hidden / shape.loads.mean.held))
     if offload != "none" and shape is not None:
         costs = replace(costs, copy=_copy_time(args, offload, shape))
+    if request.schedule == "file":  # says itself what goes
+        return replace(request, costs=costs)
     return replace(request, costs=costs, recompute=again == "auto", offload=offload != "none")
 
 
