@@ -36,16 +36,16 @@ def compiled() -> Callable[..., float]:
     kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
     with locked(kept) as lock:
         if lock is None:
-            made: Callable[..., float] = numba.njit(signature)(list_schedule)
+            made: Callable[..., float] = numba.njit(signature, nogil=True)(list_schedule)
             return made
         if kept.exists() and _read_sums(kept) != _sums(kept):
             _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
             shutil.rmtree(kept, ignore_errors=True)
         try:
             with _kept_in(kept):
-                made = numba.njit(signature, cache=True)(list_schedule)
+                made = numba.njit(signature, nogil=True, cache=True)(list_schedule)
         except OSError:  # a full disk
-            made = numba.njit(signature)(list_schedule)
+            made = numba.njit(signature, nogil=True)(list_schedule)
         else:
             if _read_sums(kept) != _sums(kept):
                 write_whole(kept / _SUMS, json.dumps(_sums(kept)))

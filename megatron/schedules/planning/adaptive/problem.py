@@ -39,6 +39,7 @@ class Problem:
         self.size = len(self.passes)
         self._reversed = np.array(tasks.reversed_order(range(self.size)))
         self._forward, self._backward = _arrays(tasks), _arrays(tasks.reversed())
+        self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
 
     @property
     def effort(self) -> int:
@@ -92,8 +93,9 @@ class Problem:
 
     def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
         found, missing = np.empty_like(order), np.array(instance.waits)
-        limits = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
-        makespan = compiled()(instance, order, limits, policy, missing, np.zeros(self.size), found)
+        if limit not in self._limits:
+            self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
+        makespan = compiled()(instance, order, self._limits[limit], policy, missing, np.zeros(self.size), found)
         return found, makespan
 
 
