@@ -162,7 +162,7 @@ class _Search:
 
     def _climbed(self, costs: Costs) -> float:
         from megatron.schedules.planning.adaptive.problem import Problem
-        from megatron.schedules.planning.adaptive.search import race
+        from megatron.schedules.planning.adaptive.search import Entry, race
 
         if costs in self._known:
             return self._known[costs]
@@ -171,7 +171,7 @@ class _Search:
         fitting = [order for order in starts if problem.fits(order, self._limit)]
         self._known[costs] = math.inf
         if fitting:
-            climb, _ = race(problem, fitting, self._limit, self._effort)
+            (climb,), _ = race([Entry(problem, fitting)], self._limit, self._effort)
             self._known[costs] = climb.makespan
             if climb.makespan < self.shortest:
                 self._order = replace(problem.schedule, order=problem.rows(climb.best))
