@@ -107,11 +107,12 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
         assert tuple(work for work in backward.order[rank] if work in steady) == steady
 
 
-@examples(100)
+@examples(40)
 @given(costed_schedules(), POLICIES, LIMITS)
 def test_compiled_the_choices_are_the_same(made: tuple[Schedule, Costs], policy: Policy, limit: float):
     tasks, passes = tasks_of(made[0], made[1].on(made[0].placement))
     limits, order = own_limits(*made, limit), range(len(passes))
+    policy = policy._replace(seed=policy.seed % (1 << 30))
     interpreted, makespan = scheduled(tasks, order, limits, policy)
     assert scheduled(tasks, order, limits, policy, compiled=True) == (whole(interpreted), makespan)
 

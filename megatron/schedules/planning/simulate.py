@@ -214,8 +214,6 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
                 if arrived + latency > begin:
                     begin = arrived + latency
             else:
-                turn.append(done)
-                done += 1
                 if copying is None:
                     now = begin + length
                 else:
@@ -229,6 +227,9 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
                 continue
             break
         clock[rank] = now
+        fresh = len(over) - len(turn)
+        turn.extend(range(done, done + fresh))
+        done += fresh
 
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:
