@@ -33,6 +33,7 @@ from megatron.training.arguments import add_megatron_arguments
 import pretrain_gpt
 from megatron.schedules.integration import gpt, offload, schedule_function
 from megatron.schedules.integration import hooks as integration
+from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
@@ -129,9 +130,14 @@ def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
     return run_ranks(world, _standing, list(flags), how, timeout=60.0)
 
 
-def copied(world: int, flags: Sequence[str], pinned: float = float("inf")) -> list[list[tuple[list[Any], int]]]:
-    """For each rank and iteration the copies to the host and back, and all bytes of host memory, of so many at most."""
-    return run_ranks(world, _copied, list(flags), pinned)
+def copied(
+    world: int, flags: Sequence[str], pinned: float = float("inf"), layers: Sequence[int] | None = None
+) -> list[list[tuple[list[Any], int]]]:
+    """For each rank and iteration the copies to the host and back, and all bytes of host memory.
+
+    There are ``pinned`` bytes; the activations of so many ``layers`` of each stage go, or of all.
+    """
+    return run_ranks(world, _copied, list(flags), pinned, layers)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -305,8 +311,9 @@ def _counted(flags: list[str]) -> list[bool]:
     return found
 
 
-def _copied(flags: list[str], pinned: float) -> list[tuple[list[Any], int]]:
+def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
+    setattr(Planner, "layers_away", layers)  # noqa: B010 - a property of it
     offload.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run

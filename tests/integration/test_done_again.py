@@ -27,6 +27,7 @@ from megatron.schedules.runtime.again import Again
 from tests.integration.conftest import Training
 from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
+from tests.integration.test_memory import JOB as SIZE
 from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
 from tests.runtime.random_schedules import shared_plan, with_again
@@ -208,6 +209,30 @@ def test_every_layer_runs_as_often_as_it_must(megatron: Any, tmp_path: Path) -> 
     runs = megatron("layer_runs", 2, [*MODEL, *UNTIED, *job, *flags])
     evaluated = 2 * 4  # validation and test
     assert runs == {n: [evaluated + 2, 4] if n <= 4 else [evaluated + 4, 4] for n in range(1, 9)}
+
+
+def _right_before(schedule: Schedule) -> Schedule:
+    """With an R of every microbatch right before its I or B."""
+    rows = []
+    for row in schedule.order:
+        passes: list[Pass] = []
+        for work in row:
+            passes += [work._replace(kind=Kind.R)] * (work.kind in (Kind.I, Kind.B)) + [work]
+        rows.append(tuple(passes))
+    return replace(schedule, order=tuple(rows))
+
+
+@pytest.mark.full_matrix
+def test_a_rank_holds_one_microbatch_and_inputs_of_the_others(megatron: Any, tmp_path: Path) -> None:
+    """1F1B on four ranks; four layers a rank, whose inputs are 64 x 1 x 64 numbers of four bytes."""
+    common = [*MODEL, *UNTIED, *SIZE, "--pipeline-model-parallel-size", "4", "--pipeline-schedule-report-memory"]
+    one = megatron("train", 4, [*common, "--global-batch-size", "1", "--pipeline-schedule", "1f1b"]).peaks
+    flags = _file(tmp_path / "again.csv", _right_before(plan(Request("1f1b", 4, 4))))
+    peaks = megatron("train", 4, [*common, "--global-batch-size", "4", *flags]).peaks
+    inputs = 4 * 64 * 64 * 4
+    for rank, (peak, alone) in enumerate(zip(peaks, one, strict=True)):
+        # The first rank's words and positions, and the attention mask, are of a few KiB.
+        assert peak == pytest.approx(alone + (3 - rank) * inputs, rel=0.02)
 
 
 def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:

@@ -190,6 +190,33 @@ REFUSED = {
         "--pipeline-search-seconds: a search may take 1,000,000 seconds",
     ),
     "a limit for another schedule": ("--pipeline-schedule v-half --pipeline-memory-limit 0.5", "goes with"),
+    "recompute for another schedule": (
+        "--pipeline-schedule v-half --pipeline-recompute auto",
+        "--pipeline-recompute goes with --pipeline-schedule adaptive, not v-half",
+    ),
+    "recompute of nobody knows what": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-recompute some",
+        "--pipeline-recompute 'some' is unknown: use auto or none",
+    ),
+    "everything recomputed, and some of it twice": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-recompute auto --recompute-granularity "
+        "full --recompute-method uniform",
+        "--pipeline-recompute auto does not go with --recompute-granularity full: both do whole layers again",
+    ),
+    "copies beside passes of unknown length": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload 25",
+        "--pipeline-offload compares copies with passes, whose times are not known: give",
+    ),
+    "copies that nobody measured": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload auto --pipeline-schedule-costs "
+        "3,3,2",
+        "--pipeline-offload auto takes the speed of copies from --pipeline-schedule-costs-file",
+    ),
+    "copies at no speed": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload fast --pipeline-schedule-costs "
+        "3,3,2",
+        "--pipeline-offload 'fast' is not a number",
+    ),
     "linears it cannot split, before it searches": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --transformer-impl transformer_engine",
         "--transformer-impl",

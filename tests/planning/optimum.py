@@ -6,7 +6,7 @@ a rank, and what a rank may hold.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Collection
 
 from ortools.sat.python import cp_model
 
@@ -14,18 +14,33 @@ from megatron.schedules.planning.placement import Placement
 
 
 def optimal_makespan(
-    placement: Placement, microbatches: int, costs: tuple[int, int, int, int], limit: float, seconds: float
+    placement: Placement,
+    microbatches: int,
+    costs: tuple[int, int, int, int],
+    limit: float,
+    seconds: float,
+    *,
+    redone: Collection[int] = (),
+    offloaded: Collection[int] = (),
+    copy: int = 0,
 ) -> int:
-    """The least makespan at whole-numbered ``costs`` (F, I, W, latency) within ``limit`` microbatches on every rank."""
+    """The least makespan at whole-numbered ``costs`` (F, I, W, latency) within ``limit`` microbatches on every rank.
+
+    Stages that are ``redone`` hold nothing from F until their forward is done again; those ``offloaded`` hold nothing
+    between two copies, each of ``copy`` over half a rank's layers and one at a time each way. Memory is given back
+    after the first and taken before the second between two passes of the rank.
+    """
     model, chunks = cp_model.CpModel(), placement.chunks
     # Passes over half a rank's layers, as costs are given, times what a stage has of them.
     lengths = {kind: cost * 2 // chunks for kind, cost in zip("FIW", costs, strict=False)}
     hop, horizon = costs[3], 2 * microbatches * (sum(costs[:3]) + costs[3]) * placement.stages
     makespan = model.new_int_var(0, horizon, "makespan")
+    # In small letters the moments between passes.
+    lengths |= {"R": lengths["F"], "O": copy * 2 // chunks, "L": copy * 2 // chunks, "o": 0, "l": 0}
     start = {
         (stage, kind, m): model.new_int_var(0, horizon, f"{stage}{kind}{m}")
         for stage in range(placement.stages)
-        for kind in lengths
+        for kind in "FIW" + "R" * (stage in redone) + "OolL" * (stage in offloaded)
         for m in range(microbatches)
     }
 
@@ -37,30 +52,37 @@ def optimal_makespan(
         if kind == "F" and stage:
             wait((stage, kind, m), (stage - 1, "F", m))
         if kind == "I":
-            wait((stage, kind, m), (stage, "F", m))
+            for before in "F" + "R" * (stage in redone) + "L" * (stage in offloaded):
+                wait((stage, kind, m), (stage, before, m))
             if stage < placement.last_stage:
                 wait((stage, kind, m), (stage + 1, "I", m))
+        if kind in "ROolL":
+            wait((stage, kind, m), (stage, {"o": "O", "l": "o", "L": "l"}.get(kind, "F"), m))
         if kind == "W":
             wait((stage, kind, m), (stage, "I", m))
             model.add(makespan >= start[stage, kind, m] + lengths[kind])
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         here = [key for key in start if key[0] in stages]
-        model.add_no_overlap(
-            [model.new_fixed_size_interval_var(start[key], lengths[key[1]], f"run {key}") for key in here]
-        )
+        for alone in ("FIWRol", "O", "L"):
+            model.add_no_overlap(
+                model.new_fixed_size_interval_var(start[key], lengths[key[1]], f"run {key}")
+                for key in here
+                if key[1] in alone
+            )
         held = []
         for stage in stages:
-            for m in range(microbatches):
-                end = start[stage, "W", m] + lengths["W"]
-                span = model.new_int_var(0, horizon, f"span {stage} {m}")
-                held.append(model.new_interval_var(start[stage, "F", m], span, end, f"hold {stage} {m}"))
+            whole = [("R" if stage in redone else "F", "W")]
+            for first, last in [("F", "o"), ("l", "W")] if stage in offloaded else whole:
+                for m in range(microbatches):
+                    end = start[stage, last, m] + lengths[last]
+                    span = model.new_int_var(0, horizon, f"span {stage} {first} {m}")
+                    held.append(model.new_interval_var(start[stage, first, m], span, end, f"hold {stage} {first} {m}"))
         model.add_cumulative(held, [1] * len(held), int(limit * chunks))
     # Microbatches are alike: sorting the starts of each stage's passes of a kind breaks no rule.
-    for stage in range(placement.stages):
-        for kind in lengths:
-            for m, later in pairwise(range(microbatches)):
-                model.add(start[stage, kind, later] >= start[stage, kind, m] + lengths[kind])
+    for stage, kind, m in start:
+        if m + 1 < microbatches:
+            model.add(start[stage, kind, m + 1] >= start[stage, kind, m] + lengths[kind])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

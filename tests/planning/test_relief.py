@@ -142,7 +142,7 @@ def test_compiled_or_not_copies_are_scheduled_alike(asked: tuple[Problem, float]
     found = list(order)
     list_schedule(tasks.instance, order, limits, policy, list(tasks.instance.waits), [0.0] * len(order), found)
     if backward:
-        assert problem.backward(problem.order(), limit, policy).tolist() == tasks.reversed_order(found)
+        assert problem.backward(problem.order(), limit, policy).tolist() == list(tasks.reversed_order(found))
     else:
         assert problem.forward(np.array(order), limit, policy)[0].tolist() == found
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.schedules.planning import reorder
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.placement import sequential
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.reorder import improve, scheduled
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks
-from megatron.schedules.planning.tasks import Links, Tasks, tasks_of
+from megatron.schedules.planning.tasks import Links, Tasks, flags, fractions, tasks_of, whole
 from megatron.schedules.planning.validate import validate
 from tests.planning.made_schedules import costed_schedules, examples, timed, written
 
@@ -104,14 +107,30 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
         assert tuple(work for work in backward.order[rank] if work in steady) == steady
 
 
+@examples(100)
+@given(costed_schedules(), POLICIES, LIMITS)
+def test_compiled_the_choices_are_the_same(made: tuple[Schedule, Costs], policy: Policy, limit: float):
+    tasks, passes = tasks_of(made[0], made[1].on(made[0].placement))
+    limits, order = own_limits(*made, limit), range(len(passes))
+    interpreted, makespan = scheduled(tasks, order, limits, policy)
+    assert scheduled(tasks, order, limits, policy, compiled=True) == (whole(interpreted), makespan)
+
+
+def test_an_order_improved_by_compiled_rounds_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    request = Request("v-half", 8, 20, Costs(1, 1.1, 0.75, 0.05))
+    interpreted = plan(request)
+    monkeypatch.setattr(reorder, "_MOST_INTERPRETED", 0)
+    assert plan(request) == interpreted
+
+
 @examples(50)
 @given(costed_schedules())
 def test_time_turned_round_twice_is_time(made: tuple[Schedule, Costs]):
     schedule, costs = made
     tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
     assert tasks.reversed().reversed() == tasks
-    order = list(range(len(passes)))
-    assert tasks.reversed_order(tasks.reversed_order(order)) == order
+    order = range(len(passes))
+    assert list(tasks.reversed_order(tasks.reversed_order(order))) == list(order)
     assert tasks.rows(order, passes) == schedule.order
     assert sorted(passes) == sorted(work for _, work in schedule.passes())
 
@@ -142,19 +161,24 @@ def second_row(
 ) -> str:
     """Rank 0 does "a" alone; how rank 1 orders ``order``. Capitals are fillers; ``after``: what waits for what."""
     names = ["a", *order]
-    number = {name: index for index, name in enumerate(names)}
+    awaited = [name for name in names if name in after]
+    before = Links(
+        start=whole(accumulate((name in after for name in names), initial=0)),
+        task=whole(names.index(after[name]) for name in awaited),
+        delay=fractions(0.0 for _ in awaited),
+    )
     tasks = Tasks(
-        first=[0, 1, len(names)],
-        rank=[0, *(1 for _ in order)],
-        duration=[length.get(name, 1.0) for name in names],
-        change=[(change or {}).get(name, 0.0) for name in names],
-        filler=[name.isupper() for name in names],
-        steady=[False] * len(names),
-        channel=[-1] * len(names),
-        copying=[0.0] * len(names),
-        opens=[False] * len(names),
-        before=Links.of([[(number[after[name]], 0.0)] if name in after else [] for name in names]),
-        after=Links.of([[(number[k], 0.0) for k, source in after.items() if source == name] for name in names]),
+        first=whole([0, 1, len(names)]),
+        rank=whole([0, *(1 for _ in order)]),
+        duration=fractions(length.get(name, 1.0) for name in names),
+        change=fractions((change or {}).get(name, 0.0) for name in names),
+        filler=flags(name.isupper() for name in names),
+        steady=flags(False for _ in names),
+        channel=whole(-1 for _ in names),
+        copying=fractions(0.0 for _ in names),
+        opens=flags(False for _ in names),
+        before=before,
+        after=before.turned(),
     )
     order_found, _ = scheduled(tasks, range(len(names)), [limit, limit], policy)
     return "".join(names[task] for task in order_found[1:])

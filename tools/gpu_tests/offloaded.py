@@ -48,12 +48,13 @@ _RANKS, _MICROBATCHES = 2, 6
 
 
 def to_the_host(setting: Setting) -> Iterator[Row]:
-    """Jobs whose activations all go, against the same in which all stay; then the copies alone."""
+    """Jobs whose activations all go, no host waiting for it, against the same in which all stay; then copies alone."""
     import torch
 
     from tools._copy_rates import copy_rates
     from tools.gpu_tests import jobs
     from tools.gpu_tests.one_gpu import fault_of
+    from tools.gpu_tests.watchers import NoWaits
 
     iterations = 2 if setting.on_cpu else 5
     flags = [*jobs.size_flags(setting, 2 * _RANKS, usual=False), *jobs.kernel_flags(setting)]
@@ -61,10 +62,10 @@ def to_the_host(setting: Setting) -> Iterator[Row]:
     flags += ["gloo", "--pipeline-model-parallel-size", str(_RANKS), "--pipeline-schedule", "file"]
     with tempfile.TemporaryDirectory() as folder:
 
-        def trained(name: str, schedule: Schedule) -> jobs.Ran:
+        def trained(name: str, schedule: Schedule, watcher: type[NoWaits] | None = None) -> jobs.Ran:
             path = Path(folder, name)
             path.write_text(to_csv(schedule))
-            job = jobs.Job((*flags, "--pipeline-schedule-file", str(path)), exact=True)
+            job = jobs.Job((*flags, "--pipeline-schedule-file", str(path)), watcher, exact=True)
             return jobs.train(_RANKS, job, shared=True)
 
         for name in ("v-half",) if setting.on_cpu else ("1f1b", "zb-1p", "v-half"):
@@ -72,10 +73,12 @@ def to_the_host(setting: Setting) -> Iterator[Row]:
             stays, again = trained("stays.csv", schedule), trained("again.csv", schedule)
             row: Row = {"schedule": name, "ranks": _RANKS}
             try:
-                goes = trained("goes.csv", offloaded(schedule))
+                goes = trained("goes.csv", offloaded(schedule), NoWaits)
             except RankError as error:
                 yield row | {FAULT: fault_of(error)}
             else:
-                yield row | compared(goes, stays, iterations, FP32, to_the_bit=same_bits(stays, again))
+                row |= compared(goes, stays, iterations, FP32, to_the_bit=same_bits(stays, again))
+                waits = sorted({wait for found in goes.found for wait in found})
+                yield row | {FAULT: row[FAULT] or (waits[0] if waits else "")}
     rates = copy_rates(torch.empty(0, device="cuda").device)
     yield {f"{way.replace('_', ' ')}, GB/s": rate for way, rate in rates._asdict().items()} | {FAULT: ""}

@@ -61,15 +61,18 @@ class Block:
 
     def repeat(self, microbatches: int, name: str) -> Schedule:
         """The schedule of ``microbatches`` copies of the block, each one interval after the last."""
-        rows = []
-        for rank in range(self.placement.ranks):
-            passes = [
-                Pass(stage, kind, m)
-                for stage in self.placement.stages_of(rank)
-                for kind in self.kinds
-                for m in range(microbatches)
-            ]
-            rows.append(tuple(sorted(passes, key=self.slot)))
+        here: list[list[tuple[int, int, int, Kind]]] = [[] for _ in range(self.placement.ranks)]
+        for (stage, kind), offset in self.offset.items():
+            here[self.placement.rank_of[stage]].append((offset % self.interval, offset // self.interval, stage, kind))
+        rows = [
+            tuple(
+                Pass(stage, kind, turn - later)
+                for turn in range(microbatches + max(later for _, later, _, _ in works))
+                for _, later, stage, kind in works
+                if 0 <= turn - later < microbatches
+            )
+            for works in map(sorted, here)
+        ]
         return Schedule(name, self.placement, microbatches, tuple(rows))
 
 

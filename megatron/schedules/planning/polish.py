@@ -6,6 +6,7 @@ the costs given, within the memory limit. Then the backward is merged where its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.reorder import improve
-from megatron.schedules.planning.schedule import Schedule, in_microbatch_order
+from megatron.schedules.planning.schedule import Schedule, in_microbatch_order, slots
 from megatron.schedules.planning.simulate import Timeline, simulate
 
 # Scheduling a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan
@@ -63,22 +64,28 @@ def merge_backward(timeline: Timeline) -> Schedule:
     """
     schedule, costs = timeline.schedule, timeline.costs
     rank_of = schedule.placement.rank_of
-    start = {
-        work: at
-        for row, times in zip(schedule.order, timeline.start, strict=True)
-        for work, at in zip(row, times, strict=True)
+    places, rows = slots(schedule.placement, schedule.microbatches), []
+    start = [math.inf] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
+    for row, times in zip(schedule.order, timeline.start, strict=True):
+        for (stage, kind, m), at in zip(row, times, strict=True):
+            start[places[kind][stage] + m] = at
+    waiting = {
+        (stage, kind): [
+            (places[each][other], 0.0 if rank_of[other] == rank_of[stage] else costs.comm)
+            for other, each in found
+            if other != stage
+        ]
+        for (stage, kind), found in followers(schedule.placement, everywhere(schedule.placement)).items()
     }
-    after, rows = followers(schedule.placement, everywhere(schedule.placement)), []
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []
         for work, end in zip(row, ends, strict=True):
             stage, kind, m = work
             before = merged[-1] if merged else work
             whole = WHOLES.get((before.kind, kind))
-            if whole is not None and before == Pass(stage, before.kind, m):
-                waiting = (Pass(*other, m) for other in after[stage, before.kind] if other[0] != stage)
-                late = ((other, 0.0 if rank_of[other.stage] == rank_of[stage] else costs.comm) for other in waiting)
-                if all(start[other] + 1e-9 >= end + latency for other, latency in late if other in start):
+            if whole is not None and before.stage == stage and before.microbatch == m:
+                late = waiting[stage, before.kind]
+                if all(start[place + m] + 1e-9 >= end + latency for place, latency in late):
                     merged[-1] = Pass(stage, whole, m)
                     continue
             merged.append(work)

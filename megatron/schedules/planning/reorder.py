@@ -19,7 +19,10 @@ from megatron.schedules.planning.list_scheduling import EPSILON, Policy, list_sc
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, simulate
-from megatron.schedules.planning.tasks import Tasks, tasks_of
+from megatron.schedules.planning.tasks import Tasks, tasks_of, whole
+
+# Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.
+_MOST_INTERPRETED = 700_000
 
 
 def improve(
@@ -41,16 +44,18 @@ def improve(
 
     Never longer than the base order. Time is linear in the passes.
     """
+    best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
-    base = list(range(len(passes)))
+    compiled = rounds * len(passes) > _MOST_INTERPRETED
+    base: Sequence[int] = range(len(passes))
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     backwards = tasks.reversed()
-    best_order, best = base, simulate(schedule, costs).makespan
+    best_order = base
     share = 1 / max(1, rounds)
     for policy in policies:
         if rounds < 1:
             break
-        order, reached = scheduled(tasks, base, limits, policy)
+        order, reached = scheduled(tasks, base, limits, policy, compiled=compiled)
         rounds -= 1
         progress(share)
         while True:
@@ -58,9 +63,9 @@ def improve(
                 best_order, best = order, reached
             if rounds < 2:
                 break
-            backward, _ = scheduled(backwards, tasks.reversed_order(order), limits, policy)
+            backward, _ = scheduled(backwards, tasks.reversed_order(order), limits, policy, compiled=compiled)
             progress(share)
-            again, length = scheduled(tasks, tasks.reversed_order(backward), limits, policy)
+            again, length = scheduled(tasks, tasks.reversed_order(backward), limits, policy, compiled=compiled)
             progress(share)
             rounds -= 2
             if length > reached - EPSILON:
@@ -69,8 +74,20 @@ def improve(
     return replace(schedule, order=tasks.rows(best_order, passes))
 
 
-def scheduled(tasks: Tasks, order: Sequence[int], limits: Sequence[float], policy: Policy) -> tuple[list[int], float]:
-    """The order that list scheduling makes of ``order`` under ``policy``, and its makespan."""
+def scheduled(
+    tasks: Tasks, order: Sequence[int], limits: Sequence[float], policy: Policy, *, compiled: bool = False
+) -> tuple[Sequence[int], float]:
+    """The order that list scheduling makes of ``order`` under ``policy``, and its makespan.
+
+    Both are the same where it is ``compiled``, which takes a second or two once and then next to nothing.
+    """
+    if compiled:
+        import numpy as np
+
+        from megatron.schedules.planning.adaptive import compiled as machine_code
+
+        numbers, makespan = machine_code.scheduled(tasks.arrays, np.asarray(order), limits, policy)
+        return whole(numbers.tobytes()), makespan
     instance, found = tasks.instance, list(order)
     makespan = list_schedule(instance, order, limits, policy, list(instance.waits), [0.0] * len(found), found)
     return found, makespan

@@ -11,17 +11,18 @@ place, and the pass that needs it waits. So what is held follows from the order 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import sub
 from typing import NamedTuple
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Resource, Share, sources
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource, Share
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Rows, Schedule, gradients_complete
+from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -60,14 +61,12 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and what is done again."""
-        return sum(end - start for rank in range(self.schedule.ranks) for start, end in self._computing(rank)) / (
-            self.schedule.ranks
-        )
+        return sum(self._busy) / self.schedule.ranks
 
-    def _computing(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Start and end of the passes for which ``rank`` computes."""
-        spans = zip(self.schedule.order[rank], self.start[rank], self.end[rank], strict=True)
-        return ((start, end) for work, start, end in spans if KINDS[work.kind].resource is Resource.COMPUTE)
+    @cached_property
+    def _busy(self) -> list[float]:
+        """How long each rank computes; its copies take none of this time."""
+        return [sum(map(sub, ends, starts)) for starts, ends in zip(self.start, self.end, strict=True)]
 
     @property
     def bubble(self) -> float:
@@ -77,11 +76,8 @@ class Timeline:
     @cached_property
     def span_bubble(self) -> float:
         """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
-        rates = []
-        for rank, (starts, ends) in enumerate(zip(self.start, self.end, strict=True)):
-            busy = sum(end - start for start, end in self._computing(rank))
-            rates.append(1 - busy / (ends[-1] - starts[0]))
-        return max(rates)
+        rows = zip(self._busy, self.start, self.end, strict=True)
+        return max(1 - busy / (ends[-1] - starts[0]) for busy, starts, ends in rows)
 
     @cached_property
     def recomputed(self) -> float:
@@ -186,11 +182,14 @@ class Sweep(NamedTuple):
 
 def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
-    n, placement = schedule.microbatches, schedule.placement
-    lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * placement.stages)
-    awaited, ends_as = _awaited(schedule, costs.comm if costs else 0.0)
+    lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * schedule.placement.stages)
+    places = slots(schedule.placement, schedule.microbatches)
+    works = {
+        kind: list(zip(needs, lengths[kind], places[kind], strict=True))
+        for kind, needs in awaited(schedule, costs.comm if costs else 0.0, own=False).items()
+    }
     channels = [_Channels(row, lengths, bool(costs and costs.one_way)) for row in _with_copies(schedule)]
-    ended: list[float | None] = [None] * (len(KINDS) * placement.stages * n)
+    ended: list[float | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     starts: list[list[float]] = [[] for _ in schedule.order]
     ends: list[list[float]] = [[] for _ in schedule.order]
     clock = [0.0] * schedule.ranks
@@ -202,25 +201,28 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     while ready:
         rank = ready.popleft()
         row, now, copying = schedule.order[rank], clock[rank], channels[rank] if channels else None
-        for index in range(len(ends[rank]), len(row)):
+        begun, over, turn = starts[rank], ends[rank], turns[rank]
+        for index in range(len(over), len(row)):
             stage, kind, m = row[index]
+            needs, length, slot = works[kind][stage]
             begin = now
-            for base, latency in awaited[kind][stage]:
+            for base, latency in needs:
                 arrived = ended[base + m]
                 if arrived is None:
                     waiting.setdefault(base + m, []).append(rank)
                     break
-                begin = max(begin, arrived + latency)
+                if arrived + latency > begin:
+                    begin = arrived + latency
             else:
-                turns[rank].append(done)
+                turn.append(done)
                 done += 1
                 if copying is None:
-                    now = begin + lengths[kind][stage]
+                    now = begin + length
                 else:
                     begin, now = copying.took(row[index], begin)
-                starts[rank].append(begin)
-                ends[rank].append(now)
-                slot = ends_as[kind][stage] + m
+                begun.append(begin)
+                over.append(now)
+                slot += m
                 ended[slot] = now
                 if slot in waiting:
                     ready.extend(waiting.pop(slot))
@@ -294,28 +296,3 @@ _LOADED_FOR = {
     kind: [each for need in row.needs for each in need.kinds if KINDS[each].resource is Resource.FROM_HOST]
     for kind, row in KINDS.items()
 }
-
-
-def _awaited(
-    schedule: Schedule, comm: float
-) -> tuple[dict[Kind, list[list[tuple[int, float]]]], dict[Kind, list[int]]]:
-    """For every kind and stage, what a pass waits for on other stages, and where it notes its end.
-
-    Both as the number of microbatch 0's place in a list of ends by kind, stage and microbatch; what a pass needs on its
-    own stage stands before it in its own row. With each place, how long after that end the pass may start.
-    """
-    placement, n = schedule.placement, schedule.microbatches
-    rank_of, first = placement.rank_of, {kind: at * placement.stages * n for at, kind in enumerate(KINDS)}
-    places = {kind: [first[COUNTS_AS[kind]] + stage * n for stage in range(placement.stages)] for kind in KINDS}
-    awaited = {
-        kind: [
-            [
-                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else comm)
-                for source, kinds in sources(kind, stage, placement, schedule.kinds)
-                if source != stage
-            ]
-            for stage in range(placement.stages)
-        ]
-        for kind in KINDS
-    }
-    return awaited, places

@@ -1,16 +1,37 @@
-"""A schedule as numbered tasks in flat lists: the plain form in which orders are timed and improved."""
+"""A schedule as numbered tasks in flat arrays: the plain form in which orders are timed and improved.
+
+The arrays are Python's own, small where a list of numbers is large: a plan may have millions of passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource, sources
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Rows, Schedule
+from megatron.schedules.planning.schedule import Rows, Schedule, awaited, slots
+
+
+def whole(numbers: Iterable[int]) -> array[int]:
+    """Whole numbers in an array."""
+    return array("q", numbers)
+
+
+def fractions(numbers: Iterable[float]) -> array[float]:
+    """Numbers of any kind in an array."""
+    return array("d", numbers)
+
+
+def flags(values: Iterable[bool]) -> array[int]:
+    """What is true or not in an array."""
+    return array("b", values)
 
 
 @dataclass(frozen=True)
@@ -20,19 +41,24 @@ class Links:
     Those of task t stand from ``start[t]`` up to ``start[t + 1]``.
     """
 
-    start: list[int]
-    task: list[int]
-    delay: list[float]
+    start: array[int]
+    task: array[int]
+    delay: array[float]
 
-    @staticmethod
-    def of(pairs: Sequence[Sequence[tuple[int, float]]]) -> Links:
-        """From a list of (task, delay) for each task."""
-        start = [0, *accumulate(map(len, pairs))]
-        return Links(start, [task for row in pairs for task, _ in row], [delay for row in pairs for _, delay in row])
-
-    def counts(self) -> list[int]:
-        """How many links each task has."""
-        return [end - start for start, end in pairwise(self.start)]
+    def turned(self) -> Links:
+        """The same precedences, seen from their other ends; those of one task in the order of the others' numbers."""
+        counts = [0] * len(self.start)
+        for task in self.task:
+            counts[task + 1] += 1
+        start = whole(accumulate(counts))
+        free, tasks, delays = start[:], self.task[:], self.delay[:]
+        for other, (begin, end) in enumerate(pairwise(self.start)):
+            for link in range(begin, end):
+                task = self.task[link]
+                place = free[task]
+                free[task] = place + 1
+                tasks[place], delays[place] = other, self.delay[link]
+        return Links(start, tasks, delays)
 
 
 @dataclass(frozen=True)
@@ -51,40 +77,46 @@ class Tasks:
         before, after: what each task waits for, and what waits for it.
     """
 
-    first: list[int]
-    rank: list[int]
-    duration: list[float]
-    change: list[float]
-    filler: list[bool]
-    steady: list[bool]
-    channel: list[int]
-    copying: list[float]
-    opens: list[bool]
+    first: array[int]
+    rank: array[int]
+    duration: array[float]
+    change: array[float]
+    filler: array[int]
+    steady: array[int]
+    channel: array[int]
+    copying: array[float]
+    opens: array[int]
     before: Links
     after: Links
 
     def reversed(self) -> Tasks:
         """The same tasks with time running backwards."""
-        change, opens = (
-            [-c for c in self.change],
-            [c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True)],
-        )
+        change = fractions(-c for c in self.change)
+        opens = flags(c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True))
         return replace(self, change=change, opens=opens, before=self.after, after=self.before)
 
-    def reversed_order(self, order: Sequence[int]) -> list[int]:
+    def reversed_order(self, order: Sequence[int]) -> array[int]:
         """``order`` with each rank's part the other way round."""
-        found: list[int] = []
-        for start, end in pairwise(self.first):
-            found += order[start:end][::-1]
-        return found
+        return whole(chain.from_iterable(order[start:end][::-1] for start, end in pairwise(self.first)))
+
+    @cached_property
+    def instance(self) -> Instance:
+        """What list scheduling is given: lists, which Python reads fastest."""
+        return Instance(*map(list, self._fields))
 
     @property
-    def instance(self) -> Instance:
-        """What list scheduling is given."""
-        links = self.after
+    def _fields(self) -> Sequence[array[Any]]:
+        links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
-        copies = (self.channel, self.copying, self.opens)
-        return Instance(*of_tasks, *copies, self.before.counts(), links.start, links.task, links.delay)
+        return (*of_tasks, self.channel, self.copying, self.opens, waits, links.start, links.task, links.delay)
+
+    @cached_property
+    def arrays(self) -> Instance:
+        """The same for the compiled function, see :func:`.adaptive.compiled.compiled`."""
+        import numpy as np
+
+        found: list[Any] = [np.asarray(each) for each in self._fields]
+        return Instance(*(each.view(np.bool_) if each.dtype == np.int8 else each for each in found))
 
     def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Rows:
         """``order`` as a schedule's rows, given the pass of each task."""
@@ -93,50 +125,47 @@ class Tasks:
 
 def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
-    passes = [work for _, work in schedule.passes()]
-    number = {work: index for index, work in enumerate(passes)}
+    passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
-    rank_of, durations = placement.rank_of, costs.durations
-    needed = {
-        (stage, kind): [
-            (source, kinds, 0.0 if rank_of[source] == rank_of[stage] else costs.comm)
-            for source, kinds in sources(kind, stage, placement)
-        ]
-        for stage in range(placement.stages)
-        for kind in KINDS
-    }
-    before: list[list[tuple[int, float]]] = [[] for _ in passes]
-    after: list[list[tuple[int, float]]] = [[] for _ in passes]
-    for index, (stage, kind, m) in enumerate(passes):
-        for source, kinds, delay in needed[stage, kind]:
-            for each in kinds:
-                found = number.get(Pass(source, each, m))
-                if found is not None:
-                    before[index].append((found, delay))
-                    after[found].append((index, delay))
-                    break
-    steady: list[bool] = []
+    rank_of, durations, before = placement.rank_of, costs.durations, _before(schedule, passes, costs.comm)
+    steady = flags(())
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
-        steady += [place < last_forward for place in range(len(row))]
-    copies = [KINDS[work.kind].resource is not Resource.COMPUTE for work in passes]
-    lengths = [durations[work.kind][work.stage] for work in passes]
+        steady.extend(place < last_forward for place in range(len(row)))
+    copies = [kind for kind in KINDS if KINDS[kind].resource is not Resource.COMPUTE]
     tasks = Tasks(
-        first=[0, *accumulate(map(len, schedule.order))],
-        rank=[rank_of[work.stage] for work in passes],
-        duration=[0.0 if copy else length for copy, length in zip(copies, lengths, strict=True)],
-        change=[change for row in schedule.order for change in costs.changes_of(row)],
-        filler=[KINDS[work.kind].filler for work in passes],
+        first=whole(accumulate(map(len, schedule.order), initial=0)),
+        rank=whole(rank_of[stage] for stage, _, _ in passes),
+        duration=fractions(0.0 if kind in copies else durations[kind][stage] for stage, kind, _ in passes),
+        change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
+        filler=flags(KINDS[kind].filler for _, kind, _ in passes),
         steady=steady,
-        channel=[
-            2 * rank_of[work.stage] + (KINDS[work.kind].resource is Resource.TO_HOST and not costs.one_way)
-            if copy
+        channel=whole(
+            2 * rank_of[stage] + (KINDS[kind].resource is Resource.TO_HOST and not costs.one_way)
+            if kind in copies
             else -1
-            for copy, work in zip(copies, passes, strict=True)
-        ],
-        copying=[length if copy else 0.0 for copy, length in zip(copies, lengths, strict=True)],
-        opens=[KINDS[work.kind].resource is Resource.FROM_HOST for work in passes],
-        before=Links.of(before),
-        after=Links.of(after),
+            for stage, kind, _ in passes
+        ),
+        copying=fractions(durations[kind][stage] if kind in copies else 0.0 for stage, kind, _ in passes),
+        opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
+        before=before,
+        after=before.turned(),
     )
     return tasks, passes
+
+
+def _before(schedule: Schedule, passes: Sequence[Pass], comm: float) -> Links:
+    """What each of ``passes`` waits for."""
+    places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, comm, own=True)
+    number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
+    for index, (stage, kind, m) in enumerate(passes):
+        number[places[kind][stage] + m] = index
+    start, tasks, delays = whole([0]), whole(()), fractions(())
+    for stage, kind, m in passes:
+        for place, delay in needed[kind][stage]:
+            found = number[place + m]
+            if found is not None:
+                tasks.append(found)
+                delays.append(delay)
+        start.append(len(tasks))
+    return Links(start, tasks, delays)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, OF_RANKS, SPLIT, WHOLES, sources, stages_doing
+from megatron.schedules.planning.kinds import KINDS, OF_RANKS, SPLIT, WHOLES, Kind, sources, stages_doing
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import sweep
@@ -45,24 +46,25 @@ def _validate_ranks(schedule: Schedule) -> None:
 
 def _validate_passes(schedule: Schedule) -> None:
     """Every part of the work is done once, by itself or in a whole."""
-    count = Counter(work for _, work in schedule.passes())
-    doubled = next((work for work, times in count.items() if times > 1), None)
-    if doubled is not None:
+    there = set(chain.from_iterable(schedule.order))
+    if len(there) < sum(map(len, schedule.order)):
+        count = Counter(chain.from_iterable(schedule.order))
+        doubled = next(work for work, times in count.items() if times > 1)
         raise PlanError(f"{schedule.name}: {doubled} stands {count[doubled]} times; every pass is done once")
-    for stage, kind, m in count:
+    for stage, kind, m in chain.from_iterable(schedule.order):
         back = KINDS[kind].returns
-        if back is not None and Pass(stage, back, m) not in count:
+        if back is not None and (stage, back, m) not in there:
             raise PlanError(f"{schedule.name}: {stage}{back}{m} is missing: {stage}{kind}{m} is of no use without it")
     in_wholes = {part for parts in WHOLES for part in parts}
     alone = [kind for kind in SPLIT if kind not in in_wholes]
     for stage in range(schedule.placement.stages):
         for m in range(schedule.microbatches):
             for kind in alone:
-                if Pass(stage, kind, m) not in count:
+                if (stage, kind, m) not in there:
                     raise PlanError(f"{schedule.name}: {stage}{kind}{m} is missing")
             for parts, whole in WHOLES.items():
-                lacking = [part for part in parts if Pass(stage, part, m) not in count]
-                if Pass(stage, whole, m) in count:
+                lacking = [part for part in parts if (stage, part, m) not in there]
+                if (stage, whole, m) in there:
                     if len(lacking) < len(parts):
                         raise PlanError(
                             f"{schedule.name}: stage {stage}, microbatch {m} has a whole backward {whole} and an "
@@ -77,9 +79,9 @@ def _validate_passes(schedule: Schedule) -> None:
 
 def _validate_shared(schedule: Schedule) -> None:
     """What every rank does, all do for every microbatch, or none does; it is written with their last stages."""
-    there = {work for _, work in schedule.passes() if work.kind in OF_RANKS}
-    if not there:
+    if not schedule.kinds.intersection(OF_RANKS):
         return
+    there = {work for _, work in schedule.passes() if work.kind in OF_RANKS}
     for kind in OF_RANKS:
         for stage in stages_doing(kind, schedule.placement):
             for m in range(schedule.microbatches):
@@ -103,10 +105,11 @@ def _validate_local_order(schedule: Schedule) -> None:
         for stage in range(where.stages)
     }
     for row in schedule.order:
-        here, seen = set(row), set[Pass]()
+        here, seen = set(row), set[tuple[int, Kind, int]]()
         for work in row:
-            for kinds in needs[work.stage, work.kind]:
-                passes = [Pass(work.stage, kind, work.microbatch) for kind in kinds]
+            stage, kind, m = work
+            for kinds in needs[stage, kind]:
+                passes = [(stage, each, m) for each in kinds]
                 if seen.isdisjoint(passes) and not (KINDS[kinds[0]].optional and here.isdisjoint(passes)):
-                    raise PlanError(f"{schedule.name}: {work} stands before {passes[0]}, which it needs")
+                    raise PlanError(f"{schedule.name}: {work} stands before {Pass(*passes[0])}, which it needs")
             seen.add(work)

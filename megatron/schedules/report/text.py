@@ -150,14 +150,15 @@ class _Frame:
 
     def _shades(self, placement: Placement, lane: Lane) -> Text:
         """A row where a column is longer than a pass: each column a mixture of what runs in it."""
-        row = Text()
+        row, scale = Text(), self.scale
         shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(self.columns)]
-        for work, start, end in lane:
-            look = work.kind, placement.chunk_of(work.stage)
-            first, last = start * self.scale, end * self.scale
-            for column in range(int(first), min(self.columns, math.ceil(last))):
-                inside = min(last, column + 1) - max(first, column)
-                shares[column][look] = shares[column].get(look, 0.0) + max(0.0, inside)
+        for (stage, kind, _), start, end in lane:
+            look, first, last = (kind, placement.chunk_of(stage)), start * scale, end * scale
+            column = int(first)
+            while first < last and column < self.columns:
+                share, until = shares[column], min(last, column + 1)
+                share[look] = share.get(look, 0.0) + until - first
+                first, column = until, column + 1
         for share in shares:
             busy = sum(share.values())
             if self.colour and busy:

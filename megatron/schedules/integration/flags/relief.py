@@ -14,8 +14,7 @@ from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import positive
 from megatron.schedules.planning.request import Request
-
-_MEMORY = Path("/proc/meminfo")
+from megatron.schedules.runtime.host_left import available_host_bytes
 
 
 def with_relief(args: Any, request: Request) -> Request:
@@ -27,6 +26,11 @@ def with_relief(args: Any, request: Request) -> Request:
     again, offload = args.pipeline_recompute or "none", args.pipeline_offload or "none"
     if again not in ("auto", "none"):
         raise PlanError(f"{FLAGS['again']} {again!r} is unknown: use auto or none")
+    if again == "auto" and args.recompute_granularity == "full":
+        raise PlanError(
+            f"{FLAGS['again']} auto does not go with --recompute-granularity full: both do whole layers again; leave "
+            "one of them out"
+        )
     shape, costs = shape_of(args), request.costs
     if (again == "auto" or offload != "none") and shape is None:
         raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
@@ -82,19 +86,10 @@ def check_host(args: Any, microbatches: float) -> float:
     if shape is None or not microbatches:
         return 0.0
     each, ranks = microbatches * bytes_of_a_rank(args, shape), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = _available()
+    free = available_host_bytes()
     if free is not None and each * ranks > free:
         raise PlanError(
             f"{FLAGS['offload']} takes {each / 2**30:.1f} GiB of host memory for each of {ranks} ranks, and this host "
             f"has {free / 2**30:.1f} GiB left: raise {FLAGS['memory_limit']}, or leave the flag out"
         )
     return each
-
-
-def _available() -> int | None:
-    """Bytes that the host has left; None where it does not say."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

@@ -6,11 +6,14 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
 from megatron.schedules.planning.list_scheduling import Instance, Policy, list_schedule
@@ -50,6 +53,20 @@ def compiled() -> Callable[..., float]:
             if _read_sums(kept) != _sums(kept):
                 write_whole(kept / _SUMS, json.dumps(_sums(kept)))
         return made
+
+
+def scheduled(
+    tasks: Instance, order: NDArray[np.int64], limits: Sequence[float], policy: Policy
+) -> tuple[NDArray[np.int64], float]:
+    """The order that the compiled function makes of ``order``, and its makespan.
+
+    Args:
+        tasks: on arrays.
+        order, limits, policy: see :func:`.list_scheduling.list_schedule`.
+    """
+    found, missing, ready = np.empty_like(order), np.array(tasks.waits), np.zeros(len(order))
+    makespan = compiled()(tasks, order, np.array(limits, np.float64), policy, missing, ready, found)
+    return found, makespan
 
 
 @contextmanager

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.planning.adaptive.compiled import compiled
+from megatron.schedules.planning.adaptive.compiled import scheduled
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, RELIEF, SPLIT, Doing, everywhere, in_dependency_order
 from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.tasks import Tasks, tasks_of
+from megatron.schedules.planning.tasks import tasks_of
 
 TaskOrder = NDArray[np.int64]
 """Task numbers, rank by rank."""
@@ -39,7 +38,7 @@ class Problem:
         self._number = {work: index for index, work in enumerate(self.passes)}
         self.size = len(self.passes)
         self._reversed = np.array(tasks.reversed_order(range(self.size)))
-        self._forward, self._backward = _arrays(tasks), _arrays(tasks.reversed())
+        self._forward, self._backward = tasks.arrays, tasks.reversed().arrays
 
     @property
     def effort(self) -> int:
@@ -95,10 +94,7 @@ class Problem:
         return found[self._reversed]
 
     def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
-        found, missing = np.empty_like(order), np.array(instance.waits)
-        limits = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
-        makespan = compiled()(instance, order, limits, policy, missing, np.zeros(self.size), found)
-        return found, makespan
+        return scheduled(instance, order, self.costs.limits(self.placement, limit), policy)
 
 
 def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
@@ -112,16 +108,6 @@ def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
     before = [each for each in missing if any(each in need.kinds for part in parts for need in KINDS[part].needs)]
     after = [each for each in missing if KINDS[each].gives and any(kind in need.kinds for need in KINDS[each].needs)]
     return [Pass(stage, each, m) for each in (*before, *parts, *after)]
-
-
-def _arrays(tasks: Tasks) -> Instance:
-    """What the compiled function takes; see :func:`.compiled.compiled`."""
-    floats, flags = ("duration", "change", "copying", "delay"), ("filler", "steady", "opens")
-    types = (
-        dict.fromkeys(Instance._fields, np.int64) | dict.fromkeys(floats, np.float64) | dict.fromkeys(flags, np.bool_)
-    )
-    arrays: dict[str, Any] = {name: np.array(each, types[name]) for name, each in tasks.instance._asdict().items()}
-    return Instance(**arrays)
 
 
 def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:

@@ -1,0 +1,62 @@
+"""Jobs that ask for relief by flag: stock's gradients to the bit, in less memory, and a line about what was planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.schedules.integration.flags import relief
+from megatron.schedules.planning.errors import PlanError
+from tests.integration.results import UNTIED
+from tests.integration.test_same_result import assert_same_losses, differing
+
+JOB = (*UNTIED, "--global-batch-size", "8", "--train-iters", "2", "--pipeline-model-parallel-size", "4")
+LIMIT = "--pipeline-schedule adaptive --pipeline-schedule-chunks 2 --pipeline-search-seconds 0.2"
+HOW = {
+    "recompute": "--pipeline-memory-limit 0.3 --pipeline-recompute auto",
+    "offload": "--pipeline-memory-limit 0.3 --pipeline-offload 0.1 --pipeline-schedule-costs 4,4,3",
+    "both": "--pipeline-memory-limit 0.2 --pipeline-recompute auto --pipeline-offload 0.1 "
+    "--pipeline-schedule-costs 4,4,3",
+}
+
+
+@pytest.mark.parametrize("how", ["recompute", pytest.param("both", marks=pytest.mark.full_matrix), "offload"])
+def test_a_job_relieved_has_stocks_gradients(train, how):
+    ours = train(4, *JOB, *LIMIT.split(), *HOW[how].split())
+    stock = train.stock(4, *JOB)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+@pytest.mark.parametrize("how", ["recompute", pytest.param("offload", marks=pytest.mark.full_matrix)])
+def test_the_first_lines_say_what_is_relieved(megatron, how):
+    from tests.integration.test_refusals import JOB as ONE
+    from tests.integration.test_refusals import PP4
+
+    (_, said), *_ = megatron("outputs", 4, [*ONE, *PP4, *LIMIT.split(), *HOW[how].split()])
+    expected = "% of the layers done again" if how == "recompute" else "GiB of each rank's at most on the host"
+    assert expected in said
+
+
+def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
+    import argparse
+
+    args = argparse.Namespace(
+        tensor_model_parallel_size=1, context_parallel_size=1, micro_batch_size=1, seq_length=1024, bf16=True,
+        fp16=False, pipeline_model_parallel_size=4,
+    )  # fmt: skip
+
+    class Loads:
+        @staticmethod
+        def held_by_one_of(ranks: int) -> float:
+            return 2.0**20
+
+    class Shape:
+        loads = Loads
+
+    monkeypatch.setattr(relief, "shape_of", lambda _: Shape)
+    monkeypatch.setattr(relief, "available_host_bytes", lambda: 3 * 2**30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert relief.check_host(args, 1.5) == 1.5 * 2**30
+    with pytest.raises(PlanError, match=r"--pipeline-offload takes 2\.0 GiB of host memory for each of 2 ranks"):
+        relief.check_host(args, 2.0)
+    assert relief.check_host(args, 0.0) == 0
