@@ -198,8 +198,8 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     type=click.FloatRange(0, min_open=True),
     metavar="GB/S",
     help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
-    "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5, at four "
-    "fifths of their speed, shared by two GPUs.",
+    "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
+    "four fifths of their speed, shared by two GPUs.",
 )
 @click.option(
     "--host-memory",
