@@ -172,6 +172,29 @@ def test_a_stage_with_both_r_and_o_has_half_of_each(tmp_path, capsys):
     assert (data["redone"][0] * 13, data["offloaded"][0] * 13) == pytest.approx((6, 7))
 
 
+def test_offload_auto_is_what_a_profile_has(tmp_path, capsys):
+    """Two layers hold 4000 bytes, four are half a rank's, and 10**6 bytes are copied in a second."""
+    median = {kind: {"median": 0.02} for kind in ("forward", "input_grad", "weight_grad")}
+    profile = {
+        "version": 1,
+        "device": "a GPU",
+        "model": {"layers": 16, "hidden_size": 64, "heads": 4, "sequence_length": 128},
+        "micro_batch_size": 1,
+        "tensor_parallel": 1,
+        "chunk": {"layers": 2, **median, "activation_bytes": 4000, "weight_bytes": 3000},
+    }
+    rates = {"copy_gbps": {"to_host": 0.002, "from_host": 0.002, "both_ways": 0.001}}
+    path = tmp_path / "profile.json"
+    asked = ["plan", "--schedule-file", str(tmp_path / "o.csv"), "--costs-file", str(path), "--format", "json"]
+    (tmp_path / "o.csv").write_text("0F0,0O0,0L0,0B0\n1F0,1B0\n")
+    for flags, copy in (([], 8.0), (["--offload", "auto", "--offload-shared", "2"], 16.0), (["--offload", "3"], 3.0)):
+        path.write_text(json.dumps(profile | rates))
+        assert main([*asked, *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["costs"]["copy"] == pytest.approx(copy)
+    path.write_text(json.dumps(profile))
+    assert_refused([*asked, "--offload", "auto"], "--offload auto takes the time of copies from", capsys)
+
+
 # --- what is wrong ends in one line -------------------------------------------------------------------------------
 
 WRONG = {

@@ -198,7 +198,8 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     type=click.FloatRange(0, min_open=True),
     metavar="GB/S",
     help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
-    "12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5, at four fifths of their speed, shared by two GPUs.",
+    "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
+    "four fifths of their speed, shared by two GPUs.",
 )
 @click.option(
     "--host-memory",
@@ -260,12 +261,15 @@ def main(
     if output is not None and not output.parent.is_dir():
         raise PlanError(f"--output: cannot write {output}: there is no folder {output.parent}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
-    gpu = gpu if offload_gbps is None else replace(gpu, host_link=offload_gbps * 1e9)
     gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
     shape = replace(MODELS[model], sequence=sequence_length)
-    correction = ONES
+    correction, link = ONES, None if offload_gbps is None else offload_gbps * 1e9
     if costs_file is not None:
-        correction = corrections(read_profile(costs_file), gpu)
+        profile = read_profile(costs_file)
+        correction = corrections(profile, gpu)
+        if link is None and profile.copy_gbps is not None:
+            link = profile.copy_gbps.both_ways * 1e9
+    gpu = gpu if link is None else replace(gpu, host_link=link)
     questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
     usual = methods or [method.name for method in _METHODS if not method.relieves]
     names = [*usual, *(method.name for method in RELIEVED if relief)]

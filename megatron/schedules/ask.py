@@ -164,11 +164,11 @@ def size_flags(command: Command) -> Command:
             ),
             click.option(
                 "--offload",
-                metavar="COST",
+                metavar="COST|auto",
                 help="For adaptive: activations may be copied to host memory and back, in passes O and L beside the "
-                "computing. COST is the time to copy those of half a rank's layers one way, in the unit of --costs. "
-                "Give it where memory is short and the host's link idle; with --recompute auto for both. Also for a "
-                "CSV that has O and L.",
+                "computing. COST is the time to copy those of half a rank's layers one way, in the unit of --costs; "
+                "auto takes what --costs-file has. Give it where memory is short and the host's link idle; with "
+                "--recompute auto for both. Also for a CSV that has O and L.",
             ),
             click.option(
                 "--offload-one-way",
@@ -300,7 +300,7 @@ class Ask:
             model=loads,
             layers=None if layers in (None, "even", "auto") else _counts(layers),
             shared_vocabulary=vocabulary_parallel,
-            copy=_copy_time(offload, offload_shared, offload_one_way),
+            copy=_copy_time(offload, offload_shared, offload_one_way, measured.copy),
             one_way=offload_one_way,
             stage_weights=numbers("--stage-weights", stage_weights),
             stage_activations=numbers("--stage-activations", stage_activations),
@@ -333,16 +333,24 @@ class Ask:
         return simulate(schedule, request.costs.on(schedule.placement))
 
 
-def _copy_time(offload: str | None, shared: str | None, one_way: bool) -> float:
-    """How long copying the activations of half a rank's layers takes, one way; 0 where nothing is offloaded."""
-    time = positive("--offload", offload, "the time to copy the activations of half a rank's layers one way")
+def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured: float) -> float:
+    """How long copying the activations of half a rank's layers takes, one way.
+
+    Args:
+        offload, shared, one_way: the flags.
+        measured: by a profile; 0 where there is none, or it does not have it.
+    """
     ranks = integer("--offload-shared", shared, 1, "one rank or more share a link")
-    if time is None:
-        if ranks is not None or one_way:
-            flag = "--offload-one-way" if one_way else "--offload-shared"
-            raise PlanError(f"{flag} goes with --offload: how long does a copy take?")
-        return 0.0
-    return time * (ranks or 1)
+    if offload is None and (ranks is not None or one_way):
+        flag = "--offload-one-way" if one_way else "--offload-shared"
+        raise PlanError(f"{flag} goes with --offload: how long does a copy take?")
+    if offload == "auto" and not measured:
+        raise PlanError(
+            "--offload auto takes the time of copies from a --costs-file that has it, as tools/profile_passes.py writes"
+        )
+    what = "auto, or the time to copy the activations of half a rank's layers one way,"
+    time = measured if offload == "auto" else positive("--offload", offload, what)
+    return measured if time is None else time * (ranks or 1)
 
 
 def _shape(model: str) -> Shape:
