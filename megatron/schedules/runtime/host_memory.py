@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron.schedules.planning.host import fitting
+
 _PAGE = 4096
-# A block much larger than what is asked for is left to who needs so much.
-_MOST_SPARE = 2
 _MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -44,12 +44,9 @@ class HostMemory:
             MemoryError: there is not so much memory.
             Exception: whatever ``allocate`` raises.
         """
-        fitting = [block for block in self._free if size <= block.memory.nbytes <= _MOST_SPARE * max(size, _PAGE)]
-        if fitting:
-            found = min(fitting, key=lambda block: block.memory.nbytes)
-            # By identity: tensors are compared element by element.
-            del self._free[next(at for at, block in enumerate(self._free) if block is found)]
-            return found
+        found = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
+        if found is not None:
+            return self._free.pop(found)
         size = -(-size // _PAGE) * _PAGE
         free = available_host_bytes()
         if free is not None and size > free:
