@@ -137,8 +137,8 @@ def _host(rows: Sequence[Row]) -> Iterator[str]:
         off = {_named(row): row["said_host_bytes"] / max(row["host_bytes"]) - 1 for row in rows}
         worst = max(off, key=lambda name: abs(off[name]))
         yield (
-            f"Host memory said before the start is what the rank with most takes, within {100 * WITHIN:.0f} %: at worst "
-            f"{100 * off[worst]:+.1f} % ({worst}), {_verdict(abs(off[worst]) <= WITHIN)}\n"
+            f"Host memory said before the start is what the rank with most takes, within {100 * WITHIN:.0f} %: at "
+            f"worst {100 * off[worst]:+.1f} % ({worst}), {_verdict(abs(off[worst]) <= WITHIN)}\n"
         )
 
 

@@ -10,6 +10,13 @@ from megatron.schedules.planning.schedule import Schedule
 
 # A block much larger than what is asked for is left to who needs so much.
 _MOST_SPARE = 2
+# Stages with as many layers differ by a little, such as the first one's input, and should find each other's blocks.
+_SPARE = 1 / 32
+
+
+def made(size: float) -> float:
+    """How large a new block is where ``size`` is asked for."""
+    return size * (1 + _SPARE)
 
 
 def fitting(blocks: Sequence[float], size: float, least: float = 0.0) -> int | None:
@@ -40,8 +47,8 @@ def _taken(schedule: Schedule, costs: StageCosts, rank: int) -> float:
         if kind is Kind.F and (stage, m) in leaving:
             size = round(costs.held[Share.AWAY][stage], 9)
             at = fitting(free, size)
-            used[stage, m] = size if at is None else free.pop(at)
-            total += size if at is None else 0.0
+            used[stage, m] = made(size) if at is None else free.pop(at)
+            total += made(size) if at is None else 0.0
         elif kind is Kind.L:
             free.append(used.pop((stage, m)))
     return round(total, 9)

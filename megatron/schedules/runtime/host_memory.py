@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.schedules.planning.host import fitting
+from megatron.schedules.planning.host import fitting, made
 
 _PAGE = 4096
 _MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -47,13 +47,13 @@ class HostMemory:
         found = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
         if found is not None:
             return self._free.pop(found)
-        size = -(-size // _PAGE) * _PAGE
+        size = -(-int(made(size)) // _PAGE) * _PAGE
         free = available_host_bytes()
         if free is not None and size > free:
             raise MemoryError(f"the host has {free / 2**30:.3g} GiB left")
-        made = Block(self._allocate(size))
+        block = Block(self._allocate(size))
         self.bytes += size
-        return made
+        return block
 
     def give_back(self, block: Block, read_by: Any) -> None:
         """``block`` may be used again, once the copy ``read_by`` has read it."""
