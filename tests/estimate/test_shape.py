@@ -85,3 +85,15 @@ def test_a_file_that_holds_no_model_is_refused_in_one_line(tmp_path: Path, text:
         megatron_flags.read(written(tmp_path, text))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_without_dropout_no_masks_are_held(tmp_path: Path):
+    """arXiv 2205.05198: 34 bytes a token and hidden unit, of which two are masks; of the scores 3 of 5."""
+    gpt = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1000"
+    kept, none = "--transformer-impl local", "--attention-dropout 0 --hidden-dropout 0"
+    held = {
+        flags: megatron_flags.read(written(tmp_path, f"{gpt} {flags}")).loads.mean.held / 512
+        for flags in ("", none, kept, f"{kept} {none}")
+    }
+    scores = 8 * 256 / 512
+    assert list(held.values()) == [34, 32, 34 + 5 * scores, 32 + 2 * scores]

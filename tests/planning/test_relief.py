@@ -173,6 +173,14 @@ def test_relief_never_makes_a_plan_longer(limit: float, how: dict[str, bool]):
         assert (Kind.R in plan(chosen).kinds) == ("recompute" in how)
 
 
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("limit", [0.15, 0.25, 0.375])
+def test_both_together_are_no_longer_than_either(limit: float):
+    request = replace(asked(limit, recompute=True, offload=True), costs=replace(REAL, copy=0.7))
+    alone = [relieve(replace(request, recompute=False)), relieve(replace(request, offload=False))]
+    assert makespan(relieve(request)) <= min(map(makespan, alone)) + 1e-9
+
+
 def test_less_memory_works_than_without():
     assert least_limit(asked(1)) == 0.25, "a microbatch"
     low = asked(0.13, recompute=True)

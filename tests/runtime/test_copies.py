@@ -193,11 +193,11 @@ def test_a_block_fits_and_is_not_far_too_large():
     assert [block.memory.nbytes for block in sizes] == [12_288, 24_576, 106_496], "a little larger, and whole pages"
     for number, block in enumerate(sizes):
         memory.give_back(block, f"copy {number}")
-    found = memory.take(11_000)
+    found = memory.take(12_288)
     assert found.memory is sizes[0].memory and found.read_by == "copy 0"
-    assert memory.take(11_000).memory is sizes[1].memory, "the next larger one"
-    assert memory.take(11_000).memory.nbytes == 12_288, "not a tenth of one"
-    assert memory.bytes == 12_288 + 24_576 + 106_496 + 12_288
+    assert memory.take(12_288).memory is sizes[1].memory, "the next larger one"
+    assert memory.take(12_288).memory.nbytes == 16_384, "not a tenth of one"
+    assert memory.bytes == 12_288 + 24_576 + 106_496 + 16_384
 
 
 def test_stages_that_differ_by_a_little_share_a_block():

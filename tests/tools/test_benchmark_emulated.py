@@ -1,4 +1,4 @@
-"""tools/benchmarks/emulated.py: every engine runs the passes, a failing rank says why, and verdicts follow the rows."""
+"""tools/benchmarks/emulated.py, relief.py: every engine runs, a failing rank says why, and verdicts follow the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from tools.benchmarks import emulated
+from tools.benchmarks import emulated, relief, relief_section
 from tools.benchmarks.emulated_section import KEY, section
 
 ENGINES = {
@@ -22,11 +22,13 @@ ENGINES = {
 
 JOB = """
 import json
-from tools.benchmarks import emulated
+from tools.benchmarks import emulated, relief
 from tools.benchmarks.emulated_ranks import RankError, run_ranks
 
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
 rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
+relief.UNIT_S = 0.002
+relieved = list(relief.setting(2, 4, [0.375], 1, lambda text: None))
 
 def fail():
     import torch.distributed as dist
@@ -37,16 +39,23 @@ def fail():
 try:
     run_ranks(2, fail, timeout=60)
 except RankError as error:
-    print(json.dumps([rows, str(error)]))
+    print(json.dumps([rows, relieved, str(error)]))
 """
 
 
-def test_every_engine_runs_and_a_failing_rank_says_why():
+@pytest.fixture(scope="module")
+def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """The rows of both, and what is said of a rank that fails."""
     # In a process of its own: ranks are forked, and the tests' process may have threads.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows, error = json.loads(done.stdout.splitlines()[-1])
+    emulated, relieved, error = json.loads(done.stdout.splitlines()[-1])
+    return emulated, relieved, error
+
+
+def test_every_engine_runs_and_a_failing_rank_says_why(job):
+    rows, _, error = job
     assert "rank 1 failed" in error and "ValueError: what went wrong" in error
     assert {engine: {r["schedule"] for r in rows if r["engine"] == engine} for engine in ENGINES} == ENGINES
     assert (rows[0]["engine"], rows[0]["schedule"], rows[0]["speedup_over_stock_1f1b"]) == ("megatron-core", "1F1B", 1)
@@ -59,6 +68,25 @@ def test_every_engine_runs_and_a_failing_rank_says_why():
         assert 1 <= row["memory"] <= 2.5
         assert 0 <= row["hop_seconds"] <= 0.001 and 0 <= row["hop_seconds_beforehand"] <= 0.001
     assert "V-ZB" not in section(rows)  # of a size that the claim is not about
+
+
+def test_what_is_relieved_runs_and_holds_what_is_planned(job):
+    _, rows, _ = job
+    stock = [row for row in rows if row["engine"] == "megatron-core"]
+    ours = {(row["schedule"], row["relief"]): row for row in rows if row["engine"] == "ours"}
+    assert [row["relief"] for row in stock] == list(relief.STOCK)
+    # Less than one microbatch's: without relief nothing runs.
+    expected = [("v-zb", "nothing"), *(("adaptive 0.375", relieved) for relieved in ("R", "O, L", "R, O, L"))]
+    assert list(ours) == expected
+    assert ours["adaptive 0.375", "R"]["again"] > 0 and ours["adaptive 0.375", "O, L"]["offloaded"] > 0
+    for row in rows:
+        assert 0.95 * 4 * 5.7 * 0.002 < row["seconds"] < 5 and row["simulated_seconds"] > 0
+    for row in ours.values():
+        assert row["measured_bytes"] == pytest.approx(row["planned_bytes"], rel=0.01), row["schedule"]
+    everything, full, core, other = (max(row["measured_bytes"]) for row in stock)
+    assert full < core < everything and full < other < everything
+    assert stock[1]["time_over_stock_1f1b"] > 1
+    assert "not held" in relief_section.section([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
 
 
 @pytest.mark.parametrize("costs", ["1,1", "1,1,x", "1,1,0", "1,1,1,0.05"])

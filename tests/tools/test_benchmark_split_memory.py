@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.benchmarks import apart, memory, split
+from tools.benchmarks import apart, memory, memory_relief, split
 from tools.benchmarks.memory import Peaks, memory_row
 from tools.benchmarks.split import Pair, layer_row
 
@@ -95,3 +95,16 @@ def test_rows_come_from_another_process(capfd):
     with pytest.raises(RuntimeError, match="failed; the lines above say why"):
         next(rows)
     assert "no more rows" in capfd.readouterr().err
+
+
+def test_relieved_plans_have_their_own_verdicts():
+    def section(times: float, said: float) -> list[str]:
+        held = [memory_relief.Held(2, round(2000 * times), 1.5, said, 1500)] * 4
+        rows = [memory_row("1f1b", 4, peaks(4), peaks(4)), memory_relief.relief_row("0.5", "offload", 1000, held)]
+        lines = memory.section(rows).splitlines()
+        return [line for line in lines if line.startswith(("Every rank holds what is planned with", "Host memory"))]
+
+    for line in section(1.04, 1450):
+        assert line.endswith("**held**") and "offload within 50.0%" in line
+    for line in section(0.94, 1400):
+        assert line.endswith("**not held**")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.schedules.estimate.transformer import Layer, decoder_layer
+from megatron.schedules.planning.adaptive.plan import least_limit
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.registry import Request
 from megatron.schedules.planning.schedule import Schedule
@@ -154,7 +155,8 @@ def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
         for relief, (recompute, offload) in RELIEFS.items():
             costs = replace(COSTS, copy=ONE_WAY * computing if offload else 0.0)
             asked = Request("adaptive", d, n, costs, memory_limit=limit, recompute=recompute, offload=offload)
-            yield _of_ours(kept_relief(asked) if recompute or offload else asked, relief)
+            if limit >= least_limit(asked):
+                yield _of_ours(kept_relief(asked) if recompute or offload else asked, relief)
 
 
 def _of_ours(request: Request, relief: str) -> Entry:

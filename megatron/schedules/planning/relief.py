@@ -67,7 +67,7 @@ class Shares(NamedTuple):
 def relieve(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
 
-    The plan is never longer than without.
+    The plan is never longer than without, nor, where both may be done, than with one of them alone.
 
     Args:
         request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
@@ -76,6 +76,19 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
     Raises:
         PlanError: where nothing can be planned under the memory limit.
     """
+    limit = limit_in_microbatches(request)
+    asked = [request]
+    if request.recompute and request.offload:
+        asked += [replace(request, offload=False), replace(request, recompute=False)]
+    plain = relieved(request, None, None, request.chunk_choices)
+    fitting = [each for each in (*asked, plain) if least_limit(each) * request.ranks <= limit + EPSILON]
+    part = 1 / len(fitting)
+    finalists = [each if each is plain else _chosen(each, lambda done: progress(part * done)) for each in fitting]
+    return finalists[0] if len(finalists) == 1 else min(reversed(finalists), key=_planned_length)
+
+
+def _chosen(request: Request, progress: Progress) -> Request:
+    """``request`` with what the search settles on."""
     first, *others = (_Search(request, placement) for placement in placements(request))
     first.grid(lambda part: progress(part * _SEARCHING))
     for other in others:
@@ -83,12 +96,8 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
     costs = best.settled()
-    chosen = relieved(request, costs.redone, costs.offloaded, (best.placement.chunks,))
     progress(1 - _SEARCHING)
-    plain = relieved(request, None, None, request.chunk_choices)
-    if least_limit(plain) * request.ranks > limit_in_microbatches(request) + EPSILON:
-        return chosen
-    return min(plain, chosen, key=_planned_length)
+    return relieved(request, costs.redone, costs.offloaded, (best.placement.chunks,))
 
 
 def relieved(
