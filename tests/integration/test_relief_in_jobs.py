@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from megatron.schedules.integration.flags import relief
@@ -38,22 +40,9 @@ def test_the_first_lines_say_what_is_relieved(megatron, how):
 
 
 def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
-    import argparse
-
-    args = argparse.Namespace(
-        tensor_model_parallel_size=1, context_parallel_size=1, micro_batch_size=1, seq_length=1024, bf16=True,
-        fp16=False, pipeline_model_parallel_size=4,
-    )  # fmt: skip
-
-    class Loads:
-        @staticmethod
-        def held_by_one_of(ranks: int) -> float:
-            return 2.0**20
-
-    class Shape:
-        loads = Loads
-
-    monkeypatch.setattr(relief, "shape_of", lambda _: Shape)
+    args = argparse.Namespace(pipeline_model_parallel_size=4)
+    monkeypatch.setattr(relief, "shape_of", lambda _: "known")
+    monkeypatch.setattr(relief, "bytes_of_a_rank", lambda *_: 2**30)
     monkeypatch.setattr(relief, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert relief.check_host(args, 1.5) == 1.5 * 2**30

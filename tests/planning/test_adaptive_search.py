@@ -61,7 +61,7 @@ def test_compiled_and_in_python_a_round_makes_the_same_choices(
     assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, policy)
     reverse, _ = in_python(tasks.reversed(), tasks.reversed_order(order.tolist()), limit, policy)
     backward = problem.backward(order, limit, policy)
-    assert backward.tolist() == tasks.reversed_order(reverse)
+    assert backward.tolist() == list(tasks.reversed_order(reverse))
 
     for one in (forward, backward):
         made_of_it = Schedule("made", schedule.placement, schedule.microbatches, problem.rows(one))

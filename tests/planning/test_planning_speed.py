@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from megatron.schedules.planning import polish
+from megatron.schedules.planning.keeping import FOLDER_VARIABLE
+from megatron.schedules.planning.registry import Request, plan
 from tests.planning.made_schedules import NAMED, UNIT, plan_and_seconds
 
 anew = plan_and_seconds.__wrapped__
@@ -25,3 +33,51 @@ def test_four_times_the_microbatches_take_about_four_times_as_long(name: str):
     """Up to twice that is put down to the machine; growing with the square it would be four times."""
     few = min(anew(name, 8, 128, UNIT, 2)[1] for _ in range(3))
     assert seconds(name, 8, 512, most=2 * 4 * few) < 2 * 4 * few
+
+
+def lines(name: str, ranks: int, microbatches: int) -> int:
+    """How many lines of Python are run to plan: a number that is no matter of the machine."""
+    monitoring, tool, run = sys.monitoring, 4, 0
+
+    def another(*_: object) -> None:
+        nonlocal run
+        run += 1
+
+    monitoring.use_tool_id(tool, "lines")
+    monitoring.register_callback(tool, monitoring.events.LINE, another)
+    monitoring.set_events(tool, monitoring.events.LINE)
+    try:
+        plan(Request(name, ranks, microbatches))
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+    return run
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_eight_times_the_passes_take_eight_times_the_work(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Twice the ranks and four times the microbatches, in as few rounds as large plans get."""
+    monkeypatch.setattr(polish, "_PASSES", 0)
+    assert lines(name, 16, 128) < 1.1 * 8 * lines(name, 8, 32)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("ranks", "microbatches", "most_seconds"), [(64, 512, 5), (128, 2048, 60)])
+def test_large_plans_take_a_minute_and_a_gigabyte_at_most(
+    ranks: int, microbatches: int, most_seconds: float, tmp_path: Path
+):
+    """The whole command, with nothing kept: neither plans nor machine code."""
+    size = ["--pipeline-size", str(ranks), "--microbatches", str(microbatches)]
+    command = [sys.executable, "-m", "megatron.schedules", "plan", "--schedule", "v-half", *size]
+    taken = []
+    for attempt in ("first", "again, for machines have their moments"):
+        environment = os.environ | {FOLDER_VARIABLE: str(tmp_path / attempt)}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        assert used.ru_maxrss < 1_000_000, "kilobytes"
+        taken.append(used.ru_utime + used.ru_stime)
+        if taken[-1] < most_seconds:
+            break
+    assert min(taken) < most_seconds

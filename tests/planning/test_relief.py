@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.plan import least_limit
 from megatron.schedules.planning.adaptive.problem import Problem
-from megatron.schedules.planning.adaptive.search import race
+from megatron.schedules.planning.adaptive.search import Entry, race
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import Kind
@@ -117,7 +117,7 @@ def relieved(draw: st.DrawFn) -> tuple[Problem, float]:
 @given(asked=relieved(), seed=st.integers(0, 99))
 def test_what_the_search_finds_is_what_is_simulated(asked: tuple[Problem, float], seed: int):
     problem, limit = asked
-    climb, _ = race(problem, [problem.order()], limit, 20 * problem.effort)
+    (climb,), _ = race([Entry(problem, [problem.order()])], limit, 20 * problem.effort)
     found = replace(problem.schedule, order=problem.rows(climb.best))
     validate(found)
     timeline = simulate(found, problem.costs)

@@ -107,15 +107,6 @@ def test_what_stands_before_the_last_forward_can_be_kept_in_order(
         assert tuple(work for work in backward.order[rank] if work in steady) == steady
 
 
-@examples(100)
-@given(costed_schedules(), POLICIES, LIMITS)
-def test_compiled_the_choices_are_the_same(made: tuple[Schedule, Costs], policy: Policy, limit: float):
-    tasks, passes = tasks_of(made[0], made[1].on(made[0].placement))
-    limits, order = own_limits(*made, limit), range(len(passes))
-    interpreted, makespan = scheduled(tasks, order, limits, policy)
-    assert scheduled(tasks, order, limits, policy, compiled=True) == (whole(interpreted), makespan)
-
-
 def test_an_order_improved_by_compiled_rounds_is_the_same(monkeypatch: pytest.MonkeyPatch):
     request = Request("v-half", 8, 20, Costs(1, 1.1, 0.75, 0.05))
     interpreted = plan(request)

@@ -76,9 +76,9 @@ def test_it_takes_one_microbatch_more_and_little_longer_than_without_an_output_l
 @pytest.mark.parametrize(
     ("limit", "most"),
     [
-        pytest.param(1.0, 203.5, marks=pytest.mark.full_matrix),
-        pytest.param(0.625, 219, marks=pytest.mark.full_matrix),
-        (0.5, 242),
+        pytest.param(1.0, 203.3, marks=pytest.mark.full_matrix),
+        pytest.param(0.625, 217, marks=pytest.mark.full_matrix),
+        (0.5, 240),
     ],
 )
 def test_adaptive_comes_near_the_work_whatever_the_output_layer_weighs(limit: float, most: float):
@@ -89,6 +89,18 @@ def test_adaptive_comes_near_the_work_whatever_the_output_layer_weighs(limit: fl
     assert timeline.ideal == pytest.approx(198, abs=0.1)
     assert timeline.makespan <= most
     assert timeline.peak <= 8 * limit + 1e-6
+
+
+@pytest.mark.parametrize("name", ["1f1b-v", "v-min", "v-half"])
+def test_with_many_words_and_few_layers_ranks_hold_evenly_much(name: str):
+    """One microbatch's S holds as much as three of a rank's layers: one more at a time on some ranks would show."""
+    last = Part(whole=Load(100, 100, 100))
+    model = ModelLoads(Part(), (LAYER,) * 8, last, kept_for_output=(6, 0))
+    for each in (Costs(), Costs(1, 1.1, 0.75, 0.05)):
+        shared = replace(each, model=model, shared_vocabulary=True)
+        schedule = plan(Request(name, 4, 8, shared))
+        peaks = simulate(schedule, shared.on(schedule.placement)).peaks
+        assert max(peaks) <= 1.05 * sum(peaks) / 4
 
 
 def test_its_costs_are_spread_over_the_ranks():

@@ -190,14 +190,21 @@ def test_memory_that_cannot_be_pinned_is_an_error():
 def test_a_block_fits_and_is_not_far_too_large():
     memory = HostMemory(ThreadCopies().allocate)
     sizes = [memory.take(size) for size in (10_000, 20_000, 100_000)]
-    assert [block.memory.nbytes for block in sizes] == [12_288, 20_480, 102_400]
+    assert [block.memory.nbytes for block in sizes] == [12_288, 24_576, 106_496], "a little larger, and whole pages"
     for number, block in enumerate(sizes):
         memory.give_back(block, f"copy {number}")
     found = memory.take(11_000)
     assert found.memory is sizes[0].memory and found.read_by == "copy 0"
     assert memory.take(11_000).memory is sizes[1].memory, "the next larger one"
     assert memory.take(11_000).memory.nbytes == 12_288, "not a tenth of one"
-    assert memory.bytes == 12_288 + 20_480 + 102_400 + 12_288
+    assert memory.bytes == 12_288 + 24_576 + 106_496 + 12_288
+
+
+def test_stages_that_differ_by_a_little_share_a_block():
+    memory = HostMemory(ThreadCopies().allocate)
+    block = memory.take(659_456)
+    memory.give_back(block, None)
+    assert memory.take(667_648).memory is block.memory
 
 
 def test_of_equal_blocks_the_one_given_back_first_is_taken():

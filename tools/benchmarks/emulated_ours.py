@@ -33,9 +33,13 @@ _ROUNDS = 2  # the second corrects the first, whose sleeps were too long
 def start(programs: Sequence[Program], passes: Passes) -> Callable[[], None]:
     """What carries out this rank's one of ``programs`` once."""
     program = programs[dist.get_rank()]
-    channels = _channels(channels_of(program.placement))
     stages = _Stages(passes, program)
-    return lambda: run(program, stages, GroupTransport(channels, _SPEC))
+    return lambda: carry_out(program, stages)
+
+
+def carry_out(program: Program, stages: Stages) -> None:
+    """``program`` once, on these stages and our own transport."""
+    run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC))
 
 
 def settle(programs: Sequence[Program], passes: Passes) -> None:
@@ -47,7 +51,7 @@ def settle(programs: Sequence[Program], passes: Passes) -> None:
     program = programs[dist.get_rank()]
     for _ in range(_ROUNDS):
         stages = _Timed(passes, program)
-        run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC))
+        carry_out(program, stages)
         for kind, longer in stages.longer.items():
             passes.around[kind] += statistics.mean(longer)
     passes.around[Kind.B] = passes.around[Kind.I]

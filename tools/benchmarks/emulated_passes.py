@@ -25,13 +25,17 @@ class Passes:
     """
 
     def __init__(self, costs: StageCosts, around: dict[Kind, float]) -> None:
-        self.seconds, self.around = costs.durations, around
+        self.costs, self.seconds, self.around = costs, costs.durations, around
         self.pace = 1.0
         """Times are multiplied by this: a warm-up need not last long."""
 
     def run(self, kind: Kind, stage: int) -> None:
         """Sleep for the pass's time."""
         time.sleep(max(self.seconds[kind][stage] * self.pace - self.around[kind], 0.0))
+
+    def fill(self, kind: Kind, stage: int, begun: float) -> None:
+        """Sleep for what is left of the pass's time since ``begun``, by :func:`time.monotonic`."""
+        time.sleep(max(begun + self.seconds[kind][stage] * self.pace - time.monotonic(), 0.0))
 
 
 class Layers(nn.Module):

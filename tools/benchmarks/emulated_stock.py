@@ -20,11 +20,21 @@ from megatron.schedules.planning.placement import Placement
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 
-def start(placement: Placement, microbatches: int, passes: Passes) -> Callable[[], None]:
-    """What runs stock's 1F1B once, or with several chunks its interleaved 1F1B."""
+def sleeping(passes: Passes, stage: int) -> Layers:
+    """A stage that keeps nothing for its backward."""
+    return Layers(passes, stage, Kind.B)
+
+
+def start(
+    placement: Placement,
+    microbatches: int,
+    passes: Passes,
+    layers: Callable[[Passes, int], nn.Module] = sleeping,
+) -> Callable[[], None]:
+    """What runs stock's 1F1B once, or with several chunks its interleaved 1F1B, on stages of these ``layers``."""
     _without_cuda()
     config = _config(placement)
-    chunks = [_Chunk(config, Layers(passes, stage, Kind.B)) for stage in placement.stages_of(dist.get_rank())]
+    chunks = [_Chunk(config, layers(passes, stage)) for stage in placement.stages_of(dist.get_rank())]
     several = placement.chunks > 1
     function = (
         schedules.forward_backward_pipelining_with_interleaving
@@ -86,7 +96,7 @@ def _groups() -> ProcessGroupCollection:
 class _Chunk(nn.Module):
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, config: TransformerConfig, layers: Layers) -> None:
+    def __init__(self, config: TransformerConfig, layers: nn.Module) -> None:
         super().__init__()
         self.config, self.layers = config, layers
         self._input: Tensor | None = None
@@ -95,7 +105,8 @@ class _Chunk(nn.Module):
         self._input = tensors[0]
 
     def forward(self) -> Tensor:
-        return self.layers(torch.zeros(SHAPE) if self._input is None else self._input)
+        output: Tensor = self.layers(torch.zeros(SHAPE) if self._input is None else self._input)
+        return output
 
 
 def _forward_step(data: Any, chunk: _Chunk) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from tools.benchmarks import memory_relief
 from tools.benchmarks.apart import rows_apart, tell_megatron
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
 
@@ -74,6 +75,9 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
             found = run_ranks(size, partial(_train, schedule, size, share), 300)
             baseline = baseline or found
             yield memory_row(schedule, size, found, baseline)
+            if (schedule, size) == (_BASELINE, memory_relief.RANKS):
+                inner = [rank.one for rank in found[1:-1]]  # which have decoder layers only
+                yield from memory_relief.measure(_model(), share, round(sum(inner) / len(inner)), quick, say)
 
 
 def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Sequence[Peaks]) -> dict[str, Any]:
@@ -143,7 +147,13 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The claims, then every schedule's worst rank."""
+    """The claims, then every schedule's worst rank; then the same of plans that recompute or offload."""
+    relieved = [row for row in rows if "relief" in row]
+    text = _schedules([row for row in rows if "relief" not in row])
+    return "\n".join([text, "### With recompute and offload\n", memory_relief.section(relieved)]) if relieved else text
+
+
+def _schedules(rows: Sequence[Row]) -> str:
     text = []
     if rows:
         worst = max(rows, key=lambda row: abs(row["worst_error"]))

@@ -20,12 +20,13 @@ from megatron.schedules.estimate.roofline import (
 )
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.host import taken
 from megatron.schedules.planning.loads import Load, ModelLoads, Part, even
 from megatron.schedules.planning.placement import Placement, sequential, zigzag
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.relief import relieve
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, away, simulate
+from megatron.schedules.planning.simulate import Timeline, simulate
 
 # The CUDA context, NCCL's buffers and messages on their way, cuBLAS's workspace, what the allocator cannot use: an
 # assumption.
@@ -332,7 +333,7 @@ def _read_off(setting: Setting, timeline: Timeline) -> Estimate:
         max(held),
         share,
         timeline.recomputed,
-        setting.device.node * rank * max(away(timeline.schedule, timeline.costs)),
+        setting.device.node * rank * max(taken(timeline.schedule, timeline.costs)),
     )
 
 

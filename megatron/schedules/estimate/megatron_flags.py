@@ -32,9 +32,11 @@ Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 """What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""
 
 FLAGS: Flags = {
+    "--attention-dropout": (float, 0.1),
     "--expert-model-parallel-size": (int, 1),
     "--ffn-hidden-size": (int, None),
     "--group-query-attention": (None, False),
+    "--hidden-dropout": (float, 0.1),
     "--hidden-size": (int, None),
     "--kv-channels": (int, None),
     "--kv-lora-rank": (int, 32),
@@ -115,6 +117,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
         latent=latent,
         experts=experts,
         ahead=args.mtp_num_layers or 0,
+        masks=(args.attention_dropout > 0, args.hidden_dropout > 0),
     )
 
 

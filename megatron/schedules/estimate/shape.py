@@ -47,7 +47,7 @@ class Shape:
 
     Args:
         layers, hidden, heads, sequence, vocabulary: its sizes; the vocabulary as padded, 0 where it is not known.
-        width, groups, inner, gated, fused, latent: see :func:`.transformer.decoder_layer`.
+        width, groups, inner, gated, fused, latent, masks: see :func:`.transformer.decoder_layer`.
         experts: where layers have them.
         ahead: layers of multi-token prediction, each a decoder layer with an output layer of its own use.
     """
@@ -65,6 +65,7 @@ class Shape:
     latent: Latent | None = None
     experts: Experts | None = None
     ahead: int = 0
+    masks: tuple[bool, bool] = (True, True)
 
     def layer(self, *, experts: bool = False) -> Layer:
         """One decoder layer's parts for a token, dense or with experts."""
@@ -80,6 +81,7 @@ class Shape:
             fused=self.fused,
             latent=self.latent,
             routed=routed,
+            masks=self.masks,
         )
 
     @cached_property
@@ -98,7 +100,7 @@ class Shape:
             )
             last = last.plus(ahead)
         looked_up = _BALANCE * 4.0 * self.hidden
-        first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.hidden), parameters=ends)
+        first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.masks[1] * self.hidden), parameters=ends)
         # Every rank keeps the hidden states, and for its words what the loss says of each, at half precision.
         kept = 2.0 * self.hidden, 2.0 * self.vocabulary
         return ModelLoads(first, layers, last, kept_for_output=kept)

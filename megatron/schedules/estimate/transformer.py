@@ -74,6 +74,7 @@ def decoder_layer(
     fused: bool = True,
     latent: Latent | None = None,
     routed: int = 1,
+    masks: tuple[bool, bool] = (True, True),
 ) -> Layer:
     """A layer's loads for one token.
 
@@ -86,23 +87,26 @@ def decoder_layer(
         fused: whether attention is one kernel, such as FlashAttention.
         latent: of multi-latent attention, instead of ``width`` and ``groups``.
         routed: copies of a token that experts are given.
+        masks: whether there is dropout, of the scores and behind attention and the feed-forward part.
     """
     width, groups, inner = width or hidden, groups or heads, inner or 4 * hidden
     weights, queries, values = hidden * width * (2 + 2 * groups / heads), width, width
     keys = width * groups / heads
+    # A byte for each number; of the scores dropout keeps its output too.
+    of_scores, behind = 3.0 * masks[0], 1.0 * masks[1]
     if latent is not None:
         queries, values = heads * (latent.head + latent.position), heads * latent.value
         keys = (queries + values) / 2
         weights = _attention_weights(hidden, heads, latent)
     return Layer(
         norms=Work(0.0, 4.0 * hidden),
-        # Kept: the input, queries, keys and values, what comes out of attention, and the mask of a dropout.
-        projections=Work(2 * weights, 3.0 * hidden + 2 * (queries + 2 * keys + values)),
+        # Kept: the input, queries, keys and values, what comes out of attention, and the mask of the dropout behind it.
+        projections=Work(2 * weights, (2.0 + behind) * hidden + 2 * (queries + 2 * keys + values)),
         # Causal: each token looks at half of the sequence on average, once for the scores and once with them.
-        scores=Work(sequence * (queries + values), 0.0 if fused else 5.0 * heads * sequence),
+        scores=Work(sequence * (queries + values), 0.0 if fused else (2.0 + of_scores) * heads * sequence),
         mlp=Work(
             2.0 * hidden * inner * (3 if gated else 2),
-            (1.0 + 2.0 * routed) * hidden + (6.0 if gated else 4.0) * inner,
+            (behind + 2.0 * routed) * hidden + (6.0 if gated else 4.0) * inner,
         ),
     )
 

@@ -1,7 +1,7 @@
 """List scheduling: an order taken through time, each rank running ahead where it would idle; the planner's inner loop.
 
 Plain loops over flat sequences, and nothing that Python and numba would take differently: the named schedules run this
-function as it is, the adaptive search runs it compiled, on arrays, and both make the same choices.
+function as it is, the adaptive search and large plans run it compiled, on arrays, and both make the same choices.
 """
 
 from __future__ import annotations

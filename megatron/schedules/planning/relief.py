@@ -33,7 +33,9 @@ _MICROBATCHES_A_RANK = 3
 # A rank's layers are relieved in such steps: first on a grid, then finer.
 _GRID, _FINEST = 8, 32
 # So many climbs are reckoned with in the time of one whole search; and the share of all the time that they take.
-_CLIMBS, _SEARCHING = 8, 0.5
+_CLIMBS, _SEARCHING = 16, 0.5
+# So many of the best are held against one another by climbs that take so much longer.
+_FINALISTS, _LONGER = 3, 4
 
 
 Parts = tuple[float, ...]
@@ -80,7 +82,8 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
         other.near(first.best)
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
-    chosen = relieved(request, *best.best.by_stage(request.costs, best.placement), (best.placement.chunks,))
+    costs = best.settled()
+    chosen = relieved(request, costs.redone, costs.offloaded, (best.placement.chunks,))
     progress(1 - _SEARCHING)
     plain = relieved(request, None, None, request.chunk_choices)
     if least_limit(plain) * request.ranks > limit_in_microbatches(request) + EPSILON:
@@ -148,34 +151,41 @@ class _Search:
             if not any(gained):
                 step //= 2
 
+    def settled(self) -> Costs:
+        """Of the shares that climbs liked best those that longer ones, of all microbatches, like best."""
+        few = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
+        return min(few, key=lambda costs: self._climbed(costs, self._request.microbatches, _LONGER * self._effort))
+
     def _try(self, shares: Shares) -> bool:
         """Whether ``shares`` give the shortest climb so far."""
         may = self._request.recompute or not shares.redone, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False
         redone, offloaded = shares.by_stage(self._request.costs, self.placement)
-        length = self._climbed(replace(self._request.costs, redone=redone, offloaded=offloaded))
-        if length > self.shortest - EPSILON:
+        costs = replace(self._request.costs, redone=redone, offloaded=offloaded)
+        if costs not in self._known:
+            self._known[costs] = self._climbed(costs, self._microbatches, self._effort)
+        if self._known[costs] > self.shortest - EPSILON:
             return False
-        self.best, self.shortest = shares, length
+        self.best, self.shortest = shares, self._known[costs]
         return True
 
-    def _climbed(self, costs: Costs) -> float:
+    def _climbed(self, costs: Costs, microbatches: int, budget: float) -> float:
+        """How long a plan is that so much effort finds; infinite where nothing fits."""
         from megatron.schedules.planning.adaptive.problem import Problem
-        from megatron.schedules.planning.adaptive.search import race
+        from megatron.schedules.planning.adaptive.search import Entry, race
 
-        if costs in self._known:
-            return self._known[costs]
-        problem = Problem(self.placement, self._microbatches, costs.around_one()[0].on(self.placement))
-        starts = [problem.order(), *([problem.order(self._order)] if self._order else [])]
+        problem = Problem(self.placement, microbatches, costs.around_one()[0].on(self.placement))
+        starts = [problem.order()]
+        if self._order is not None and self._order.microbatches == microbatches:
+            starts.append(problem.order(self._order))
         fitting = [order for order in starts if problem.fits(order, self._limit)]
-        self._known[costs] = math.inf
-        if fitting:
-            climb, _ = race(problem, fitting, self._limit, self._effort)
-            self._known[costs] = climb.makespan
-            if climb.makespan < self.shortest:
-                self._order = replace(problem.schedule, order=problem.rows(climb.best))
-        return self._known[costs]
+        if not fitting:
+            return math.inf
+        (climb,), _ = race([Entry(problem, fitting)], self._limit, budget)
+        if climb.makespan < self.shortest and microbatches == self._microbatches:
+            self._order = replace(problem.schedule, order=problem.rows(climb.best))
+        return climb.makespan
 
 
 def _around(shares: Shares, step: int) -> list[Shares]:

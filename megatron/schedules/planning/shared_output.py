@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import replace
 
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind
+from megatron.schedules.planning.kinds import COUNTS_AS, KINDS, Kind, Share
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.polish import polished
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, sweep
+
+_Moment = tuple[float, int]
+"""A time, and the turn that tells what comes first of what takes none."""
+_LAST: _Moment = (math.inf, 0)
+# Microbatches whose S may wait for their T beyond those that the order makes wait.
+_FEW = 2
 
 
 def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, more: float = 1.0) -> Schedule:
@@ -19,33 +26,37 @@ def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, mor
 
     Each rank does its S before the first pass that ``base`` starts once the last stage's F has ended, and its T before
     the first that starts once the last stage's I has. So nothing waits in a circle: every pass still comes after all
-    that started before it.
+    that started before it. Where both come before the same pass, what could start first comes first: a T gives back
+    what the S after it takes, and with many words and few layers that is more than a microbatch.
 
     Args:
         base: an order without them.
         costs: under which it has them.
         progress: hears how far the reordering is.
         more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
-            ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too.
+            ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too. Where that is more
+            than a few S hold, these come on top: they let a T wait for a gap.
     """
     base = _in_parts(base)
     on_stages = costs.around_one()[0].on(base.placement)
     starts, ends, turns, _ = sweep(base, on_stages)  # turns tell what comes first of what takes no time
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
-    ended: dict[Kind, dict[int, tuple[float, int]]] = {Kind.S: {}, Kind.T: {}}
+    ended: dict[Kind, dict[int, _Moment]] = {Kind.S: {}, Kind.T: {}}
     for (stage, kind, m), end in zip(base.order[rank], zip(ends[rank], turns[rank], strict=True), strict=True):
         if stage == last and kind is not Kind.W:
             ended[Kind.S if COUNTS_AS[kind] is Kind.F else Kind.T][m] = end
     rows = []
     for rank, row in enumerate(base.order):
         stage, begun = base.placement.stages_of(rank)[-1], list(zip(starts[rank], turns[rank], strict=True))
-        placed = [(index, 2, work) for index, work in enumerate(row)]
-        for order, (kind, each) in enumerate(ended.items()):
-            placed += [(bisect_right(begun, end), order, Pass(stage, kind, m)) for m, end in each.items()]
+        placed = [(index, _LAST, work) for index, work in enumerate(row)]
+        for kind, each in ended.items():
+            placed += [(bisect_right(begun, end), end, Pass(stage, kind, m)) for m, end in each.items()]
         rows.append(tuple(work for _, _, work in sorted(placed)))
     shared = replace(base, order=tuple(rows))
-    limits = [peak + more for peak in peaks(shared, on_stages)]
+    waiting = _FEW * max(on_stages.held[Share.VOCABULARY])
+    spare = more + (waiting if waiting <= more else 0.0)
+    limits = [peak + spare for peak in peaks(shared, on_stages)]
     return polished(shared, on_stages, limits, progress)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource, Share
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
 
@@ -142,22 +142,6 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
 
 
-def away(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """What each rank has on the host at most, in microbatches: from the F before an O to the pass after its L."""
-    back = {each for kinds in _LOADED_FOR.values() for each in kinds}
-    found = []
-    for row in schedule.order:
-        offloaded = {(stage, m) for stage, kind, m in row if kind in back}
-        held = most = 0.0
-        for stage, kind, m in row:
-            if (stage, m) in offloaded:
-                changes = (kind is Kind.F) - bool(_LOADED_FOR.get(kind))
-                held += changes * costs.held[Share.AWAY][stage]
-                most = max(most, held)
-        found.append(most)
-    return tuple(found)
-
-
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     """Time ``schedule`` under ``costs``. Time and memory are linear in the passes.
 
@@ -214,8 +198,6 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
                 if arrived + latency > begin:
                     begin = arrived + latency
             else:
-                turn.append(done)
-                done += 1
                 if copying is None:
                     now = begin + length
                 else:
@@ -229,6 +211,9 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
                 continue
             break
         clock[rank] = now
+        fresh = len(over) - len(turn)
+        turn.extend(range(done, done + fresh))
+        done += fresh
 
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.order) if len(ends[r]) < len(row)]
     if stuck:

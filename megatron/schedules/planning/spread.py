@@ -283,14 +283,14 @@ class _Planned:
 
     def _climbed(self, spread: Spread) -> float:
         from megatron.schedules.planning.adaptive.problem import Problem
-        from megatron.schedules.planning.adaptive.search import race
+        from megatron.schedules.planning.adaptive.search import Entry, race
 
         problem = Problem(self._placement, self.microbatches, _on(self._request.costs, spread, self._placement))
         if problem.least > self._limit + EPSILON:
             return math.inf
         starts = [problem.order(each) for each in (self._order, None)]
         fitting = [order for order in starts if problem.fits(order, self._limit)]
-        climb, _ = race(problem, fitting, self._limit, self._rounds * len(fitting) * problem.effort)
+        (climb,), _ = race([Entry(problem, fitting)], self._limit, self._rounds * len(fitting) * problem.effort)
         if climb.makespan < self._length:
             self._length = climb.makespan
             rows = problem.rows(climb.best)

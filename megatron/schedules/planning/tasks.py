@@ -34,6 +34,12 @@ def flags(values: Iterable[bool]) -> array[int]:
     return array("b", values)
 
 
+def _shared[Number: float](numbers: Iterable[Number]) -> list[Number]:
+    """A list in which equal numbers are one object."""
+    one: dict[Number, Number] = {}
+    return [one.setdefault(number, number) for number in numbers]
+
+
 @dataclass(frozen=True)
 class Links:
     """For each task the tasks at the other end of its precedences, and the delay between.
@@ -101,8 +107,8 @@ class Tasks:
 
     @cached_property
     def instance(self) -> Instance:
-        """What list scheduling is given: lists, which Python reads fastest."""
-        return Instance(*map(list, self._fields))
+        """What list scheduling is given: lists, which Python reads fastest, above all where equal numbers are one."""
+        return Instance(*map(_shared, self._fields))
 
     @property
     def _fields(self) -> Sequence[array[Any]]:

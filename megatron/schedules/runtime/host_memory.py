@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron.schedules.planning.host import fitting, made
 from megatron.schedules.runtime.host_left import available_host_bytes
 
 _PAGE = 4096
-# A block much larger than what is asked for is left to who needs so much.
-_MOST_SPARE = 2
 
 
 class Block(NamedTuple):
@@ -44,19 +43,16 @@ class HostMemory:
             MemoryError: there is not so much memory.
             Exception: whatever ``allocate`` raises.
         """
-        fitting = [block for block in self._free if size <= block.memory.nbytes <= _MOST_SPARE * max(size, _PAGE)]
-        if fitting:
-            found = min(fitting, key=lambda block: block.memory.nbytes)
-            # By identity: tensors are compared element by element.
-            del self._free[next(at for at, block in enumerate(self._free) if block is found)]
-            return found
-        size = -(-size // _PAGE) * _PAGE
+        found = fitting([block.memory.nbytes for block in self._free], size, _PAGE)
+        if found is not None:
+            return self._free.pop(found)
+        size = -(-int(made(size)) // _PAGE) * _PAGE
         free = available_host_bytes()
         if free is not None and size > free:
             raise MemoryError(f"the host has {free / 2**30:.3g} GiB left")
-        made = Block(self._allocate(size))
+        block = Block(self._allocate(size))
         self.bytes += size
-        return made
+        return block
 
     def give_back(self, block: Block, read_by: Any) -> None:
         """``block`` may be used again, once the copy ``read_by`` has read it."""

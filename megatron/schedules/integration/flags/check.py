@@ -19,10 +19,10 @@ from megatron.schedules.integration.layers.by_stage import placed_by_hand, place
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
+from megatron.schedules.planning.host import taken
 from megatron.schedules.planning.keeping import folder
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import away
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
 from megatron.schedules.report.progress import shown
 
@@ -94,7 +94,7 @@ def _checked(args: Any) -> Planned | None:
     if request.recompute or request.offload:
         request = settled(request)
     schedule = planned(request)
-    host_bytes = check_host(args, max(away(schedule, request.costs.on(schedule.placement))))
+    host_bytes = check_host(args, max(taken(schedule, request.costs.on(schedule.placement))))
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
     return Planned(request, schedule, assumed(args, request.costs) + _relief(request, host_bytes))

@@ -35,7 +35,7 @@ def with_relief(args: Any, request: Request) -> Request:
     if (again == "auto" or offload != "none") and shape is None:
         raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
     if again == "auto" and shape is not None:
-        costs = replace(costs, layer_input=min(1.0, 2.0 * shape.hidden / shape.loads.mean.held))
+        costs = replace(costs, layer_input=min(1.0, _input_bytes(args, shape) / _layer_bytes(args, shape)))
     if offload != "none" and shape is not None:
         costs = replace(costs, copy=_copy_time(args, offload, shape))
     if request.schedule == "file":  # says itself what goes
@@ -69,11 +69,35 @@ def _copy_time(args: Any, offload: str, shape: Shape) -> float:
 
 
 def bytes_of_a_rank(args: Any, shape: Shape) -> float:
-    """What a microbatch's activations take in an average rank's decoder layers, by the model's arithmetic."""
-    ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    tokens = args.micro_batch_size * args.seq_length / ranks
-    one = shape.loads.held_by_one_of(args.pipeline_model_parallel_size) * tokens
-    return one * (1 if args.bf16 or args.fp16 else 2)
+    """What a microbatch's activations take in an average rank's decoder layers."""
+    return _layer_bytes(args, shape) * shape.layers / args.pipeline_model_parallel_size
+
+
+def _layer_bytes(args: Any, shape: Shape) -> float:
+    """What a microbatch's activations take in an average decoder layer: as measured, or by the model's arithmetic."""
+    if args.pipeline_schedule_costs_file is not None:
+        profile = read_profile(Path(args.pipeline_schedule_costs_file))
+        if profile.activation_bytes:
+            return profile.activation_bytes / profile.layers
+    return shape.loads.mean.held * _tokens(args, args.tensor_model_parallel_size) * _half_bytes(args) / 2
+
+
+def _input_bytes(args: Any, shape: Shape) -> float:
+    """What a microbatch's input of a decoder layer takes."""
+    measured = args.pipeline_schedule_costs_file is not None
+    # By arithmetic all that a layer holds is shared by tensor-parallel ranks, as it is with sequence parallelism.
+    shared = args.sequence_parallel or not measured
+    return shape.hidden * _tokens(args, args.tensor_model_parallel_size if shared else 1) * _half_bytes(args)
+
+
+def _tokens(args: Any, tensor_parallel: int) -> float:
+    """Of a microbatch on each rank, where so many share them."""
+    return float(args.micro_batch_size * args.seq_length / (tensor_parallel * args.context_parallel_size))
+
+
+def _half_bytes(args: Any) -> int:
+    """Bytes of a number that is at half precision where any is."""
+    return 2 if args.bf16 or args.fp16 else 4
 
 
 def check_host(args: Any, microbatches: float) -> float:

@@ -39,16 +39,16 @@ def compiled() -> Callable[..., float]:
     kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
     with locked(kept) as lock:
         if lock is None:
-            made: Callable[..., float] = numba.njit(signature)(list_schedule)
+            made: Callable[..., float] = numba.njit(signature, nogil=True)(list_schedule)
             return made
         if kept.exists() and _read_sums(kept) != _sums(kept):
             _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
             shutil.rmtree(kept, ignore_errors=True)
         try:
             with _kept_in(kept):
-                made = numba.njit(signature, cache=True)(list_schedule)
+                made = numba.njit(signature, nogil=True, cache=True)(list_schedule)
         except OSError:  # a full disk
-            made = numba.njit(signature)(list_schedule)
+            made = numba.njit(signature, nogil=True)(list_schedule)
         else:
             if _read_sums(kept) != _sums(kept):
                 write_whole(kept / _SUMS, json.dumps(_sums(kept)))
@@ -56,7 +56,7 @@ def compiled() -> Callable[..., float]:
 
 
 def scheduled(
-    tasks: Instance, order: NDArray[np.int64], limits: Sequence[float], policy: Policy
+    tasks: Instance, order: NDArray[np.int64], limits: Sequence[float] | NDArray[np.float64], policy: Policy
 ) -> tuple[NDArray[np.int64], float]:
     """The order that the compiled function makes of ``order``, and its makespan.
 
@@ -65,7 +65,7 @@ def scheduled(
         order, limits, policy: see :func:`.list_scheduling.list_schedule`.
     """
     found, missing, ready = np.empty_like(order), np.array(tasks.waits), np.zeros(len(order))
-    makespan = compiled()(tasks, order, np.array(limits, np.float64), policy, missing, ready, found)
+    makespan = compiled()(tasks, order, np.asarray(limits, np.float64), policy, missing, ready, found)
     return found, makespan
 
 

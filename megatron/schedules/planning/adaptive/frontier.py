@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.problem import Problem, TaskOrder
-from megatron.schedules.planning.adaptive.search import race
+from megatron.schedules.planning.adaptive.search import Climb, Entry, race
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.polish import finished
 from megatron.schedules.planning.progress import Progress, unheard
@@ -24,6 +24,8 @@ from megatron.schedules.planning.simulate import Timeline, simulate
 _RUNGS, _FINEST = 16, 0.5
 # Below a third of 1F1B's memory, and above all of it, little is asked for: such a rung gets this share of a full one.
 _SELDOM = 0.25
+# This share of a rung's effort goes to fresh starts; the rest to placements whose result is at most so much longer.
+_FRESH, _NEAR = 0.3, 1.03
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def frontier(
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
     best: Timeline | _Searched | None = None
-    found: dict[int, TaskOrder] = {}
+    found: dict[int, list[Climb]] = {}  # by placement, the shortest first
     rungs: list[Rung] = []
     below = -math.inf
     for limit in asked:
@@ -118,21 +120,30 @@ def frontier(
         new = [timeline for timeline in named if below < timeline.limit <= limit + EPSILON]
         best = min([*([best] if best else []), *new], key=lambda found: found.makespan, default=None)
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
-        size = sum(problem.effort for _, problem in fits)
-        for index, problem in fits:
-            spend = full * share[limit] * problem.effort / size
-            progress(spend / work)
-            if best is not None and best.makespan <= bound + EPSILON:  # nothing is left to find
-                continue
-            fresh, spent = race(problem, [problem.order()], limit, spend / 2)
-            split = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
-            known = [order for order in split if problem.fits(order, limit)]
-            carried = [found[index]] if index in found else []
-            climb, _ = race(problem, [*carried, fresh.best, *known], limit, spend - spent)
-            found[index] = climb.best
-            if best is None or climb.makespan < best.makespan - EPSILON:
-                best = _Searched(problem, climb.best, climb.makespan)
+        spend = full * share[limit]
+        progress(spend / work)
+        if best is None or best.makespan > bound + EPSILON:  # else nothing is left to find
+            fresh, spent = race([Entry(problem, [problem.order()]) for _, problem in fits], limit, spend * _FRESH)
+            for (index, _), climb in zip(fits, fresh, strict=True):
+                found[index] = sorted([*found.get(index, [])[:1], climb], key=_makespan)
+            shortest = min(found[index][0].makespan for index, _ in fits)
+            near = [(index, problem) for index, problem in fits if found[index][0].makespan <= _NEAR * shortest]
+            entries = []
+            for index, problem in near:
+                named_here = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
+                known = [order for order in named_here if problem.fits(order, limit)]
+                entries.append(Entry(problem, [*(climb.best for climb in found[index]), *known]))
+            climbs, _ = race(entries, limit, spend - spent)
+            for (index, problem), climb in zip(near, climbs, strict=True):
+                first = min(climb, *found[index], key=_makespan)
+                found[index] = [first]
+                if best is None or first.makespan < best.makespan - EPSILON:
+                    best = _Searched(problem, first.best, first.makespan)
         assert best is not None
         rungs.append(Rung(limit, best, bound))
         below = limit + EPSILON
     return rungs
+
+
+def _makespan(climb: Climb) -> float:
+    return climb.makespan

@@ -39,6 +39,7 @@ class Problem:
         self.size = len(self.passes)
         self._reversed = np.array(tasks.reversed_order(range(self.size)))
         self._forward, self._backward = tasks.arrays, tasks.reversed().arrays
+        self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
 
     @property
     def effort(self) -> int:
@@ -94,7 +95,9 @@ class Problem:
         return found[self._reversed]
 
     def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
-        return scheduled(instance, order, self.costs.limits(self.placement, limit), policy)
+        if limit not in self._limits:
+            self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
+        return scheduled(instance, order, self._limits[limit], policy)
 
 
 def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:

@@ -1,0 +1,81 @@
+"""How entries of the relief benchmark run on their ranks, timed or counted. Importing this imports Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.lowering import lower
+from tools.benchmarks import emulated_stock, relief_stages
+from tools.benchmarks.emulated_engines import Contestant, measure
+from tools.benchmarks.emulated_passes import Passes
+from tools.benchmarks.emulated_ranks import begin_together, run_ranks
+from tools.benchmarks.relief_tensors import StockLayers
+
+if TYPE_CHECKING:
+    from tools.benchmarks.relief import Entry
+
+Start = Callable[[Passes, ActivationMeter | None], Callable[[], None]]
+
+_COUNTING_PACE = 0.05
+
+
+def start_stock(
+    placement: Placement,
+    microbatches: int,
+    rank_bytes: int,
+    layer_bytes: int,
+    passes: Passes,
+    meter: ActivationMeter | None,
+) -> Callable[[], None]:
+    """Stock's own function on stages that keep real tensors."""
+
+    def layers(passes: Passes, stage: int) -> StockLayers:
+        return StockLayers(passes, stage, rank_bytes, layer_bytes, meter)
+
+    return emulated_stock.start(placement, microbatches, passes, layers)
+
+
+def start_ours(schedule: Schedule, costs: Costs, rank_bytes: int) -> Start:
+    """Our engine with ``schedule``, lowered for ``costs``."""
+    programs = lower(schedule, costs.on(schedule.placement))
+    check(programs)
+    return partial(relief_stages.start, programs, rank_bytes)
+
+
+def timed(entries: Sequence[Entry], repetitions: int, timeout: float) -> list[list[float]]:
+    """The seconds of each repetition, by entry; one of them is our ``v-zb``."""
+    contestants = [
+        Contestant(each.engine, each.schedule, each.order, partial(_uncounted, each.start)) for each in entries
+    ]
+    return measure(contestants, [each.costs for each in entries], repetitions, timeout)
+
+
+def _uncounted(start: Start, passes: Passes) -> Callable[[], None]:
+    return start(passes, None)
+
+
+def peaks(entries: Sequence[Entry], timeout: float) -> list[list[int]]:
+    """The most bytes of activations that each rank holds, by entry: of an iteration in quick time."""
+    found = run_ranks(entries[0].order.ranks, partial(_counted, entries), timeout)
+    return [list(ranks) for ranks in zip(*found, strict=True)]
+
+
+def _counted(entries: Sequence[Entry]) -> list[int]:
+    found = []
+    for each in entries:
+        meter = ActivationMeter()
+        passes = Passes(each.costs.on(each.order.placement), dict.fromkeys(Kind, 0.0))
+        passes.pace = _COUNTING_PACE
+        run = each.start(passes, meter)
+        begin_together()
+        run()
+        found.append(meter.peak)
+    return found
