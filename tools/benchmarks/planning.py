@@ -144,7 +144,7 @@ def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
             for future in as_completed(futures):
                 cell, result = futures[future], future.result()
                 kept.keep(cell, result)
-                console.print(f"{cell}: {result['seconds']:.1f} s")
+                console.print(f"{cell}: {result['seconds']:.1f} s", soft_wrap=True)
                 progress.advance(task)
         finally:
             pool.shutdown(cancel_futures=True)

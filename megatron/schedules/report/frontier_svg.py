@@ -21,7 +21,7 @@ _LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a", "#7a
 _DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060", "#c79be6", "#5cc79a")
 _LEGEND = {
     '<path class="curve" d="M{x} {y}h18"/>': "adaptive",
-    '<path class="bound" d="M{x} {y}h18"/>': "lower bound",
+    '<path class="bound" d="M{x} {y}h18"/>': "its lower bound",
     '<path class="again" d="M{x} {y}h18"/>': "with recompute",
     '<path class="offload" d="M{x} {y}h18"/>': "with offload",
     '<circle class="ours" cx="{x}" cy="{y}" r="4"/>': "ours by name",
