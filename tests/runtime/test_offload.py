@@ -294,7 +294,7 @@ def test_host_memory_is_taken_once_and_used_again():
     for _ in range(3):
         iteration(offloads)
         assert len(copies.allocated) == 3 and offloads.host_bytes == sum(copies.allocated) == 3 * 12288
-    iteration(offloads, 1200)
+    iteration(offloads, 2400)
     assert len(copies.allocated) == 6, "microbatches that are larger than any before take more"
 
 

@@ -27,7 +27,7 @@ from tools.benchmarks.emulated_ranks import RankError, run_ranks
 
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
 rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
-relief.UNIT_S = 0.002
+relief.UNIT_S, relief.SEARCH_SECONDS = 0.002, 0.05
 relieved = list(relief.setting(2, 4, [0.375], 1, lambda text: None))
 
 def fail():

@@ -34,6 +34,9 @@ COSTS = Costs(1, 1.1, 0.75, 0.05)
 ONE_WAY = 0.25
 """Of what half a rank's layers compute for a microbatch: how long their activations are copied in one direction."""
 
+SEARCH_SECONDS: float | None = None
+"""See :class:`.Request`."""
+
 SIZES = ((4, 16), (8, 16))
 LIMITS = (0.25, 0.375)
 RELIEFS = {"nothing": (False, False), "R": (True, False), "O, L": (False, True), "R, O, L": (True, True)}
@@ -154,7 +157,16 @@ def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
     for limit in limits:
         for relief, (recompute, offload) in RELIEFS.items():
             costs = replace(COSTS, copy=ONE_WAY * computing if offload else 0.0)
-            asked = Request("adaptive", d, n, costs, memory_limit=limit, recompute=recompute, offload=offload)
+            asked = Request(
+                "adaptive",
+                d,
+                n,
+                costs,
+                memory_limit=limit,
+                search_seconds=SEARCH_SECONDS,
+                recompute=recompute,
+                offload=offload,
+            )
             if limit >= least_limit(asked):
                 yield _of_ours(kept_relief(asked) if recompute or offload else asked, relief)
 
