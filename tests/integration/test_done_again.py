@@ -186,6 +186,7 @@ def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: 
     assert [str(key) for key, value in plain.weights.items() if not torch.equal(value, ours.weights[key])] == []
 
 
+@pytest.mark.full_matrix
 def test_the_result_is_stocks(train: Training, tmp_path: Path) -> None:
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
     ours = train(2, *job, *_file(tmp_path / "again.csv", _with_again(plan(Request("v-half", 2, 8)))))

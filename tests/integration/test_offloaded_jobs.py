@@ -90,6 +90,7 @@ def test_gradients_are_those_of_a_run_in_which_all_stays(train, tmp_path, settin
     assert differing(*found) == []
 
 
+@pytest.mark.full_matrix
 def test_stocks_own_1f1b_has_the_same_gradients(train, tmp_path):
     job = (*JOB, "--pipeline-model-parallel-size", "2")
     ours = train(2, *job, *as_file(tmp_path / "v.csv", plan(Request("v-half", 2, 6))))

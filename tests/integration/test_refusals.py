@@ -175,8 +175,8 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit half",
         "neither a fraction such as 0.5 nor such as 20GiB",
     ),
-    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.2955 is the smallest"),
-    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.2955 is the smallest"),
+    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.3056 is the smallest"),
+    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.3056 is the smallest"),
     "no room for messages": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB",
         "--pipeline-memory-limit 0.00001GiB is less than what messages between ranks take",

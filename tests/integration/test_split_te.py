@@ -269,7 +269,7 @@ def the_schedule_function_binds_them() -> None:
 
     model = Block()
     function = object.__new__(ScheduleFunction)  # making one takes a plan and its process groups
-    function._store = None
+    function._store = function._offloads = None
     function._bound_store([model], None)
     assert all(is_split(linear) for linear in (model.up, model.down, model.head))
 
