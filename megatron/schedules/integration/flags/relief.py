@@ -11,6 +11,7 @@ from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.planning.costs import LAYER_INPUT
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import positive
 from megatron.schedules.planning.request import Request
@@ -34,7 +35,7 @@ def with_relief(args: Any, request: Request) -> Request:
     shape, costs = shape_of(args), request.costs
     if (again == "auto" or offload != "none") and shape is None:
         raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
-    if again == "auto" and shape is not None:
+    if again == "auto" and shape is not None and costs.layer_input == LAYER_INPUT:  # else it was measured
         costs = replace(costs, layer_input=min(1.0, _input_bytes(args, shape) / _layer_bytes(args, shape)))
     if offload != "none" and shape is not None:
         costs = replace(costs, copy=_copy_time(args, offload, shape))
