@@ -230,11 +230,7 @@ def _relief(costs: Costs) -> dict[str, Any]:
 def _relieved(costs: Costs) -> str:
     """The same in words, all stages together."""
     said = {"redone": "done again", "offloaded": "offloaded"}
-    parts = [
-        f"{percent(sum(each) / len(each))} of the layers {said[name]}"
-        for name, each in costs.relief.items()
-        if each is not None
-    ]
+    parts = [f"{percent(share)} of the layers {said[name]}" for name, share in costs.mean_relief.items()]
     return f"Relief: {', '.join(parts)}.\n" if parts else ""
 
 

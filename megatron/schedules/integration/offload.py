@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.schedules.integration.layers.decoder import decoder_layers
 from megatron.schedules.runtime.copies import copies_on
 from megatron.schedules.runtime.offload import Offloads
 
@@ -65,7 +66,7 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
     Returns:
         The number of layers.
     """
-    layers = list(get_attr_wrapped_model(model_chunk, "decoder").layers)[:count]
+    layers = decoder_layers(model_chunk)[:count]
     for layer in layers:
         layer.__dict__["forward"] = _Forward(layer.forward, offloads)
     return len(layers)

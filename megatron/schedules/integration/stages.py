@@ -108,7 +108,7 @@ class MegatronStages(Stages):
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with self._around(stage, microbatch, split), self._relieved(stage, microbatch, given, again=again):
+        with self._around(stage, microbatch, split), self._relieved(stage, microbatch, given, again=again, away=away):
             output, tokens = forward_step(
                 step,
                 samples,
@@ -264,14 +264,14 @@ class MegatronStages(Stages):
         return stack
 
     def _relieved(
-        self, stage: int, microbatch: int, given: Tensor | None, *, again: bool
+        self, stage: int, microbatch: int, given: Tensor | None, *, again: bool, away: bool
     ) -> AbstractContextManager[Any]:
         """Round a forward, which begins with ``given``: layers wait for their R, what others save goes to the host."""
         stack = ExitStack()
         if again:
             assert self._again is not None
             stack.enter_context(self._again.keeping(stage, microbatch))
-        if not self._call.forward_only and self._program.offloads(stage, microbatch):
+        if away:
             assert self._offloads is not None
             stack.enter_context(self._offloads.forward(stage, microbatch, () if given is None else (given,)))
         return stack

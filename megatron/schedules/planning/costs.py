@@ -264,6 +264,11 @@ class Costs:
         """What is done again and what is offloaded of each stage's layers."""
         return {"redone": self.redone, "offloaded": self.offloaded}
 
+    @property
+    def mean_relief(self) -> Mapping[str, float]:
+        """The same of all stages together, where there is any."""
+        return {name: sum(each) / len(each) for name, each in self.relief.items() if each is not None}
+
     def around_one(self) -> tuple[Costs, float]:
         """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
 

@@ -209,6 +209,12 @@ def stages(request: Request) -> int:
     return request.ranks * max(request.chunk_choices, default=1) if known is None else known.stages
 
 
+def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | None = None) -> float:
+    """How long its plan takes, made by ``planned``, or by :func:`plan`."""
+    schedule = (planned or plan)(request)
+    return simulate(schedule, request.costs.on(schedule.placement)).makespan
+
+
 def _entry(name: str) -> _Entry:
     if name not in _ENTRIES:
         close = difflib.get_close_matches(name, NAMES, n=1)

@@ -10,6 +10,7 @@ from the best of a grid and goes on in ever smaller steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,9 +25,8 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.registry import Request, plan, planned_makespan
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
 
 # Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
 _MICROBATCHES_A_RANK = 3
@@ -64,7 +64,7 @@ class Shares(NamedTuple):
         return tuple(redone) if any(redone) else None, tuple(offloaded) if any(offloaded) else None
 
 
-def relieve(request: Request, progress: Progress = unheard) -> Request:
+def relieve(request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan) -> Request:
     """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
 
     The plan is never longer than without, nor, where both may be done, than with one of them alone.
@@ -72,6 +72,7 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
     Args:
         request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
         progress: hears how far the search is.
+        planned: makes the plans that are compared; whoever keeps them need not make the shortest once more.
 
     Raises:
         PlanError: where nothing can be planned under the memory limit.
@@ -84,7 +85,9 @@ def relieve(request: Request, progress: Progress = unheard) -> Request:
     fitting = [each for each in (*asked, plain) if least_limit(each) * request.ranks <= limit + EPSILON]
     part = 1 / len(fitting)
     finalists = [each if each is plain else _chosen(each, lambda done: progress(part * done)) for each in fitting]
-    return finalists[0] if len(finalists) == 1 else min(reversed(finalists), key=_planned_length)
+    if len(finalists) == 1:
+        return finalists[0]
+    return min(reversed(finalists), key=lambda each: planned_makespan(each, planned))
 
 
 def _chosen(request: Request, progress: Progress) -> Request:
@@ -114,11 +117,6 @@ def without_relief(request: Request) -> Request:
         return request
     plain = relieved(request, None, None, request.chunk_choices)
     return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
-
-
-def _planned_length(request: Request) -> float:
-    schedule = plan(request)
-    return simulate(schedule, request.costs.on(schedule.placement)).makespan
 
 
 class _Search:

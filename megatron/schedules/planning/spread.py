@@ -21,7 +21,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.registry import Request, placement, plan
+from megatron.schedules.planning.registry import Request, placement, plan, planned_makespan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 
@@ -86,12 +86,7 @@ def _or_even(request: Request, found: Request, climbed: float) -> Request:
         fits = on_stages.least(where) <= limit + EPSILON
         if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
             even.append(other)
-    return min((found, *even), key=_planned_length) if even else found
-
-
-def _planned_length(request: Request) -> float:
-    schedule = plan(request)
-    return simulate(schedule, request.costs.on(schedule.placement)).makespan
+    return min((found, *even), key=planned_makespan) if even else found
 
 
 def placed(request: Request, spread: Spread, chunk_choices: tuple[int, ...]) -> Request:

@@ -79,7 +79,7 @@ def kept_relief(request: Request, progress: Progress = unheard) -> Request:
         redone, offloaded = (None if each is None else tuple(each) for each in (record["redone"], record["offloaded"]))
         return relieved(request, redone, offloaded, tuple(record["chunks"]))
 
-    return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told), record, found)
+    return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told, kept_plan), record, found)
 
 
 def _kept[Made](

@@ -117,12 +117,9 @@ def settled(request: Request) -> Request:
 
 def _relief(request: Request, host_bytes: float) -> str:
     """What a job says of it."""
-    redone, offloaded = (sum(each or ()) for each in request.costs.relief.values())
-    stages = len(request.costs.redone or request.costs.offloaded or ()) or 1
-    again = f"; {100 * redone / stages:.0f} % of the layers done again" if redone else ""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
-    offload = f"; {100 * offloaded / stages:.0f} % of the layers' activations offloaded{host}" if offloaded else ""
-    return again + offload
+    said = {"redone": "% of the layers done again", "offloaded": f"% of the layers' activations offloaded{host}"}
+    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.costs.mean_relief.items())
 
 
 def _check_layers(args: Any) -> None:

@@ -43,7 +43,12 @@ def memory_limit(args: Any) -> float:
 def _message_bytes(args: Any) -> float:
     """One microbatch's hidden states on one rank."""
     ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * (2 if _half(args) else 4))
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))
+
+
+def number_bytes(args: Any) -> int:
+    """Of a number that is at half precision where any is."""
+    return 2 if _half(args) else 4
 
 
 def _half(args: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.memory_limit import number_bytes
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import LAYER_INPUT
@@ -80,7 +81,7 @@ def _layer_bytes(args: Any, shape: Shape) -> float:
         profile = read_profile(Path(args.pipeline_schedule_costs_file))
         if profile.activation_bytes:
             return profile.activation_bytes / profile.layers
-    return shape.loads.mean.held * _tokens(args, args.tensor_model_parallel_size) * _half_bytes(args) / 2
+    return shape.loads.mean.held * _tokens(args, args.tensor_model_parallel_size) * number_bytes(args) / 2
 
 
 def _input_bytes(args: Any, shape: Shape) -> float:
@@ -88,17 +89,12 @@ def _input_bytes(args: Any, shape: Shape) -> float:
     measured = args.pipeline_schedule_costs_file is not None
     # By arithmetic all that a layer holds is shared by tensor-parallel ranks, as it is with sequence parallelism.
     shared = args.sequence_parallel or not measured
-    return shape.hidden * _tokens(args, args.tensor_model_parallel_size if shared else 1) * _half_bytes(args)
+    return shape.hidden * _tokens(args, args.tensor_model_parallel_size if shared else 1) * number_bytes(args)
 
 
 def _tokens(args: Any, tensor_parallel: int) -> float:
     """Of a microbatch on each rank, where so many share them."""
     return float(args.micro_batch_size * args.seq_length / (tensor_parallel * args.context_parallel_size))
-
-
-def _half_bytes(args: Any) -> int:
-    """Bytes of a number that is at half precision where any is."""
-    return 2 if args.bf16 or args.fp16 else 4
 
 
 def check_host(args: Any, microbatches: float) -> float:

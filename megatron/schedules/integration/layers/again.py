@@ -12,10 +12,8 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
+from megatron.schedules.integration.layers.decoder import decoder_layers
 from megatron.schedules.runtime.again import Again, do_again
-
-# Stock's word for what holds a chunk's layers; multi-token prediction has blocks of its own.
-_LAYERS = "decoder.layers"
 
 
 def do_layers_again(model_chunk: torch.nn.Module, which: range | None, again: Again) -> int:
@@ -32,12 +30,7 @@ def do_layers_again(model_chunk: torch.nn.Module, which: range | None, again: Ag
     Returns:
         The number of these layers.
     """
-    layers = [
-        layer
-        for name, module in model_chunk.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and f".{name}".endswith(f".{_LAYERS}")
-        for layer in module
-    ]
+    layers = decoder_layers(model_chunk)
     chosen = layers if which is None else layers[which.start : which.stop]
     for layer in chosen:
         do_again(layer, again)

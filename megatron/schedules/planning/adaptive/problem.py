@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.planning.adaptive.compiled import scheduled
 from megatron.schedules.planning.costs import StageCosts
-from megatron.schedules.planning.kinds import KINDS, RELIEF, SPLIT, Doing, everywhere, in_dependency_order
+from megatron.schedules.planning.kinds import KINDS, RELIEF, SPLIT, Doing, Kind, everywhere, in_dependency_order
 from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
@@ -106,11 +106,21 @@ def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
     What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
     """
     stage, kind, m = work
-    parts = KINDS[kind].parts or (kind,)
-    missing = [each for each in RELIEF if Pass(stage, each, m) not in there]
-    before = [each for each in missing if any(each in need.kinds for part in parts for need in KINDS[part].needs)]
-    after = [each for each in missing if KINDS[each].gives and any(kind in need.kinds for need in KINDS[each].needs)]
-    return [Pass(stage, each, m) for each in (*before, *parts, *after)]
+    before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
+    return [Pass(stage, each, m) for each in (*before, *(KINDS[kind].parts or (kind,)), *after)]
+
+
+def _relief_beside(kind: Kind) -> tuple[list[Kind], list[Kind]]:
+    """The relief that ``kind`` needs, and that which needs it and gives memory back."""
+    needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
+    gives = [each for each in RELIEF if KINDS[each].gives]
+    return (
+        [each for each in RELIEF if each in needed],
+        [each for each in gives if any(kind in need.kinds for need in KINDS[each].needs)],
+    )
+
+
+_BESIDE = {kind: _relief_beside(kind) for kind in KINDS}
 
 
 def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:
