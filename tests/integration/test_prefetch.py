@@ -32,6 +32,8 @@ class _Log:
     def began(self, action: Action) -> None:
         self._log.append(str(action))
 
+    def arrived(self) -> None: ...
+
     def ended(self, action: Action) -> None: ...
 
 
@@ -62,7 +64,7 @@ def _trained(order: str, log: list[str]) -> list[Tensor]:
     config = helpers.config(sequence_parallel=True, calculate_per_token_loss=False)
     stages = MegatronStages(_program(order), [model], config, call, store, lambda _: nullcontext())
     with recorded(log):
-        run(_program(order), stages, _NoTransport(), _Log(log))  # type: ignore[arg-type]
+        run(_program(order), stages, _NoTransport(), [_Log(log)])  # type: ignore[arg-type]
     store.assert_empty()
     return [parameter.grad for parameter in model.parameters()]
 

@@ -162,10 +162,13 @@ def test_the_observer_sees_every_action_begin_and_end():
         def began(self, action: Action) -> None:
             seen.append(f"+{action}")
 
+        def arrived(self) -> None:
+            seen.append("nothing comes from elsewhere here")
+
         def ended(self, action: Action) -> None:
             seen.append(f"-{action}")
 
-    run(one_rank("0F0 0B0"), Recorder(), NoTransport(), Observer())
+    run(one_rank("0F0 0B0"), Recorder(), NoTransport(), [Observer()])
     assert seen == ["+0F0", "-0F0", "+0B0", "-0B0", "+0REDUCE0", "-0REDUCE0"]
 
 

@@ -226,7 +226,7 @@ def test_the_engine_notes_each_step_and_that_its_message_has_come():
                 return super().forward(stage, microbatch, activation, split=split, again=again)
 
         placement = program.placement
-        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, None, place)
+        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, (), place)
 
     run_threads(programs, body)
     for program, forwards in zip(programs, seen, strict=True):

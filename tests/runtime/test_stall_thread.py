@@ -58,10 +58,10 @@ def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_fra
     place = Place()
     start(place, 1.5)
     with place.under_way():
-        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.4), NoTransport(), None, place)
+        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.4), NoTransport(), (), place)
     assert lines == []
     with place.under_way():
-        run(one_rank("0F0 0B0"), Sleeping(4), NoTransport(), None, place)
+        run(one_rank("0F0 0B0"), Sleeping(4), NoTransport(), (), place)
     (line,) = lines
     assert "pipeline rank 0 of 1 (global rank 0) has stood still for" in line and "in 0F0" in line
     number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "sleep(self._sec" in text)
@@ -78,7 +78,7 @@ def test_frames_of_torch_and_of_python_itself_are_passed_over(told):
             return torch.overrides.wrap_torch_function(lambda: ())(partial(threading.Event().wait, 1.0))()
 
     with place.under_way():
-        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), None, place)
+        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), (), place)
     assert f"{__file__}:" in lines[0] and "(forward)" in lines[0]
 
 
@@ -93,7 +93,7 @@ def test_a_process_that_stands_ends_with_a_status_and_one_line():
         print("said before")
         place = Place()
         StallWatch(place, 0.2, global_rank=0, advice="raise --the-flag").start()
-        run(one_rank("0F0 0B0"), Sleeping(60), NoTransport(), None, place)
+        run(one_rank("0F0 0B0"), Sleeping(60), NoTransport(), (), place)
     """
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50)
@@ -129,6 +129,6 @@ def test_watching_costs_next_to_nothing(told):
     for _ in range(5):
         started = time.process_time()
         with place.under_way():
-            run(program, Recorder(), NoTransport(), None, place)
+            run(program, Recorder(), NoTransport(), (), place)
         times.append((time.process_time() - started) / len(program.actions))
     assert sorted(times)[2] < 100e-6

@@ -6,7 +6,7 @@ here the input is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -46,11 +46,11 @@ def watch(watcher: Watcher) -> None:
         program: Program,
         stages: Stages,
         transport: Transport,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         place: Place | None = None,
     ) -> None:
         with watcher.program(program):
-            run(program, _Watched(stages, watcher.action), transport, observer, place)
+            run(program, _Watched(stages, watcher.action), transport, observers, place)
 
     schedule_function.run = watched
 

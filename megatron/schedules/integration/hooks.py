@@ -110,7 +110,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 Messages(session.planner, session.args),
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
-                observer=ProfilerRanges() if session.args.profile else None,
+                observers=[ProfilerRanges()] if session.args.profile else (),
             )
         return session.function
 

@@ -52,7 +52,7 @@ class ScheduleFunction:
         messages: between this rank and its neighbours.
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
-        observer: told of every action; None where nobody looks.
+        observers: told of every action.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
     """
 
@@ -65,11 +65,11 @@ class ScheduleFunction:
         *,
         stall_seconds: float = 0.0,
         report_memory: bool = False,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         copies: CopySpeed | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
-        self._messages, self._observer = messages, observer
+        self._messages, self._observers = messages, observers
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -142,7 +142,7 @@ class ScheduleFunction:
         with self._place.under_way():
             try:
                 with events_in(timers), self._late_checks.at_the_end():
-                    run(program, stages, transport, self._observer, self._place)
+                    run(program, stages, transport, self._observers, self._place)
                     stages.finish()
             finally:
                 stages.close()

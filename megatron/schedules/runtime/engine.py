@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +28,10 @@ class Observer(Protocol):
 
     def began(self, action: Action) -> None: ...
 
+    def arrived(self) -> None:
+        """What the action that began last has waited for is there; told only where something was waited for."""
+        ...
+
     def ended(self, action: Action) -> None: ...
 
 
@@ -35,7 +39,7 @@ def run(
     program: Program,
     stages: Stages,
     transport: Transport,
-    observer: Observer | None = None,
+    observers: Sequence[Observer] = (),
     place: Place | None = None,
 ) -> None:
     """Carry out ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
@@ -51,9 +55,9 @@ def run(
             action.
     """
     place = place or Place()
-    mailbox = _Mailbox(place)
+    mailbox = _Mailbox((place, *observers))
     handle = _handlers(program, stages, transport, mailbox)
-    if observer is not None:
+    for observer in observers:
         handle = _observed(handle, observer)
     instruction: Instruction | None = None
     place.begin(program)
@@ -172,10 +176,14 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
 
 class _Mailbox:
-    """The tensors between this rank's passes and messages, each put once and taken once."""
+    """The tensors between this rank's passes and messages, each put once and taken once.
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    Args:
+        watching: told when what was waited for has arrived.
+    """
+
+    def __init__(self, watching: Sequence[Place | Observer]) -> None:
+        self._watching = watching
         self._held: dict[Slot, Tensor | Pending] = {}
 
     def put(self, instruction: Instruction, result: Tensor | None) -> None:
@@ -201,7 +209,8 @@ class _Mailbox:
         if isinstance(held, Tensor):
             return held
         tensor = held.wait()
-        self._place.arrived()
+        for each in self._watching:
+            each.arrived()
         return tensor
 
     def brought(self, instruction: Instruction) -> Tensor:

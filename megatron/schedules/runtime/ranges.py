@@ -25,6 +25,9 @@ class ProfilerRanges:
         self._open = torch.profiler.record_function(str(action))
         self._open.__enter__()
 
+    def arrived(self) -> None:
+        """Ranges have no part of their own for what is waited for."""
+
     def ended(self, action: Action) -> None:
         """It has queued all of it."""
         if self._open is not None:

@@ -1,0 +1,144 @@
+"""Records when passes began and ended on the device, without ever waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.runtime.program import Action
+
+
+class Clock(Protocol):
+    """Marks moments of what computes."""
+
+    def mark(self) -> Any:
+        """This moment: for a device, that at which it has done all that it has been given so far."""
+        ...
+
+    def passed(self, mark: Any) -> bool:
+        """Whether that moment lies behind the device; does not wait."""
+        ...
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Milliseconds from one passed mark to another."""
+        ...
+
+    def reuse(self, marks: list[Any]) -> None:
+        """Nobody looks at ``marks`` any more."""
+        ...
+
+
+class HostClock:
+    """That of a CPU which does the computing itself."""
+
+    def mark(self) -> float:
+        """See :meth:`Clock.mark`."""
+        return time.perf_counter()
+
+    def passed(self, mark: float) -> bool:
+        """See :meth:`Clock.passed`."""
+        return True
+
+    def between(self, earlier: float, later: float) -> float:
+        """See :meth:`Clock.between`."""
+        return 1e3 * (later - earlier)
+
+    def reuse(self, marks: list[float]) -> None:
+        """See :meth:`Clock.reuse`."""
+
+
+class StreamClock:
+    """That of a GPU: events on its current stream, made once and used again."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        """See :meth:`Clock.mark`."""
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """See :meth:`Clock.passed`."""
+        return bool(mark.query())
+
+    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """See :meth:`Clock.between`."""
+        return float(earlier.elapsed_time(later))
+
+    def reuse(self, marks: list[torch.cuda.Event]) -> None:
+        """See :meth:`Clock.reuse`."""
+        self._free += marks
+
+
+class Span(NamedTuple):
+    """One pass as it happened: from when until when, in milliseconds since the record began."""
+
+    work: Pass
+    start: float
+    end: float
+
+
+class Recorder:
+    """An engine's observer (see :class:`.engine.Observer`) that notes each pass, once what it waited for had come.
+
+    Use it for one run after another: :meth:`begin`, the run, and whenever the device has come so far :meth:`take`.
+
+    Args:
+        clock: of what computes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._works: list[Pass] = []
+        self._marks: list[Any] = []
+        self._open = False
+        self._whole: deque[tuple[list[Pass], list[Any]]] = deque()
+
+    def begin(self) -> None:
+        """A run begins: time 0 of its record. What an unfinished run left is dropped."""
+        self._clock.reuse(self._marks)
+        self._works, self._marks, self._open = [], [self._clock.mark()], False
+
+    def began(self, action: Action) -> None:
+        """The host begins to carry out ``action``."""
+        op, stage, microbatch, _ = action
+        self._open = isinstance(op, Kind)
+        if isinstance(op, Kind):
+            self._works.append(Pass(stage, op, microbatch))
+            self._marks.append(self._clock.mark())
+
+    def arrived(self) -> None:
+        """What the pass needs is there: from now on it computes."""
+        if self._open:
+            self._clock.reuse([self._marks.pop()])
+            self._marks.append(self._clock.mark())
+
+    def ended(self, action: Action) -> None:
+        """The host has given the device all of ``action``."""
+        if self._open:
+            self._marks.append(self._clock.mark())
+            self._open = False
+
+    def end(self) -> None:
+        """The run has ended well."""
+        self._whole.append((self._works, self._marks))
+        self._works, self._marks = [], []
+
+    def take(self) -> list[Span] | None:
+        """The passes of the oldest run that has not been taken; None where the device is still in it, or there is none.
+
+        The passes come in the order of the program; of a copy both times are those at which computing came past it.
+        """
+        if not self._whole or not self._clock.passed(self._whole[0][1][-1]):
+            return None
+        works, (base, *marks) = self._whole.popleft()
+        times = [self._clock.between(base, mark) for mark in marks]
+        self._clock.reuse([base, *marks])
+        return [Span(*each) for each in zip(works, times[::2], times[1::2], strict=True)]
