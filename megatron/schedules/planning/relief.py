@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import (
-    default_seconds,
     effort,
     least_limit,
     limit_in_microbatches,
     placements,
+    search_seconds,
 )
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.list_scheduling import EPSILON
@@ -127,7 +127,7 @@ class _Search:
         self.best, self.shortest = Shares(), math.inf
         self._request, self._limit = request, limit_in_microbatches(request)
         self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
-        seconds = request.search_seconds or default_seconds(request.ranks, self._microbatches)
+        seconds = search_seconds(replace(request, microbatches=self._microbatches))
         self._effort = effort(request.ranks, seconds) / _CLIMBS
         self._known: dict[Costs, float] = {}
         self._order: Schedule | None = None

@@ -16,7 +16,7 @@ from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
-from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
+from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
 from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.host import taken
@@ -140,8 +140,7 @@ def planned(request: Request) -> Schedule:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
-        seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
-        said = f"searches some {seconds:.0f} s, unless {folder()} has the plan"
+        said = f"searches some {search_seconds(request):.0f} s, unless {folder()} has the plan"
     else:
         said = f"planned anew unless {folder()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"

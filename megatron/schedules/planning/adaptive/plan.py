@@ -19,6 +19,8 @@ from megatron.schedules.planning.simulate import Timeline
 # Real machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
+# Of the usual time where all ranks share the vocabulary: a third more passes, of two sorts more.
+_WITH_VOCABULARY = 1.5
 
 
 def placements(request: Request) -> list[Placement]:
@@ -60,6 +62,12 @@ def default_seconds(ranks: int, microbatches: int) -> float:
     return min(max(1.0, 8 * (ranks * microbatches / 256) ** 0.78), 100.0)
 
 
+def search_seconds(request: Request) -> float:
+    """How long to search for ``request``: as it says, else the default, longer where S and T are to be placed too."""
+    usual = default_seconds(request.ranks, request.microbatches)
+    return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.shared_vocabulary else usual)
+
+
 def effort(ranks: int, seconds: float) -> float:
     """How many passes are scheduled in so many seconds."""
     return seconds * _PASSES_A_SECOND / math.sqrt(ranks)
@@ -90,7 +98,7 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     limit = limit_in_microbatches(request)
     costs, _ = request.costs.around_one()
     problems = [Problem(placement, request.microbatches, costs.on(placement)) for placement in placements(request)]
-    seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
+    seconds = search_seconds(request)
     known = [
         timeline
         for timeline in named(replace(request, costs=costs))
