@@ -43,14 +43,14 @@ class Gap(NamedTuple):
     """A time in which a rank does not compute.
 
     Args:
-        index: in the rank's row, of the pass that ends it; the row's length where none does.
+        at: in the rank's row, of the pass that ends it; the row's length where none does.
         start, end: from when until when.
         phase: of the rank.
         waits: what it is made of; their times add up to it.
         needed: the pass that came last of those which the next one needed, by rank and index in its row.
     """
 
-    index: int
+    at: int
     start: float
     end: float
     phase: Phase
