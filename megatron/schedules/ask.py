@@ -38,6 +38,7 @@ FLAGS = {
     "microbatches": "--microbatches",
     "chunks": "--chunks",
     "csv": "--schedule-file",
+    "recorded": "--recorded",
     "costs": "--costs",
     "costs_file": "--costs-file",
     "model": "--model",

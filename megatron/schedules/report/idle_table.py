@@ -18,7 +18,7 @@ def idle_table(timeline: Timeline, found: Sequence[Idle]) -> str:
     whole, most = timeline.makespan, max(max(each.total for each in found), 1e-300)
     causes = [cause for cause in Cause if any(each.of(cause) > 1e-9 * whole for each in found)]
     heads = ["rank", "idle", *Phase, *causes]
-    head = "".join(f"<th>{name}</th>" for name in heads)
+    head = "".join(f"<th>{_key(name)}{name}</th>" for name in heads)
     body = "".join(
         f"<tr><td>{each.rank}</td>{_cells(_amounts(each, causes), whole)}<td>{_bar(each, most)}</td>"
         f'<td class="words">{_whom(each, whole)}</td></tr>'
@@ -29,6 +29,13 @@ def idle_table(timeline: Timeline, found: Sequence[Idle]) -> str:
         f'<table><thead><tr>{head}<th class="words">by phase</th><th class="words">waits longest for</th></tr></thead>'
         f"<tbody>{body}</tbody><tfoot><tr><td>mean</td>{_cells(mean, whole)}<td></td><td></td></tr></tfoot></table>"
     )
+
+
+def _key(name: str) -> str:
+    """The colour of a phase in the bars."""
+    if name not in _CLASSES:
+        return ""
+    return f'<svg class="bar" width="14" height="9"><rect class="{_CLASSES[Phase(name)]}" width="9" height="9"/></svg>'
 
 
 def _amounts(each: Idle, causes: Sequence[Cause]) -> list[float]:
@@ -44,9 +51,7 @@ def _bar(each: Idle, most: float) -> str:
     left, parts = 0.0, []
     for phase, time in each.phases.items():
         wide = max(0.0, time / most * _BAR)
-        parts.append(
-            f'<rect class="{_CLASSES[phase]}" x="{left:.1f}" width="{wide:.1f}" height="10"><title>{phase}</title></rect>'
-        )
+        parts.append(f'<rect class="{_CLASSES[phase]}" x="{left:.1f}" width="{wide:.1f}" height="10"/>')
         left += wide
     return f'<svg class="bar" width="{_BAR}" height="10" aria-hidden="true">{"".join(parts)}</svg>'
 

@@ -11,36 +11,25 @@ from importlib.resources import files
 from typing import Any
 
 from megatron.schedules.planning.kinds import KINDS, Kind
-from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import counted, figures, number, percent, title
+from megatron.schedules.report.figures import figures, number, percent
 from megatron.schedules.report.idle import gaps, idle
 from megatron.schedules.report.idle_table import idle_table
 from megatron.schedules.report.packed import TICKS, Packer, packed
-from megatron.schedules.report.views import View, explained, extent, slowest_stage, views
+from megatron.schedules.report.views import View, extent, slowest_stage
 
 _ASSETS = files("megatron.schedules.report") / "page"
 _SCRIPTS = ("data.js", "paint.js", "words.js", "chart.js", "start.js")
 _MANY = 64  # ranks of a table that is shown unasked
 
 
-def recorded_page(recorded: Recorded) -> str:
-    """A recorded run: its plan above what happened, in milliseconds."""
-    return timeline_page(
-        views(recorded),
-        f"{title(recorded.timeline.schedule.name)}, iteration {recorded.iteration}",
-        f"Measured on {recorded.device}. {explained(recorded)}",
-        "ms",
-    )
-
-
-def timeline_page(shown: Sequence[View], heading: str, remark: str = "", unit: str = "") -> str:
+def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: str = "") -> str:
     """Draw ``shown`` below one another on one time axis.
 
     Args:
         shown: at least one; all in one unit of time.
         heading: plain text, the page's title.
-        remark: plain text, a sentence or two under it.
+        caption: plain text, a sentence or two under it.
         unit: of time; empty where it is any.
     """
     style, script = _asset("timeline.css"), "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
@@ -72,7 +61,7 @@ script-src {_hash(script)}">
 </head>
 <body>
 <h1>{escape(heading)}</h1>
-<p>{escape(_sizes(shown))}{escape(remark)}</p>
+<p>{escape(caption)}</p>
 <dl id="cards">{_cards(shown, unit)}</dl>
 <div id="tools">
 <div class="legend">{_legend(shown)}</div>
@@ -90,8 +79,8 @@ script-src {_hash(script)}">
 each rank idles"></canvas><canvas id="over"></canvas></div></div>
 </div>
 <div id="tip" role="status" hidden></div>
-<p class="keys">Zoom: wheel, double click, <kbd>+</kbd> <kbd>-</kbd>; a part: drag along the axis, or with shift; move: \
-drag, <kbd>←</kbd> <kbd>→</kbd>; everything: <kbd>0</kbd>. Over the ranks' names the wheel scrolls. Point at a pass to \
+<p class="keys">Zoom: wheel, double click, <kbd>+</kbd> <kbd>-</kbd>; a part: drag along the axis, or with shift; \
+move: drag, <kbd>←</kbd> <kbd>→</kbd>; everything: <kbd>0</kbd>. Over the ranks' names the wheel scrolls. Point at a pass to \
 see what it waited for. A row that is too dense for single passes shows as a curve how busy the rank is. Under each \
 rank is its activation memory; dashed lines end its warm-up and begin its cool-down.</p>
 {tables}
@@ -120,9 +109,7 @@ def _in_script(contents: Any) -> str:
 def _look(view: View, unit: str) -> dict[str, Any]:
     """Colours by kind and chunk, each with that of words on it, and what the heading says."""
     chunks = view.timeline.schedule.placement.chunks
-    fills = {
-        index: [palette.fill(kind, chunk, chunks) for chunk in range(chunks)] for index, kind in enumerate(KINDS)
-    }
+    fills = {index: [palette.fill(kind, chunk, chunks) for chunk in range(chunks)] for index, kind in enumerate(KINDS)}
     said = f"bubble {percent(view.timeline.bubble)}, {_time(view.timeline.makespan, unit)}"
     return {
         "said": said,
@@ -137,15 +124,6 @@ def _time(time: float, unit: str) -> str:
     return f"{time:.4g} {unit}".rstrip() if time < 1e4 else f"{time:.0f} {unit}".rstrip()
 
 
-def _sizes(shown: Sequence[View]) -> str:
-    """How large the pipelines are, where they are alike."""
-    found = {(view.timeline.schedule.ranks, view.timeline.schedule.microbatches) for view in shown}
-    if len(found) > 1:
-        return ""
-    ((ranks, n),) = found
-    return f"{counted(ranks, 'pipeline rank')}, {counted(n, 'microbatch')}. "
-
-
 def _cards(shown: Sequence[View], unit: str) -> str:
     """Headline figures: each view's bubble and length; of the last, the slowest stage and most memory."""
     cards = []
@@ -158,8 +136,8 @@ def _cards(shown: Sequence[View], unit: str) -> str:
         (
             f"Slowest stage, {last.label}",
             f"stage {slow.stage}",
-            f"on rank {slow.rank}: {_time(slow.time, unit)} a microbatch, {percent(slow.times_average - 1, 0)} over the "
-            "average",
+            f"on rank {slow.rank}: {_time(slow.time, unit)} a microbatch, {percent(slow.times_average - 1, 0)} over "
+            "the average",
         )
     )
     peaks = [max((held for _, held in last.memory(r)), default=0.0) for r in range(last.timeline.schedule.ranks)]

@@ -87,6 +87,7 @@ Chart.prototype.listen = function () {
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.ask());
   const paper = window.matchMedia("print");
   paper.addEventListener("change", () => this.print(paper.matches));
+  if (paper.matches) this.print(true);
   window.addEventListener("beforeprint", () => this.print(true));
   window.addEventListener("afterprint", () => this.print(false));
 };
@@ -94,8 +95,8 @@ Chart.prototype.listen = function () {
 async function start() {
   const buffer = await inflated(document.getElementById("arrays").textContent);
   const views = page.views.map((view) => new View(view, buffer, page));
-  const chart = new Chart(views);
   legend(views, false);
+  const chart = new Chart(views);
   // For tests, and for those who want to look from the console.
   window.timeline = {
     chart,
