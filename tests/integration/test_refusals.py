@@ -271,6 +271,18 @@ REFUSED = {
         "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs no/c.json",
         "--pipeline-save-costs no/c.json cannot be written: name a file in a folder that is there",
     ),
+    "a timeline in a file": (
+        "--pipeline-schedule v-half --train-iters 4 --pipeline-timeline LICENSE/here",
+        "/LICENSE is no folder; name a folder, there or to be made",
+    ),
+    "a timeline of one iteration": (
+        "--pipeline-schedule v-half --pipeline-timeline out",
+        "--pipeline-timeline takes two iterations, and --train-iters is 1: train for more",
+    ),
+    "a timeline without a schedule": (
+        "--pipeline-timeline out",
+        "--pipeline-timeline goes with --pipeline-schedule: name one of 1f1b",
+    ),
     "a profile without a schedule": (
         "--pipeline-profile-iterations 1-2",
         "--pipeline-profile-iterations goes with --pipeline-schedule: name one of 1f1b",

@@ -24,6 +24,7 @@ from megatron.training import print_rank_0
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
+from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.planning.clocks import aligned, gaps, hops
 from megatron.schedules.planning.job_profile import JobProfile
 from megatron.schedules.planning.job_profile_text import to_text
@@ -176,6 +177,8 @@ class Profiler:
         print_rank_0(as_text(self.profile, self.recorded))
         if self._asked.file is not None and dist.get_rank() == 0:
             self._save(self.profile)
+        if self._asked.timeline is not None and dist.get_rank() == 0:
+            print_rank_0(saved_timeline(self.recorded, self._asked.timeline))
 
     def _save(self, profile: JobProfile) -> None:
         file = self._asked.file

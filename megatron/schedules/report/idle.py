@@ -134,7 +134,8 @@ class _Ended:
 
     def __init__(self, timeline: Timeline) -> None:
         schedule = timeline.schedule
-        placement, comm = schedule.placement, timeline.costs.comm
+        placement, latency = schedule.placement, timeline.costs.latency
+        rank_of = placement.rank_of
         self._places = slots(placement, schedule.microbatches)
         self.where: dict[int, tuple[int, int]] = {
             self._places[kind][stage] + m: (rank, index)
@@ -145,9 +146,9 @@ class _Ended:
         # By kind and stage: where microbatch 0 of what is needed stands, and the latency after it.
         self._needs: dict[tuple[Kind, int], list[tuple[int, float]]] = {
             (kind, stage): [
-                (self._places[kinds[0]][source], comm)
+                (self._places[kinds[0]][source], latency(rank_of[source], rank_of[stage]))
                 for source, kinds in sources(kind, stage, placement, schedule.kinds)
-                if placement.rank_of[source] != placement.rank_of[stage]
+                if rank_of[source] != rank_of[stage]
             ]
             for kind in schedule.kinds
             for stage in range(placement.stages)

@@ -80,9 +80,9 @@ each rank idles"></canvas><canvas id="over"></canvas></div></div>
 </div>
 <div id="tip" role="status" hidden></div>
 <p class="keys">Zoom: wheel, double click, <kbd>+</kbd> <kbd>-</kbd>; a part: drag along the axis, or with shift; \
-move: drag, <kbd>←</kbd> <kbd>→</kbd>; everything: <kbd>0</kbd>. Over the ranks' names the wheel scrolls. Point at a pass to \
-see what it waited for. A row that is too dense for single passes shows as a curve how busy the rank is. Under each \
-rank is its activation memory; dashed lines end its warm-up and begin its cool-down.</p>
+move: drag, <kbd>←</kbd> <kbd>→</kbd>; everything: <kbd>0</kbd>. Over the ranks' names the wheel scrolls. Point at a \
+pass to see what it waited for. Where single passes are too narrow, columns show how busy the rank is, and with what. \
+Under each rank is its activation memory; dashed lines end its warm-up and begin its cool-down.</p>
 {tables}
 <script id="contents" type="application/json">{_in_script(contents)}</script>
 <script id="arrays" type="text/plain">{packer.text()}</script>

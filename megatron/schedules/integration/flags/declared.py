@@ -27,6 +27,7 @@ FLAGS = {
     "report_memory": "--pipeline-schedule-report-memory",
     "profile_iterations": "--pipeline-profile-iterations",
     "save_costs": "--pipeline-save-costs",
+    "timeline": "--pipeline-timeline",
 }
 
 
@@ -146,6 +147,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="JSON",
         help="With --pipeline-profile-iterations: where to write what was measured, for --pipeline-schedule-costs-file "
         "of the next job and megatron-schedules plan --costs-file. Give it to plan for your own costs.",
+    )
+    group.add_argument(
+        "--pipeline-timeline",
+        metavar="DIR",
+        help="Where to write what happened in the last iteration that is measured, beside what was planned: a page to "
+        "open in a browser, an SVG, a trace for Perfetto, and the record for megatron-schedules draw --recorded. "
+        "Iterations 3-5 are measured unless --pipeline-profile-iterations says otherwise. Give it to see why a bubble "
+        "is as large as it is.",
     )
     return parser
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.timeline import timeline_asked, usual_iterations
 from megatron.schedules.planning.errors import PlanError
 
 
@@ -18,11 +19,13 @@ class ProfileAsked(NamedTuple):
         counted: the iteration in which bytes are counted; those after it are timed.
         last: the last that is timed.
         file: where the costs go; None for nowhere.
+        timeline: the folder of the timeline; None for none.
     """
 
     counted: int
     last: int
     file: Path | None
+    timeline: Path | None = None
 
     @property
     def timed(self) -> tuple[int, int]:
@@ -38,6 +41,9 @@ def profile_asked(args: Any) -> ProfileAsked | None:
     """
     text, file = args.pipeline_profile_iterations, args.pipeline_save_costs
     flag, to_file = FLAGS["profile_iterations"], FLAGS["save_costs"]
+    timeline = timeline_asked(args)
+    if text is None and timeline is not None:
+        text = usual_iterations(args)
     if text is None:
         if file is not None:
             raise PlanError(
@@ -56,7 +62,7 @@ def profile_asked(args: Any) -> ProfileAsked | None:
     iterations = getattr(args, "train_iters", None)
     if iterations and last > iterations:
         raise PlanError(f"{flag} {text} goes on after the job's end: --train-iters is {iterations}; end it by then")
-    return ProfileAsked(counted, last, None if file is None else _writable(to_file, Path(file)))
+    return ProfileAsked(counted, last, None if file is None else _writable(to_file, Path(file)), timeline)
 
 
 def _writable(flag: str, file: Path) -> Path:
