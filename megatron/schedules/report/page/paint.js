@@ -1,13 +1,18 @@
 // How rows are painted: passes one by one where there is room, else how busy the rank is; memory; the axis.
 
 const FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif";
-const BIN = 2; // pixels of a column that tells how busy a rank is
 const DENSE = 2.5; // pixels a pass below which columns stand for them
 
 /** Colours of the page, light or dark. */
 function scheme(style = getComputedStyle(document.documentElement)) {
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
   return { page: named("page"), lane: named("lane"), text: named("text"), faint: named("faint"), memory: named("memory"), mark: named("mark") };
+}
+
+/** `#rrggbb` as canvases keep it. */
+function pixel(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
 // Strokes in a square of eight: with a colour of its own, each kind is told apart on grey paper too.
@@ -101,33 +106,38 @@ class Painter {
     }
   }
 
-  /** Columns as high as the part of their time in which each kind of each chunk ran, what was idle left free. */
+  /**
+   * A column for each pixel, as high as the part of its time in which each kind of each chunk ran, what was idle left
+   * free. Set pixel by pixel: so many small rectangles would take a browser without a GPU a tenth of a second.
+   */
   columns(view, first, last, top, height) {
     const { context, scale } = this;
-    const [looks, bins] = [view.looks.length, Math.ceil((scale.right - scale.left) / BIN)];
-    const shares = new Float32Array(looks * bins);
+    const sharp = window.devicePixelRatio || 1;
+    const until = Math.min(scale.right, scale.x(view.makespan));
+    const [looks, wide, high] = [view.looks.length, Math.round((until - scale.left) * sharp), Math.round(height * sharp)];
+    if (wide < 1) return;
+    const shares = new Float32Array(looks * wide);
+    const each = (scale.x(scale.from + 1) - scale.left) * sharp;
     for (let i = first; i < last; i++) {
-      const from = Math.max(0, (scale.x(view.start[i]) - scale.left) / BIN);
-      const until = Math.min(bins, (scale.x(view.end[i]) - scale.left) / BIN);
-      const at = view.look[i] * bins;
-      for (let bin = Math.floor(from); bin < until; bin++) {
-        shares[at + bin] += Math.min(until, bin + 1) - Math.max(from, bin);
+      const from = Math.max(0, (view.start[i] - scale.from) * each);
+      const to = Math.min(wide, (view.end[i] - scale.from) * each);
+      const at = view.look[i] * wide;
+      for (let x = Math.floor(from); x < to; x++) shares[at + x] += Math.min(to, x + 1) - Math.max(from, x);
+    }
+    const image = context.createImageData(wide, high);
+    const pixels = new Uint32Array(image.data.buffer).fill(pixel(this.colours.lane));
+    const fills = view.looks.map((_, look) => pixel(view.colours(look)[0]));
+    for (let x = 0; x < wide; x++) {
+      let level = high;
+      let bottom = high;
+      for (let look = 0; look < looks; look++) {
+        level -= shares[look * wide + x] * high;
+        const ceiling = Math.max(0, Math.round(level));
+        for (let y = ceiling; y < bottom; y++) pixels[y * wide + x] = fills[look];
+        bottom = ceiling;
       }
     }
-    const floor = new Float32Array(bins).fill(top + height);
-    for (let look = 0; look < looks; look++) {
-      context.fillStyle = this.fill(view, look);
-      for (let bin = 0; bin < bins; ) {
-        // Whole device pixels: what stands on one another must neither overlap nor leave a line free.
-        const ceiling = (each) => Math.round((floor[each] - shares[look * bins + each] * height) * 2) / 2;
-        const [high, low] = [ceiling(bin), floor[bin]];
-        let next = bin + 1;
-        while (next < bins && floor[next] === low && ceiling(next) === high) next++;
-        if (high < low) context.fillRect(scale.left + bin * BIN, high, (next - bin) * BIN, low - high);
-        floor.fill(high, bin, next);
-        bin = next;
-      }
-    }
+    context.putImageData(image, Math.round(scale.left * sharp), Math.round(top * sharp));
   }
 
   /** The memory of a rank, `most` as high as there is room. */
@@ -143,15 +153,20 @@ class Painter {
     let held = view.heldAt(rank, Math.max(0, scale.from));
     const line = new Path2D();
     line.moveTo(left, level(held));
+    const each = scale.x(scale.from + 1) - scale.left;
     for (let i = after(view.time, low, high, Math.max(0, scale.from)); i < last; i++) {
-      const x = scale.x(view.time[i]);
-      line.lineTo(x, level(held));
-      // Where steps are narrower than a pixel, the most of those in it.
-      let highest = view.held[i];
-      while (i + 1 < last && scale.x(view.time[i + 1]) < x + 1) highest = Math.max(highest, view.held[++i]);
-      line.lineTo(x, level(highest));
+      const x = scale.left + (view.time[i] - scale.from) * each;
+      const next = scale.from + (x + 1 - scale.left) / each;
+      if (i + 1 < last && view.time[i + 1] < next) {
+        // Where steps are narrower than a pixel, the most of those in it.
+        let highest = held;
+        for (; i + 1 < last && view.time[i + 1] < next; i++) highest = Math.max(highest, view.held[i]);
+        line.lineTo(x, level(Math.max(highest, view.held[i])));
+      } else {
+        line.lineTo(x, level(held));
+        line.lineTo(x, level(view.held[i]));
+      }
       held = view.held[i];
-      if (held < highest) line.lineTo(x, level(held));
     }
     line.lineTo(right, level(held));
     const area = new Path2D(line);
