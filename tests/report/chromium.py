@@ -40,9 +40,9 @@ class Chromium:
             *("--host-resolver-rules=MAP * ~NOTFOUND", "--force-device-scale-factor=1", "--hide-scrollbars"),
             *(f"--user-data-dir={folder}", f"--window-size={size[0]},{size[1]}", "about:blank"),
         ]
-        # It reads commands from file 3 and answers on file 4.
+        # It reads commands from file 3 and answers on file 4; a plain sh knows no numbers above 9.
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$0" "$@" 3<&{to_it} 4>&{to_us}', program, *flags],
+            ["bash", "-c", f'exec "$0" "$@" 3<&{to_it} 4>&{to_us}', program, *flags],
             pass_fds=(to_it, to_us),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
