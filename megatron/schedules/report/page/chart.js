@@ -96,7 +96,7 @@ class Chart {
     const began = performance.now();
     this.waiting = false;
     this.wide = this.box.clientWidth;
-    this.high = this.box.clientHeight;
+    this.high = this.printing ? this.height : this.box.clientHeight;
     const scrolled = this.box.scrollTop;
     const context = this.fitted(this.canvas);
     const colours = scheme();
