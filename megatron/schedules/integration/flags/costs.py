@@ -111,7 +111,7 @@ def _times(args: Any, shape: Shape | None) -> tuple[Costs, bool]:
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:
     """How the profile's model differs from that of the flags; empty where it does not."""
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "--num-layers": (facts.layers, shape.layers),
         "--hidden-size": (facts.hidden_size, shape.hidden),
         "--num-attention-heads": (facts.heads, shape.heads),
