@@ -66,9 +66,9 @@ def read_recorded(path: Path) -> Recorded:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    writer = "--pipeline-timeline writes such files"
+    writer, text = "--pipeline-timeline writes such files", read_text(path, "recorded")
     try:
-        data = json.loads(read_text(path, "recorded"))
+        data = json.loads(text)
     except (ValueError, RecursionError):
         raise PlanError(f"{path} is no JSON; {writer}", "recorded") from None
     try:
