@@ -13,9 +13,11 @@ import pytest
 
 from megatron.schedules.cli import main
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.recorded import to_text
+from megatron.schedules.planning.recorded import read_recorded, to_text
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.textforms import from_csv, from_json
+from megatron.schedules.report.figures import percent
+from megatron.schedules.report.idle import idle
 from tests.planning.test_recorded import made
 from tests.refused import assert_refused
 
@@ -177,6 +179,21 @@ def test_the_drawings_in_docs_are_what_draw_draws(path, capsys):
     assert main(arguments) == 0
     drawn = capsys.readouterr().out
     assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
+
+
+def test_the_run_in_docs_is_drawn_and_told_as_recorded(capsys):
+    path, arguments = "docs/images/timeline.svg", ["draw", "--recorded", str(ROOT / "docs" / "recorded.json")]
+    assert main(arguments) == 0
+    drawn = capsys.readouterr().out
+    assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
+    text = (ROOT / "docs" / "timeline.md").read_text()
+    recorded = read_recorded(ROOT / "docs" / "recorded.json")
+    assert f"planned at {percent(recorded.planned.bubble)} and came to {percent(recorded.timeline.bubble)}" in text
+    for rank in idle(recorded.timeline):
+        whole = recorded.timeline.makespan
+        shares = [percent(time / whole) for time in (rank.total, *rank.phases.values())]
+        whom = ", ".join(f"rank {other} ({percent(time / whole, 1)})" for other, time in rank.for_ranks)
+        assert f"| {rank.rank} | {' | '.join(shares)} | {whom} |" in text
 
 
 def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):

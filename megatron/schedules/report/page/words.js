@@ -38,7 +38,7 @@ function waited(view, rank, pass) {
   const { long, phase } = idleBefore(view, rank, pass);
   if (long <= 1e-9 * page.until) return null;
   const awaited = view.awaited[pass];
-  if (awaited < 0) return `waited ${span(long)} (${phase}) for nothing that another rank had to do`;
+  if (awaited < 0) return `began ${span(long)} late (${phase}) by itself: its host, or a late message`;
   const [whose] = view.place(awaited);
   const whom = whose === rank ? `its own copy ${name(view, awaited)}` : `${name(view, awaited)} of rank ${whose}`;
   return `waited ${span(long)} (${phase}) for ${whom}, which ended at ${span(view.end[awaited])}`;
