@@ -68,3 +68,18 @@ def test_to_measure_changes_no_loss(train):
 
 
 MEASURED = "--pipeline-profile-iterations 1-3"
+
+
+@pytest.mark.full_matrix
+def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
+    flags = [*JOB, *"--pipeline-model-parallel-size 2 --pipeline-schedule v-half --eval-iters 0".split()]
+    saved = "--save", str(tmp_path / "saved"), "--save-interval", "2"
+    assert megatron("outputs", 2, [*flags, *saved, "--exit-interval", "2"])[0][0] == 0
+    file = tmp_path / "costs.json"
+    resumed = [*flags, "--load", str(tmp_path / "saved"), "--pipeline-save-costs", str(file)]
+    late = megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "2-4"])
+    assert late[0][0] == 0 and not file.exists()
+    assert "the job is at iteration 3 already, and --pipeline-profile-iterations begins with 2" in late[0][1]
+    assert megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "3-4"])[0][0] == 0
+    profile = read_profile(file)
+    assert isinstance(profile, JobProfile) and profile.iterations == (4, 4)
