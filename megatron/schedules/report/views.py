@@ -92,12 +92,12 @@ class Slowest(NamedTuple):
 
 
 def slowest_stage(timeline: Timeline) -> Slowest:
-    """The stage whose passes took longest in all; what all ranks share counts with the stage it is written with."""
+    """The stage whose passes took longest in all; copies and what all ranks share are left out."""
     placement, n = timeline.schedule.placement, timeline.schedule.microbatches
     time = [0.0] * placement.stages
     for row, starts, ends in zip(timeline.schedule.order, timeline.start, timeline.end, strict=True):
         for work, length in zip(row, map(sub, ends, starts), strict=True):
-            if KINDS[work.kind].resource is Resource.COMPUTE:
+            if KINDS[work.kind].resource is Resource.COMPUTE and not KINDS[work.kind].of_ranks:
                 time[work.stage] += length / n
     stage = time.index(max(time))
     return Slowest(stage, placement.rank_of[stage], time[stage], time[stage] * len(time) / sum(time))

@@ -9,15 +9,18 @@ async function inflated(text) {
   return new Response(stream).arrayBuffer();
 }
 
-/** Sums of `steps` between the places in `starts`, in the unit of the axis: `base[i]` is added to the i-th. */
-function accumulated(steps, starts, unit, ends) {
+/**
+ * Sums of `steps`, in the unit of the axis, afresh from each of the places in `starts`; `lengths`, if any, count for
+ * what comes after.
+ */
+function accumulated(steps, starts, unit, lengths) {
   const found = new Float64Array(steps.length);
   for (let row = 0; row + 1 < starts.length; row++) {
     let now = 0;
     for (let i = starts[row]; i < starts[row + 1]; i++) {
       now += steps[i];
       found[i] = now * unit;
-      now += ends ? ends[i] : 0;
+      now += lengths ? lengths[i] : 0;
     }
   }
   return found;
@@ -36,7 +39,8 @@ class View {
     this.start = accumulated(this.gap, this.rows, unit, this.length);
     this.end = Float64Array.from(this.start, (start, i) => start + this.length[i] * unit);
     this.time = accumulated(this.since, this.levels, unit, null);
-    this.most = this.held.reduce((most, each) => Math.max(most, each), 0);
+    this.peaks = Array.from({ length: this.ranks }, (_, rank) => this.peakOf(rank));
+    this.most = Math.max(...this.peaks);
     this.passes = this.kind.length;
     this.findLooks();
   }
@@ -87,6 +91,10 @@ class View {
 
   /** What a rank holds at most. */
   peak(rank) {
+    return this.peaks[rank];
+  }
+
+  peakOf(rank) {
     return this.held.subarray(this.levels[rank], this.levels[rank + 1]).reduce((most, each) => Math.max(most, each), 0);
   }
 }

@@ -98,6 +98,7 @@ class Painter {
       const y = top + height / 2 + 0.5;
       if (this.hatches) {
         context.lineWidth = 3;
+        context.lineJoin = "round";
         context.strokeStyle = view.colours(view.look[i])[0];
         context.strokeText(label, x, y);
       }

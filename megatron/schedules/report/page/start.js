@@ -46,7 +46,7 @@ Chart.prototype.listen = function () {
     box.scrollTop = drag.scrolled - (y - drag.y);
     this.show(drag.from - by, drag.until - by);
   });
-  const let_go = (event) => {
+  const release = (event) => {
     if (drag?.selects && event.type === "pointerup") {
       const [first, last] = [drag.x, at(event)[0]].sort((a, b) => a - b).map((x) => this.scale.time(x));
       if (last - first > (this.until - this.from) * 0.005) this.show(first, last);
@@ -55,8 +55,8 @@ Chart.prototype.listen = function () {
     drag = null;
     over.classList.remove("dragged");
   };
-  over.addEventListener("pointerup", let_go);
-  over.addEventListener("pointercancel", let_go);
+  over.addEventListener("pointerup", release);
+  over.addEventListener("pointercancel", release);
   over.addEventListener("pointerleave", () => {
     this.pointer = null;
     this.tip.hidden = true;
