@@ -15,6 +15,7 @@ from tools.emulate_run import emulated
 REQUEST = Request("v-half", 2, 4, Costs(1, 1.25, 0.75))
 
 
+@pytest.mark.full_matrix  # some seconds of starting processes
 def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
     recorded = emulated(REQUEST, unit_ms=15, stage=1, factor=2)
     timeline = recorded.timeline
