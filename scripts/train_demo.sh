@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then trains a small GPT on real text with four pipeline ranks, under V-Half and
-# then under 1F1B, and compares the two. Needs no GPU and no download beyond the packages.
+# then under 1F1B, compares the two, and writes a timeline of each. Needs no GPU and no download beyond the packages.
 #
 #     bash scripts/train_demo.sh                         V-Half against 1F1B
 #     bash scripts/train_demo.sh --pipeline-schedule v-zb     another schedule against 1F1B
@@ -89,7 +89,8 @@ train() {
   say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
   if ! "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py "${model[@]}" \
     --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" --pipeline-schedule-report-memory \
-    "${start[@]}" "${flags[@]}" 2>&1 | "$python" scripts/compare_logs.py --follow "$log"
+    --pipeline-timeline "$demo/$1-timeline" "${start[@]}" "${flags[@]}" 2>&1 |
+    "$python" scripts/compare_logs.py --follow "$log"
   then
     # Every rank prints a traceback, and torchrun a summary after them: the first errors tell most.
     grep -m 5 -E '(Error|Exception|error): ' "$log" >&2 || tail -n 20 "$log" >&2
@@ -111,5 +112,11 @@ echo
 if ((devices < ranks)); then
   echo "$ranks ranks share $(getconf _NPROCESSORS_ONLN) cores here: a rank that waits leaves its core to another, so tokens per second"
   echo "say little about bubbles. The memory is real. Plan for your own pipeline with: megatron-schedules compare"
+fi
+# Where the log says it was written: flags of the caller's may have sent it elsewhere.
+timeline=$(sed -n 's/.*pipeline schedule: timeline of iteration .* written to \(.*\): timeline\.html.*/\1/p' \
+  "$demo/$schedule.log" | tail -n 1)
+if [[ -n $timeline ]]; then
+  say "what happened in one iteration, beside what was planned: open ${timeline#"$root"/}/timeline.html in a browser"
 fi
 say "done in $((SECONDS - begun)) s"

@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.cli import main
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.recorded import read_recorded, to_text
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.textforms import from_csv, from_json
+from megatron.schedules.report.figures import percent
+from megatron.schedules.report.idle import idle
+from tests.planning.test_recorded import made
 from tests.refused import assert_refused
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +123,43 @@ def test_draw_puts_1f1b_above_v_half(capsys):
     assert text.index(">1F1B<") < text.index(">V-Half<")
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("a.svg", "<svg"),
+        ("a.html", "<!doctype html>"),
+        ("a.trace.json", '{"traceEvents"'),
+        ("a.trace", '{"traceEvents"'),
+    ],
+)
+@pytest.mark.parametrize("of", ["plans", "run"])
+def test_draw_draws_plans_and_runs_in_every_form(tmp_path, name, begins, of, capsys):
+    (tmp_path / "run.json").write_text(to_text(made(Costs(2, 1, 1))))
+    asked = SIZE if of == "plans" else ["--recorded", str(tmp_path / "run.json")]
+    assert main(["draw", *asked, "--output", str(tmp_path / name)]) == 0
+    text = (tmp_path / name).read_text()
+    assert text.startswith(begins)
+    assert all(word in text for word in (("1F1B", "V-Half") if of == "plans" else ("planned", "measured")))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_is_drawn_in_the_terminal_too(tmp_path, capsys):
+    recorded = made(Costs(2, 1, 1))
+    (tmp_path / "run.json").write_text(to_text(recorded))
+    assert main(["draw", "--recorded", str(tmp_path / "run.json"), "--format", "text"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("V-Half planned:") < text.index("V-Half measured:")
+    for timeline in (recorded.planned, recorded.timeline):
+        assert f"{100 * timeline.bubble:.2f} %" in text
+
+
+def test_what_is_too_large_to_look_at_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("megatron.schedules.cli.FORMS", {"svg": 10, "html": 1000, "trace": 20})
+    said = "would be too large to look at: 10 at most; use --format html or text"
+    assert_refused(["draw", *SIZE, "--format", "svg"], said, capsys)
+    assert main(["draw", *SIZE, "--format", "html"]) == 0
+
+
 DRAWN = {
     "docs/images/vocabulary.svg": [
         *("--schedule", "1f1b", "--schedule", "v-zb", "--costs", "1,1.1,0.75,0.05"),
@@ -137,6 +179,21 @@ def test_the_drawings_in_docs_are_what_draw_draws(path, capsys):
     assert main(arguments) == 0
     drawn = capsys.readouterr().out
     assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
+
+
+def test_the_run_in_docs_is_drawn_and_told_as_recorded(capsys):
+    path, arguments = "docs/images/timeline.svg", ["draw", "--recorded", str(ROOT / "docs" / "recorded.json")]
+    assert main(arguments) == 0
+    drawn = capsys.readouterr().out
+    assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
+    text = (ROOT / "docs" / "timeline.md").read_text()
+    recorded = read_recorded(ROOT / "docs" / "recorded.json")
+    assert f"planned at {percent(recorded.planned.bubble)} and came to {percent(recorded.timeline.bubble)}" in text
+    for rank in idle(recorded.timeline):
+        whole = recorded.timeline.makespan
+        shares = [percent(time / whole) for time in (rank.total, *rank.phases.values())]
+        whom = ", ".join(f"rank {other} ({percent(time / whole, 1)})" for other, time in rank.for_ranks)
+        assert f"| {rank.rank} | {' | '.join(shares)} | {whom} |" in text
 
 
 def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
@@ -221,7 +278,18 @@ WRONG = {
     "a cost that is none": ([*PLAN, "--costs", "1,nan,1"], "must be positive"),
     "a negative latency": ([*PLAN, "--costs", "1,1,1,-1"], "P2P latency"),
     "unknown format": ([*PLAN, "--format", "xml"], "use one of text, csv, json, svg"),
-    "format of another command": (["draw", *SIZE, "--format", "csv"], "use one of svg, text"),
+    "format of another command": (["draw", *SIZE, "--format", "csv"], "use one of svg, text, html, trace"),
+    "a run and a schedule": (["draw", "--recorded", "run.json", "--schedule", "1f1b"], "costs: leave out --schedule"),
+    "a run and a size": (
+        ["draw", "--recorded", "run.json", "--pipeline-size", "4"],
+        "costs: leave out --pipeline-size",
+    ),
+    "no such run": (["draw", "--recorded", "/no/such.json"], "--recorded: cannot read"),
+    "no run in the file": (
+        ["draw", "--recorded", str(ROOT / "LICENSE")],
+        "is no JSON; --pipeline-timeline writes such",
+    ),
+    "gradients on a page": (["draw", *SIZE, "--format", "html", "--gradients"], "--gradients marks an SVG"),
     "no chunk": ([*PLAN, "--chunks", "0"], "--chunks 0"),
     "chunks where there is no choice": ([*PLAN, "--chunks", "3"], "v-half has 2"),
     "a width of nothing": ([*PLAN, "--width", "0"], "--width 0"),

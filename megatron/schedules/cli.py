@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ from megatron.schedules.planning.adaptive.plan import bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer
+from megatron.schedules.planning.recorded import read_recorded
 from megatron.schedules.planning.registry import NAMES, describe
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.planning.textforms import to_csv, to_json
 from megatron.schedules.report import table
+from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.figures import Figures, counted, figures, number, percent, title
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
 _WIDEST = 100_000  # columns that a pager still shows
-_MOST_DRAWN = 200_000  # passes of an SVG that a browser still opens
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
@@ -107,7 +108,8 @@ def _plan(
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
         footer += _where(ask.planned[name].costs.layers) + _relieved(ask.planned[name].costs)
-        _emit_drawing(form, [timeline], ask, output, columns, gradients, footer)
+        drawing = of_plans([timeline], _caption(ask), _unit(size))
+        _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
 @_program.command("compare", epilog=_SCHEDULES)
@@ -140,28 +142,51 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
 @_several
 @size_flags
 @click.option(
+    "--recorded",
+    metavar="FILE",
+    type=Path,
+    help="A run that was recorded, rather than plans: the recorded.json that training with --pipeline-timeline writes. "
+    "Draws the plan and what happened, and where each rank idled.",
+)
+@click.option(
     "--format",
     "form",
-    metavar="svg|text",
-    help=f"svg is for documents; text for the terminal. {_form_help} svg.",
+    metavar="svg|text|html|trace",
+    help="svg is for documents; text for the terminal; html is a page to zoom and point at, with each rank's memory "
+    f"and idle time; trace is for Perfetto and chrome://tracing. {_form_help} svg.",
 )
 @_width
 @_gradients
 def _draw(
-    schedules: Sequence[str], form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
+    schedules: Sequence[str],
+    recorded: Path | None,
+    form: str | None,
+    output: Path | None,
+    width: str | None,
+    gradients: bool,
+    **size: Any,
 ) -> None:
-    """Draw schedules below one another on one time scale. Without --schedule: 1F1B and V-Half."""
-    form = _form(form, output, ("svg", "text"))
+    """Draw schedules, or a recorded run, below one another on one time scale. Without either: 1F1B and V-Half."""
+    form = _form(form, output, ("svg", "text", "html", "trace"))
     columns = _drawn_as(form, width, gradients)
+    if recorded is not None:
+        if given := [name for name, value in {"schedule": schedules, **size}.items() if value]:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
+        _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
+        return
     ask = Ask(schedules, ["1f1b", "v-half"] if size["schedule_file"] is None else ["file"], **size)
-    _emit_drawing(form, [ask.timeline(name) for name in ask.names], ask, output, columns, gradients)
+    drawing = of_plans([ask.timeline(name) for name in ask.names], _caption(ask), _unit(size))
+    _emit_drawing(form, drawing, output, columns, gradients)
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     """The format asked for, else the one the file's ending stands for, else the first of ``forms``."""
     if asked is None:
         ending = output.suffix[1:].lower() if output else ""
-        ending = {"md": "markdown"}.get(ending, ending)
+        ending = {"md": "markdown", "htm": "html"}.get(ending, ending)
+        if ending == "json" and "trace" in forms:
+            ending = "trace"
         return ending if ending in forms else forms[0]
     if asked not in forms:
         raise PlanError(f"--format {asked!r} is unknown here: use one of {', '.join(forms)}")
@@ -245,24 +270,17 @@ def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
 
 
 def _emit_drawing(
-    form: str,
-    timelines: Sequence[Timeline],
-    ask: Ask,
-    output: Path | None,
-    columns: int | None,
-    gradients: bool,
-    footer: str = "",
+    form: str, drawing: Drawing, output: Path | None, columns: int | None, gradients: bool, footer: str = ""
 ) -> None:
     """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
-    if form == "svg":
-        passes = sum(map(len, (row for timeline in timelines for row in timeline.schedule.order)))
-        if passes > _MOST_DRAWN:
+    if form in FORMS:
+        if drawing.passes > FORMS[form]:
+            larger = [other for other, most in FORMS.items() if most >= drawing.passes]
             raise PlanError(
-                f"an SVG of {passes} passes would be too large to look at: {_MOST_DRAWN} at most; use --format text"
+                f"{form} of {drawing.passes} passes would be too large to look at: {FORMS[form]} at most; use --format "
+                + " or ".join([*larger, "text"])
             )
-        from megatron.schedules.report.svg import draw_svg
-
-        emit(draw_svg(timelines, _caption(ask), gradients=gradients), output)
+        emit(drawn(drawing, form, gradients=gradients), output)
         return
 
     from rich.console import Console
@@ -273,13 +291,14 @@ def _emit_drawing(
     terminal = output is None and console.is_terminal
     # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
-    drawing = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour)
-    drawing.append(footer)
+    timelines = [view.timeline for view in drawing.shown]
+    text = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour, drawing.labels)
+    text.append(footer)
     if not terminal:
-        emit(drawing.plain, output)
+        emit(text.plain, output)
         return
     with console.capture() as captured:
-        console.print(drawing, soft_wrap=True, end="")
+        console.print(text, soft_wrap=True, end="")
     emit(captured.get(), None)
 
 
@@ -291,8 +310,13 @@ def _caption(ask: Ask) -> str:
     copies = f", a copy of what these hold {number(ask.costs.copy)} one way" if ask.costs.copy else ""
     return (
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
-        f"{times}{copies}; P2P latency {number(ask.costs.comm)}. Numbers in cells are microbatches."
+        f"{times}{copies}; P2P latency {number(ask.costs.comm)}."
     )
+
+
+def _unit(size: Mapping[str, Any]) -> str:
+    """What times are in: a profile's milliseconds, or any unit."""
+    return "" if size["costs_file"] is None else "ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -80,6 +80,8 @@ def test_the_wheel_holds_our_branch_of_the_namespace_and_nothing_else(checkout: 
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
     assert {name for name in ours if name.endswith(".py")} == sources
     assert "megatron/schedules/py.typed" in ours
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/schedules/report/page").iterdir()}
+    assert pages and pages <= ours
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 

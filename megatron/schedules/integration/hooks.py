@@ -35,6 +35,7 @@ from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.profiling import profiler_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
@@ -111,6 +112,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
+                profiler=profiler_of(session.planner, session.args),
             )
         return session.function
 

@@ -66,9 +66,9 @@ def read_recorded(path: Path) -> Recorded:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    writer = "--pipeline-timeline writes such files"
+    writer, text = "--pipeline-timeline writes such files", read_text(path, "recorded")
     try:
-        data = json.loads(read_text(path, "recorded"))
+        data = json.loads(text)
     except (ValueError, RecursionError):
         raise PlanError(f"{path} is no JSON; {writer}", "recorded") from None
     try:
@@ -112,6 +112,7 @@ def _written(costs: StageCosts) -> dict[str, Any]:
         "held": {share.name: held for share, held in costs.held.items()},
         "standing": costs.standing,
         "one_way": costs.one_way,
+        "hops": [[*pair, latency] for pair, latency in costs.hops.items()],
     }
 
 
@@ -123,4 +124,5 @@ def _costs(data: Mapping[str, Any]) -> StageCosts:
         {Share[name]: tuple(map(float, held)) for name, held in data["held"].items()},
         tuple(map(float, data["standing"])),
         bool(data["one_way"]),
+        {(int(source), int(to)): float(latency) for source, to, latency in data["hops"]},
     )

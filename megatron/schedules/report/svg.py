@@ -47,7 +47,14 @@ _DARK = {"page": "#14171c", "lane": "#262b33", "text": "#e8ebf0", "faint": "#9aa
 _FLAG = ".flag{fill:#d81e5b;stroke:#d81e5b;stroke-width:2}"
 
 
-def draw_svg(timelines: Sequence[Timeline], caption: str = "", *, gradients: bool = False) -> str:
+def draw_svg(
+    timelines: Sequence[Timeline],
+    caption: str = "",
+    *,
+    gradients: bool = False,
+    labels: Sequence[str] = (),
+    unit: str = "",
+) -> str:
     """Draw ``timelines`` below one another.
 
     Under each schedule stands the activation memory over time of the rank that needs most, with 1F1B's for the same
@@ -57,10 +64,12 @@ def draw_svg(timelines: Sequence[Timeline], caption: str = "", *, gradients: boo
         timelines: at least one, of any sizes; time and memory have one scale throughout.
         caption: a line for the bottom.
         gradients: mark where each chunk's gradients are complete.
+        labels: a word for each, where their names do not tell them apart.
+        unit: of time; empty where it is any.
     """
-    sheet = _Sheet(timelines, gradients)
-    for timeline in timelines:
-        sheet.section(timeline)
+    sheet = _Sheet(timelines, gradients, unit)
+    for timeline, label in zip(timelines, labels or [""] * len(timelines), strict=True):
+        sheet.section(timeline, label)
     sheet.axis()
     sheet.legend()
     if caption:
@@ -121,8 +130,8 @@ class _Cells:
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
 
-    def __init__(self, timelines: Sequence[Timeline], gradients: bool) -> None:
-        self.timelines, self.gradients = timelines, gradients
+    def __init__(self, timelines: Sequence[Timeline], gradients: bool, unit: str) -> None:
+        self.timelines, self.gradients, self.unit = timelines, gradients, unit
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
@@ -131,14 +140,14 @@ class _Sheet:
         self.parts: list[str] = []
         self.looks: dict[_Look, palette.Rgb] = {}
 
-    def section(self, timeline: Timeline) -> None:
+    def section(self, timeline: Timeline, label: str) -> None:
         """Heading, a row a rank, and the memory of the worst rank."""
         found = figures(timeline)
         share = "" if found.name == "1f1b" else f" ({percent(found.share, 1)} of 1F1B's)"
         self.text(
             _MARGIN,
             self.y + 18,
-            f'<tspan class="name">{escape(title(found.name))}</tspan>'
+            f'<tspan class="name">{escape(f"{title(found.name)} {label}".rstrip())}</tspan>'
             f'<tspan class="faint" dx="12">bubble</tspan>'
             f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
@@ -223,7 +232,8 @@ class _Sheet:
         self.parts.append(f'<path class="axis" d="M{_LEFT} {_n(self.y)}H{_WIDTH - _RIGHT}{path}"/>')
         for time in marks:
             self.text(self.x(time), self.y + 15, number(time), "faint middle small")
-        self.text(_LEFT - 8, self.y + 15, "time", "faint end small")
+        words = f"time, {self.unit}" if self.unit else "time"
+        self.text(_LEFT - 8, self.y + 15, words, "faint end small")
         self.y += 22
 
     def legend(self) -> None:
@@ -270,7 +280,7 @@ class _Sheet:
         """The whole document."""
         height = _n(self.y + _MARGIN - 8)
         found = [figures(timeline) for timeline in self.timelines]
-        heading = " and ".join(title(each.name) for each in found)
+        heading = " and ".join(dict.fromkeys(title(each.name) for each in found))
         described = "; ".join(
             f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
             f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"

@@ -31,7 +31,7 @@ _SHADES = " ░▒▓█"
 _NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
 
 
-def draw_text(timelines: Sequence[Timeline], width: int, colour: bool) -> Text:
+def draw_text(timelines: Sequence[Timeline], width: int, colour: bool, labels: Sequence[str] = ()) -> Text:
     """Draw ``timelines`` below one another on one time scale, each with its figures.
 
     Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where that
@@ -42,11 +42,13 @@ def draw_text(timelines: Sequence[Timeline], width: int, colour: bool) -> Text:
         width: columns to fill; less than some 50 is not kept to.
         colour: whether colours will be shown. Without, letters tell the kinds apart: F, I, W, B for a rank's even
             chunks, f, i, w, b for its odd ones.
+        labels: a word for each, where their names do not tell them apart.
 
     Copies have lanes of their own, below the rank's computing.
     """
     frame = _Frame(timelines, width, colour)
-    parts = [frame.section(timeline) for timeline in timelines]
+    named = zip(timelines, labels or [""] * len(timelines), strict=True)
+    parts = [frame.section(timeline, label) for timeline, label in named]
     return Text("\n").join([*parts, frame.legend()])
 
 
@@ -67,11 +69,11 @@ class _Frame:
         self.scale, self.cells = _scale(timelines, room / until)
         self.columns = math.ceil(until * self.scale - 1e-6)
 
-    def section(self, timeline: Timeline) -> Text:
+    def section(self, timeline: Timeline, label: str) -> Text:
         """One timeline: heading, a row a rank, the time axis, the figures."""
         found, schedule = figures(timeline), timeline.schedule
         text = Text()
-        text.append(title(schedule.name), Style(bold=True))
+        text.append(f"{title(schedule.name)} {label}".rstrip(), Style(bold=True))
         text.append(
             f": {counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, "
             f"{counted(schedule.placement.chunks, 'chunk')} a rank\n"

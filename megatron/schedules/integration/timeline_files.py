@@ -1,0 +1,22 @@
+"""Writes the timeline of a job that measured itself, and says where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.report.drawing import write_run
+from megatron.schedules.report.figures import percent
+
+
+def saved_timeline(recorded: Recorded, folder: Path) -> str:
+    """Write ``recorded`` into ``folder``; in a line, what was written or why it was not."""
+    try:
+        names = write_run(recorded, folder)
+    except OSError as error:  # hours of training are worth more
+        return f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}"
+    bubbles = f"bubble {percent(recorded.timeline.bubble)}, planned {percent(recorded.planned.bubble)}"
+    return (
+        f"pipeline schedule: timeline of iteration {recorded.iteration} ({bubbles}) written to {folder}: "
+        f"{', '.join(names)}"
+    )

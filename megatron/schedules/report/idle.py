@@ -1,0 +1,219 @@
+"""Where a timeline's idle time lies, planned or measured: in which phase of the iteration, and waiting for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron.schedules.planning.kinds import KINDS, Kind, Resource, Result, sources
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.schedule import slots
+from megatron.schedules.planning.simulate import Timeline
+
+
+class Phase(StrEnum):
+    """A part of a rank's iteration."""
+
+    WARM_UP = "warm-up"
+    STEADY = "steady state"
+    COOL_DOWN = "cool-down"
+
+
+class Cause(StrEnum):
+    """What a rank waits for."""
+
+    PASS = "passes of other ranks"
+    MESSAGE = "messages on their way"
+    COPY = "its own copies"
+    HOST = "its host, or a late message"
+    DONE = "nothing left to do"
+
+
+class Wait(NamedTuple):
+    """A part of a gap: what for, which rank's doing, and how long. What is nobody else's is the rank's own."""
+
+    cause: Cause
+    rank: int
+    time: float
+
+
+class Gap(NamedTuple):
+    """A time in which a rank does not compute.
+
+    Args:
+        at: in the rank's row, of the pass that ends it; the row's length where none does.
+        start, end: from when until when.
+        phase: of the rank.
+        waits: what it is made of; their times add up to it.
+        needed: the pass that came last of those which the next one needed, by rank and index in its row.
+    """
+
+    at: int
+    start: float
+    end: float
+    phase: Phase
+    waits: tuple[Wait, ...]
+    needed: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle time of one rank, in the unit of its timeline.
+
+    Args:
+        rank: whose.
+        total: from time 0 to the last end on any rank, less what it computes.
+        phases: of that, in each phase.
+        causes: of that, by what was waited for and whose doing that was.
+    """
+
+    rank: int
+    total: float
+    phases: Mapping[Phase, float]
+    causes: Mapping[tuple[Cause, int], float]
+
+    def of(self, *causes: Cause) -> float:
+        """What is due to ``causes``, whoever's."""
+        return sum(time for (cause, _), time in self.causes.items() if cause in causes)
+
+    @property
+    def for_ranks(self) -> list[tuple[int, float]]:
+        """The other ranks that it waited for, their passes and messages, longest first."""
+        found: dict[int, float] = {}
+        for (cause, rank), time in self.causes.items():
+            if cause in (Cause.PASS, Cause.MESSAGE) and time > 0:
+                found[rank] = found.get(rank, 0.0) + time
+        return sorted(found.items(), key=lambda each: (-each[1], each[0]))
+
+
+def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
+    """By rank, the times in which it does not compute, in order.
+
+    A rank's warm-up lasts until its first backward begins, its cool-down begins when its last forward and its warm-up
+    are over; in between it is in its steady state. Without backwards warm-up ends when the first pass begins.
+
+    A rank waits for the one whose pass came last of those that its next pass needs, until that has ended, and then for
+    the message. Where the pass had ended before the rank was free, the message counts until a P2P latency later; what
+    is left over is its host's, or a message that came late.
+    """
+    ended = _Ended(timeline)
+    return tuple(tuple(_gaps_of(timeline, rank, ended)) for rank in range(timeline.schedule.ranks))
+
+
+def idle(timeline: Timeline, found: Sequence[Sequence[Gap]] | None = None) -> tuple[Idle, ...]:
+    """The idle time of every rank. On average over the ranks it is the bubble times the makespan.
+
+    Args:
+        timeline: planned or measured.
+        found: its :func:`gaps`, where they are known.
+    """
+    return tuple(_idle_of(rank, each) for rank, each in enumerate(gaps(timeline) if found is None else found))
+
+
+def phases(row: Sequence[Pass]) -> tuple[int, int]:
+    """Of a rank's passes, the index of the first backward, and of the last forward."""
+    first = next((i for i, work in enumerate(row) if KINDS[work.kind].makes is Result.GRADIENT), 0)
+    last = max((i for i, work in enumerate(row) if KINDS[work.kind].makes is Result.ACTIVATION), default=-1)
+    return first, last
+
+
+def _idle_of(rank: int, found: Sequence[Gap]) -> Idle:
+    by_phase = dict.fromkeys(Phase, 0.0)
+    by_cause: dict[tuple[Cause, int], float] = {}
+    for gap in found:
+        by_phase[gap.phase] += gap.end - gap.start
+        for cause, whose, time in gap.waits:
+            by_cause[cause, whose] = by_cause.get((cause, whose), 0.0) + time
+    return Idle(rank, sum(by_phase.values()), by_phase, by_cause)
+
+
+class _Ended:
+    """When what a pass needs has ended."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        schedule = timeline.schedule
+        placement, latency = schedule.placement, timeline.costs.latency
+        rank_of = placement.rank_of
+        self._places = slots(placement, schedule.microbatches)
+        self.where: dict[int, tuple[int, int]] = {
+            self._places[kind][stage] + m: (rank, index)
+            for rank, row in enumerate(schedule.order)
+            for index, (stage, kind, m) in enumerate(row)
+        }
+        self._end = timeline.end
+        # By kind and stage: where microbatch 0 of what is needed stands, and the latency after it.
+        self._needs: dict[tuple[Kind, int], list[tuple[int, float]]] = {
+            (kind, stage): [
+                (self._places[kinds[0]][source], latency(rank_of[source], rank_of[stage]))
+                for source, kinds in sources(kind, stage, placement, schedule.kinds)
+                if rank_of[source] != rank_of[stage]
+            ]
+            for kind in schedule.kinds
+            for stage in range(placement.stages)
+        }
+        self._copied = [{work: end for work, _, end in copies} for copies in timeline.copies]
+
+    def last(self, work: Pass) -> tuple[float, float, tuple[int, int]] | None:
+        """Of the passes on other ranks that ``work`` needs, the one that comes last: its end, latency, and place."""
+        stage, kind, m = work
+        found: tuple[float, float, tuple[int, int]] | None = None
+        for base, latency in self._needs[kind, stage]:
+            at = self.where.get(base + m)
+            if at is not None:
+                end = self._end[at[0]][at[1]]
+                if found is None or end + latency > found[0] + found[1]:
+                    found = end, latency, at
+        return found
+
+    def copied(self, rank: int, work: Pass) -> tuple[float, tuple[int, int]] | None:
+        """The copy that ``work`` waits for: its end, and the place of its pass."""
+        if not self._copied:
+            return None
+        copies, (stage, kind, m) = self._copied[rank], work
+        if KINDS[kind].resource is Resource.TO_HOST:
+            waited = [work]
+        else:
+            needed = [each for need in KINDS[kind].needs for each in need.kinds]
+            waited = [Pass(stage, each, m) for each in needed if KINDS[each].resource is Resource.FROM_HOST]
+        ends = [(copies[each], self.where[self._places[each.kind][stage] + m]) for each in waited if each in copies]
+        return max(ends, default=None)
+
+
+def _gaps_of(timeline: Timeline, rank: int, ended: _Ended) -> Iterator[Gap]:
+    row, free = timeline.schedule.order[rank], 0.0
+    first, last = phases(row)
+    for index, (work, start, end) in enumerate(zip(row, timeline.start[rank], timeline.end[rank], strict=True)):
+        if start != free:
+            phase = Phase.WARM_UP if index <= first else Phase.STEADY if index <= last else Phase.COOL_DOWN
+            waits, needed = _waits(rank, work, free, start, ended)
+            yield Gap(index, free, start, phase, waits, needed)
+        free = end
+    if timeline.makespan != free:
+        done = Wait(Cause.DONE, rank, timeline.makespan - free)
+        yield Gap(len(row), free, timeline.makespan, Phase.COOL_DOWN, (done,), None)
+
+
+def _waits(
+    rank: int, work: Pass, free: float, start: float, ended: _Ended
+) -> tuple[tuple[Wait, ...], tuple[int, int] | None]:
+    """What ``rank`` waits for from ``free`` to the ``start`` of ``work``."""
+    passed, copied = ended.last(work), ended.copied(rank, work)
+    if copied is not None and (passed is None or copied[0] > passed[0] + passed[1]):
+        until = min(max(copied[0], free), start)
+        parts = [Wait(Cause.COPY, rank, until - free), Wait(Cause.HOST, rank, start - until)]
+        needed = copied[1]
+    elif passed is not None:
+        end, latency, needed = passed
+        over = min(max(end, free), start)
+        there = start if end > free else min(max(end + latency, free), start)
+        parts = [
+            Wait(Cause.PASS, needed[0], over - free),
+            Wait(Cause.MESSAGE, needed[0], there - over),
+            Wait(Cause.HOST, rank, start - there),
+        ]
+    else:
+        return (Wait(Cause.HOST, rank, start - free),), None
+    kept = tuple(part for part in parts if part.time)
+    return kept, needed if any(part.cause is not Cause.HOST for part in kept) else None

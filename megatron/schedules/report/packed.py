@@ -1,0 +1,134 @@
+"""A timeline as a few compressed arrays and a small table of contents, for a page to unpack."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import sub
+from typing import Any
+
+from megatron.schedules.planning.kinds import KINDS
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.report.idle import Gap, phases
+from megatron.schedules.report.lanes import Lane, lanes
+from megatron.schedules.report.views import View, running
+
+# Times are whole numbers of these in the length of the axis: no pass is so short that it shows.
+TICKS = 1 << 30
+_KINDS = {kind: index for index, kind in enumerate(KINDS)}
+
+
+class Packer:
+    """Arrays of numbers, gathered one after another.
+
+    They are little-endian, each at a multiple of four bytes. Ascending times are told by their differences, of which
+    many are equal and compress well.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, code: str, values: Iterable[float]) -> list[Any]:
+        """Append ``values`` and return where they are: type, offset, count.
+
+        Args:
+            code: ``B`` (a byte), ``I`` (four, unsigned), ``i`` (signed) or ``f``, as :mod:`array` has.
+            values: numbers that fit.
+        """
+        self._bytes += bytes(-len(self._bytes) % 4)
+        packed = array(code, values)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        place = [code, len(self._bytes), len(packed)]
+        self._bytes += packed.tobytes()
+        return place
+
+    def text(self) -> str:
+        """All of it, as a zlib stream in base64."""
+        return base64.b64encode(zlib.compress(bytes(self._bytes), 6)).decode()
+
+
+def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer) -> dict[str, Any]:
+    """Pack one view; its table of contents.
+
+    ``rows`` tells where the passes of each lane begin, those of rank 0 first, ``kind``, ``stage`` and ``microbatch``
+    what each is; ``gap`` how many ticks after the end of the one before (or 0) it begins and ``length`` how many it
+    takes, ``awaited`` the pass that its rank waited for before it, -1 for none. ``levels`` are the steps of memory:
+    ``since`` after the one before, ``held`` from then on. ``turns`` are where warm-up ends and cool-down begins.
+    """
+    timeline = view.timeline
+    found = [lanes(timeline, rank) for rank in range(timeline.schedule.ranks)]
+    items = [lane for rank in found for lane in rank]
+    rows = running([len(lane) for lane in items])
+    times = [_ticks(lane, until) for lane in items]
+    works = [work for lane in items for work, *_ in lane]
+    memory = [_stepped(view.memory(rank), until) for rank in range(timeline.schedule.ranks)]
+    return {
+        "label": view.label,
+        "ranks": timeline.schedule.ranks,
+        "lanes": len(found[0]),
+        "chunks": timeline.schedule.placement.chunks,
+        "rankOf": list(timeline.schedule.placement.rank_of),
+        "chunkOf": [timeline.schedule.placement.chunk_of(s) for s in range(timeline.schedule.placement.stages)],
+        "makespan": timeline.makespan,
+        "unit": view.unit,
+        "turns": [_turns(view, rank) for rank in range(timeline.schedule.ranks)],
+        "rows": into.add("I", rows),
+        "kind": into.add("B", (_KINDS[work.kind] for work in works)),
+        "stage": into.add("I", (work.stage for work in works)),
+        "microbatch": into.add("I", (work.microbatch for work in works)),
+        "gap": into.add("I", (gap for lane in times for gap, _ in lane)),
+        "length": into.add("I", (length for lane in times for _, length in lane)),
+        "awaited": into.add("i", _awaited(view, gaps, works)),
+        "levels": into.add("I", running([len(steps) for steps in memory])),
+        "since": into.add("I", (since for steps in memory for since, _ in steps)),
+        "held": into.add("f", (held for steps in memory for _, held in steps)),
+    }
+
+
+def _ticks(lane: Lane, until: float) -> list[tuple[int, int]]:
+    """Each pass's distance from the one before, and its length; clocks that disagree a little are evened out."""
+    found, free = [], 0
+    for _, start, end in lane:
+        begun = max(free, round(start / until * TICKS))
+        over = max(begun, round(end / until * TICKS))
+        found.append((begun - free, over - begun))
+        free = over
+    return found
+
+
+def _stepped(steps: Sequence[tuple[float, float]], until: float) -> list[tuple[int, float]]:
+    """Steps by distance from the one before; what changes several times at one moment shows as its sum."""
+    at: dict[int, float] = {}
+    now = 0
+    for time, held in steps:
+        now = max(now, min(TICKS, round(time / until * TICKS)))
+        at[now] = held
+    return [(later - earlier, at[later]) for earlier, later in pairwise([0, *at])]
+
+
+def _turns(view: View, rank: int) -> list[float]:
+    """When the rank's warm-up ends and its cool-down begins."""
+    first, last = phases(view.timeline.schedule.order[rank])
+    start, end = view.timeline.start[rank], view.timeline.end[rank]
+    return [start[first], max(start[first], end[last] if last >= 0 else 0.0)] if start else [0.0, 0.0]
+
+
+def _awaited(view: View, gaps: Sequence[Sequence[Gap]], works: Sequence[Pass]) -> list[int]:
+    """For each pass where the one stands that its rank waited for before it.
+
+    What takes no time is not drawn: the next one stands for it, as in the drawing.
+    """
+    timeline, waits = view.timeline, dict[Pass, Pass]()
+    for rank, row in enumerate(gaps):
+        order, lengths = timeline.schedule.order, list(map(sub, timeline.end[rank], timeline.start[rank]))
+        for gap in row:
+            drawn = next((at for at in range(gap.at, len(lengths)) if lengths[at] > 0), None)
+            if gap.needed and drawn is not None:
+                waits[order[rank][drawn]] = order[gap.needed[0]][gap.needed[1]]
+    place = {work: index for index, work in enumerate(works)}
+    return [place.get(waits[work], -1) if work in waits else -1 for work in works]

@@ -1,0 +1,88 @@
+"""Timelines as a trace in Chrome's JSON form, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from megatron.schedules.planning.kinds import KINDS
+from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.report.idle import Gap, gaps
+from megatron.schedules.report.lanes import copied, lanes
+from megatron.schedules.report.views import View, running
+
+Event = dict[str, Any]
+
+_IDLE = 99  # the thread of waits, below the others
+_MICROSECONDS = 1000.0  # in a unit of time: milliseconds, or taken for such
+
+
+def draw_trace(shown: Sequence[View]) -> str:
+    """A trace of ``shown``: a process for each rank of each view, those of a view together.
+
+    A process has a thread for computing, one for each copy channel and one for what the rank waited for, and a counter
+    for its memory. Times are in milliseconds; units of a plan are taken for such.
+    """
+    before = running([view.timeline.schedule.ranks for view in shown])
+    events = [event for first, view in zip(before, shown, strict=False) for event in _events(first, view)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _events(first: int, view: View) -> Iterator[Event]:
+    """Those of a view, before which stand so many processes."""
+    timeline = view.timeline
+    found = gaps(timeline)
+    threads = ["computing", *(" and ".join(KINDS[kind].meaning for kind in kinds) for kinds in copied(timeline))]
+    for rank in range(timeline.schedule.ranks):
+        process = {"pid": first + rank + 1}
+        yield _named(process, "process_name", name=f"{view.label} rank {rank}")
+        yield _named(process, "process_sort_index", sort_index=first + rank)
+        for thread, (name, lane) in enumerate(zip(threads, lanes(timeline, rank), strict=True)):
+            yield _named(process | {"tid": thread}, "thread_name", name=name)
+            yield _named(process | {"tid": thread}, "thread_sort_index", sort_index=thread)
+            for work, start, end in lane:
+                row = {
+                    "stage": work.stage,
+                    "microbatch": work.microbatch,
+                    "chunk": timeline.schedule.placement.chunk_of(work.stage),
+                }
+                yield _complete(process | {"tid": thread}, str(work), KINDS[work.kind].meaning, start, end, row)
+        yield _named(process | {"tid": _IDLE}, "thread_name", name="idle")
+        yield _named(process | {"tid": _IDLE}, "thread_sort_index", sort_index=_IDLE)
+        for gap in found[rank]:
+            yield from _waits(process | {"tid": _IDLE}, timeline, rank, gap)
+        yield from _counters(process, view, rank)
+
+
+def _named(where: Event, what: str, **arguments: Any) -> Event:
+    return {"ph": "M", "name": what, **where, "args": arguments}
+
+
+def _complete(where: Event, name: str, category: str, start: float, end: float, arguments: Event) -> Event:
+    # Both ends are rounded, so that what follows begins where this ends.
+    times = {"ts": _at(start), "dur": round(_at(end) - _at(start), 3)}
+    return {"ph": "X", "name": name, "cat": category, **where, **times, "args": arguments}
+
+
+def _at(time: float) -> float:
+    return round(time * _MICROSECONDS, 3)
+
+
+def _waits(where: Event, timeline: Timeline, rank: int, gap: Gap) -> Iterator[Event]:
+    """One after another, what a gap is made of."""
+    begun = gap.start
+    waited = {} if gap.needed is None else {"for": str(timeline.schedule.order[gap.needed[0]][gap.needed[1]])}
+    for cause, whose, time in gap.waits:
+        name = f"{cause}" if whose == rank else f"waits for rank {whose}"
+        yield _complete(where, name, "idle", begun, begun + time, {"phase": gap.phase, "cause": cause} | waited)
+        begun += time
+
+
+def _counters(process: Event, view: View, rank: int) -> Iterator[Event]:
+    # What changes at one moment shows as its sum.
+    steps = [*dict(view.memory(rank)).items(), (view.timeline.makespan, 0.0)]
+    for (time, held), (later, _) in pairwise(steps):
+        if later > time or held == 0:
+            yield {"ph": "C", "name": "activations", **process, "ts": _at(time), "args": {view.unit: round(held, 6)}}

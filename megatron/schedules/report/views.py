@@ -1,0 +1,114 @@
+"""What is drawn below one another: timelines on one time axis, each with its label and what was held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
+
+from megatron.schedules.planning.kinds import KINDS, Resource
+from megatron.schedules.planning.recorded import Recorded, Steps
+from megatron.schedules.planning.simulate import Copy, Timeline
+from megatron.schedules.report.figures import number
+
+PLANNED, MEASURED = "planned", "measured"
+
+
+@dataclass(frozen=True)
+class View:
+    """One timeline to draw.
+
+    Args:
+        label: what it is, in a word.
+        timeline: its passes, in the unit of the axis.
+        held: by rank, bytes of activations over time, where they were counted.
+    """
+
+    label: str
+    timeline: Timeline
+    held: tuple[Steps, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """What :meth:`memory` is in."""
+        return "bytes" if self.held else "microbatches"
+
+    def memory(self, rank: int) -> Steps:
+        """What ``rank`` holds over time: bytes where they were counted, else microbatches as planned."""
+        return self.held[rank] if self.held else self.timeline.memory(rank)
+
+
+def views(recorded: Recorded) -> tuple[View, View]:
+    """The plan of a recorded run and the run itself, both in milliseconds.
+
+    Plans are made in any unit, so the plan is scaled by :func:`scale`: an average rank then works as long in it as it
+    did in the run, and what differs is where the work lies and how long ranks wait.
+    """
+    return (
+        View(PLANNED, scaled(recorded.planned, scale(recorded))),
+        View(MEASURED, recorded.timeline, recorded.held),
+    )
+
+
+def scale(recorded: Recorded) -> float:
+    """How many milliseconds a unit of the plan is, where an average rank works as long in it as in the run."""
+    return recorded.timeline.ideal / recorded.planned.ideal
+
+
+def explained(recorded: Recorded) -> str:
+    """That the plan is scaled, and how, in one sentence."""
+    return (
+        f"The plan is scaled so that an average rank computes as long in it as in the run: its unit is "
+        f"{number(scale(recorded))} ms."
+    )
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """``timeline`` with all its times, and those of its costs, times ``factor``."""
+    costs = timeline.costs
+    return Timeline(
+        timeline.schedule,
+        replace(
+            costs,
+            times={kind: tuple(factor * time for time in times) for kind, times in costs.times.items()},
+            comm=factor * costs.comm,
+            hops={pair: factor * latency for pair, latency in costs.hops.items()},
+        ),
+        tuple(tuple(factor * time for time in row) for row in timeline.start),
+        tuple(tuple(factor * time for time in row) for row in timeline.end),
+        tuple(tuple(Copy(work, factor * start, factor * end) for work, start, end in row) for row in timeline.copies),
+    )
+
+
+class Slowest(NamedTuple):
+    """The stage that computes longest: its rank, how long a microbatch takes on it, and over the average stage's."""
+
+    stage: int
+    rank: int
+    time: float
+    times_average: float
+
+
+def slowest_stage(timeline: Timeline) -> Slowest:
+    """The stage whose passes took longest in all; copies and what all ranks share are left out."""
+    placement, n = timeline.schedule.placement, timeline.schedule.microbatches
+    time = [0.0] * placement.stages
+    for row, starts, ends in zip(timeline.schedule.order, timeline.start, timeline.end, strict=True):
+        for work, length in zip(row, map(sub, ends, starts), strict=True):
+            if KINDS[work.kind].resource is Resource.COMPUTE and not KINDS[work.kind].of_ranks:
+                time[work.stage] += length / n
+    stage = time.index(max(time))
+    return Slowest(stage, placement.rank_of[stage], time[stage], time[stage] * len(time) / sum(time))
+
+
+def extent(shown: Sequence[View]) -> float:
+    """Until when there is something to draw."""
+    ends = [max((end for row in view.timeline.copies for *_, end in row), default=0.0) for view in shown]
+    return max(*ends, *(view.timeline.makespan for view in shown))
+
+
+def running(counts: Sequence[int]) -> list[int]:
+    """Where each of several lists begins where they stand one after another; at the end, how many there are in all."""
+    return [0, *accumulate(counts)]

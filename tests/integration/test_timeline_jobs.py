@@ -1,0 +1,57 @@
+"""Jobs that write their timeline: what happened, in four files, and where they are."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.schedules.integration.flags.timeline import usual_iterations
+from megatron.schedules.integration.timeline_files import saved_timeline
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.recorded import read_recorded
+from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run
+from megatron.schedules.report.idle import idle
+from tests.integration.results import MODEL, UNTIED
+from tests.planning.test_recorded import made
+
+
+def test_a_job_writes_its_timeline(megatron, tmp_path):
+    folder = tmp_path / "made" / "for it"
+    flags = [*MODEL, *UNTIED, *"--train-iters 3 --global-batch-size 8 --pipeline-schedule zb-1p".split()]
+    found = megatron(
+        "outputs", 2, [*flags, *"--pipeline-model-parallel-size 2 --pipeline-timeline".split(), str(folder)]
+    )
+    assert [code for code, _ in found] == [0, 0]
+    assert sum(f"written to {folder}: timeline.html, timeline.svg" in text for _, text in found) == 1
+    recorded = read_recorded(folder / RUN)
+    assert recorded.iteration == 3, "of 2-3, the last"
+    assert (recorded.timeline.schedule.name, recorded.timeline.schedule.ranks) == ("zb-1p", 2)
+    assert 0 < recorded.timeline.bubble < 1
+    assert all(max(held for _, held in steps) > 0 for steps in recorded.held), "bytes were counted"
+    assert sum(rank.total for rank in idle(recorded.timeline)) == pytest.approx(
+        recorded.timeline.bubble * 2 * recorded.timeline.makespan
+    )
+    drawing = of_run(recorded)
+    for name, form in FILES.items():
+        assert (folder / name).read_text() == drawn(drawing, form)
+    events = json.loads((folder / "timeline.trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["cat"] != "idle" for event in events) == drawing.passes
+
+
+@pytest.mark.parametrize(("iterations", "measured"), [(None, "3-5"), (100, "3-5"), (4, "3-4"), (3, "2-3"), (2, "1-2")])
+def test_what_is_measured_lies_within_the_job(iterations: int | None, measured: str):
+    assert usual_iterations(SimpleNamespace(train_iters=iterations)) == measured
+
+
+def test_one_iteration_is_too_few():
+    with pytest.raises(PlanError, match="takes two iterations"):
+        usual_iterations(SimpleNamespace(train_iters=1))
+
+
+def test_a_folder_that_went_away_stops_no_job(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = saved_timeline(made(Costs()), tmp_path / "file")
+    assert said.startswith("pipeline schedule: the timeline could not be written to")
