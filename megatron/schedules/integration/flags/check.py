@@ -15,6 +15,7 @@ from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
+from megatron.schedules.integration.flags.supposed import device_memory, is_first, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import default_seconds, limit_in_microbatches
 from megatron.schedules.planning.errors import PlanError, one_line
@@ -76,6 +77,11 @@ def _checked(args: Any) -> Planned | None:
         if ours:
             raise PlanError(f"{FLAGS[ours[0]]} goes with --pipeline-schedule: name one of {', '.join(NAMES)}")
         return None
+    if supposes(args):
+        if not is_first():
+            raise SystemExit(0)  # one process says it all
+        args.world_size, _ = supposed_gpus(args)
+    device_memory(args)  # refused before anything is planned
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(ours, [name], FLAGS)

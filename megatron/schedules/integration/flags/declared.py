@@ -25,6 +25,8 @@ FLAGS = {
     "offload": "--pipeline-offload",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
+    "dry_run": "--pipeline-dry-run",
+    "device_memory": "--device-memory",
 }
 
 
@@ -131,6 +133,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Print after the first iteration how many bytes each rank held at most, as a GPU's allocator says or, "
         "without one, counted tensor by tensor: to check a plan on your model. Later iterations are not measured.",
+    )
+    group.add_argument(
+        "--pipeline-dry-run",
+        nargs="?",
+        const="",
+        metavar="GPUS",
+        help="Print the plan, the layers of each stage and the memory of each rank in GiB, and stop: before a job "
+        "waits for its GPUs, also without torchrun and without a GPU. GPUS is how many the job would have, where "
+        "neither torchrun nor SLURM says it. Ends with status 3 where --device-memory is given and not enough.",
+    )
+    group.add_argument(
+        "--device-memory",
+        metavar="GIB",
+        help="For --pipeline-dry-run: the memory of one GPU, such as 80GiB; says which rank holds most, whether that "
+        "fits, and what would make it fit.",
     )
     return parser
 
