@@ -44,6 +44,7 @@ class Activations:
 
     Args:
         first: what stands before the decoder layers.
+        mask: what all layers of a stage together keep of who attends to whom.
         layers: each decoder layer by its parts.
         last: what stands behind them, without multi-token prediction.
         norm: the last norm's part of it.
@@ -54,6 +55,7 @@ class Activations:
     """
 
     first: Kept
+    mask: float
     layers: tuple[Layer, ...]
     last: Kept
     norm: Kept
@@ -77,6 +79,7 @@ def activations(build: Build) -> Activations:
         ahead = whole(layers[-1]).plus(both).plus(norm).plus(logits)
     return Activations(
         first=Kept(_mask(build) * hidden),
+        mask=float(build.shape.sequence) if build.given_mask and not build.shape.fused else 0.0,
         layers=layers,
         last=norm.plus(logits),
         norm=norm,
@@ -135,16 +138,20 @@ def _scores(build: Build) -> float:
     return (build.number + dropped) * heads * sequence
 
 
-def _attention(build: Build) -> Layer:
+def _attention(build: Build) -> dict[str, Kept]:
     """Queries, keys and values lie in one tensor, of which all is kept as long as one of them is looked at."""
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
     together = queries + 2 * keys
     grouped = build.groups * build.head < queries
     changed = build.rotary or build.head_norms
     if grouped and not build.shape.fused:
-        kept = 3 * queries  # each group's keys and values are copied for every head
+        # Each group's keys and values are copied for every head, and queries unless they lie side by side.
+        alone = build.groups == 1 and build.samples == 1 and not changed
+        kept = 2 * queries + (together if alone else queries)
     else:
         kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
+    if build.rotary and not build.fused_rotary:
+        kept += 4 * build.head / build.samples  # sines and cosines, for queries and for keys
     out = build.shape.hidden / _between(build)
     number = build.number
     return {
@@ -152,7 +159,7 @@ def _attention(build: Build) -> Layer:
     }
 
 
-def _latent(build: Build, latent: Latent) -> Layer:
+def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
     out = build.shape.hidden / _between(build)
     queries = heads * (latent.head + latent.position)
@@ -167,7 +174,7 @@ def _latent(build: Build, latent: Latent) -> Layer:
     }
 
 
-def _feed_forward(build: Build) -> Layer:
+def _feed_forward(build: Build) -> dict[str, Kept]:
     inner = (build.shape.inner or 4 * build.shape.hidden) / build.tensor
     out = build.number * build.shape.hidden / _between(build)
     return {"mlp": _linears(build, inner, rows=1.0).plus(Kept(0.0, out))}
@@ -189,7 +196,7 @@ def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> K
     return Kept(number * (wide + inner + apart), number * (wide + inner))
 
 
-def _experts(build: Build) -> Layer:
+def _experts(build: Build) -> dict[str, Kept]:
     found = build.shape.experts
     assert found is not None, "the layer has experts"
     hidden, chosen = build.shape.hidden, found.chosen

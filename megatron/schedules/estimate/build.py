@@ -23,11 +23,13 @@ class Build:
         head_norms: whether each head's queries and keys are normed.
         shared_gate: whether the experts that all tokens go through have a gate.
         positions: learned ones, 0 where there are none.
-        rotary: whether queries and keys are turned by their positions.
+        rotary, fused_rotary: whether queries and keys are turned by their positions, and by one kernel.
+        given_mask: whether each microbatch brings a mask of who attends to whom.
         fused_activation: whether what stands between both linears of a feed-forward part is one kernel.
         fused_loss: whether the loss keeps the logits as they are, not in single precision.
         plain: whether torch's own operations stand in for kernels of a GPU, as on a CPU: dropouts keep numbers in place
             of masks, and an RMS norm two tensors in single precision in place of its input.
+        samples: of a microbatch.
         number, residual: bytes of one number of activations, and of one that goes from layer to layer.
     """
 
@@ -44,9 +46,12 @@ class Build:
     shared_gate: bool = False
     positions: int = 0
     rotary: bool = False
+    fused_rotary: bool = True
+    given_mask: bool = False
     fused_activation: bool = True
     fused_loss: bool = False
     plain: bool = False
+    samples: int = 1
     number: int = 2
     residual: int = 2
 

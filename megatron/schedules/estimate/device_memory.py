@@ -7,7 +7,7 @@ data-parallel ranks may share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -125,7 +125,18 @@ class Held:
                     parts = sum(part.forward for name, part in layer.items() if name in self.recompute.parts)
                     most = max(most, Kept(parts, parts))
             found.append((self.tokens * most.forward, self.tokens * max(0.0, most.forward - most.weights)))
+        # What stands behind the last layer is gone before that is done again.
+        behind = self.tokens * self._behind.forward
+        found[-1] = (max(0.0, found[-1][0] - behind), found[-1][1])
         return tuple(found)
+
+    @property
+    def _behind(self) -> Kept:
+        """What stands behind the decoder layers, on the last stage."""
+        found = self.kept.norm if self.shared else self.kept.last
+        for _ in range(self.ahead):
+            found = found.plus(self.kept.ahead)
+        return found
 
     def _done_again(self, count: int) -> int:
         """How many of a stage's layers Megatron does again as a whole."""
@@ -152,12 +163,13 @@ class Held:
                 again += kept - self.kept.input
             else:
                 forward += kept
+        if layers:
+            forward += self.kept.mask
         if stage == 0:
             forward += self.kept.first.forward
         if stage == len(self.counts) - 1:
-            forward += self.kept.norm.forward if self.shared else self.kept.last.forward
-            forward += self.ahead * self.kept.ahead.forward
-            weights += self.ahead * self.kept.ahead.weights
+            forward += self._behind.forward
+            weights += self._behind.weights
         return forward, weights, again, away
 
 
@@ -236,8 +248,8 @@ def _most(schedule: Schedule, costs: StageCosts, passing: Sequence[tuple[float, 
     return most
 
 
-def _sum(parts: Sequence[Kept] | object) -> Kept:
+def _sum(parts: Iterable[Kept]) -> Kept:
     found = Kept()
-    for part in parts:  # type: ignore[attr-defined]
+    for part in parts:
         found = found.plus(part)
     return found

@@ -40,9 +40,12 @@ def as_built(args: Any, shape: Shape) -> Build:
         shared_gate=args.moe_shared_expert_gate,
         positions=(args.max_position_embeddings or 0) if learned and args.add_position_embedding else 0,
         rotary=args.position_embedding_type in ("rope", "yarn", "mrope") or args.use_rotary_position_embeddings,
+        fused_rotary=args.apply_rope_fusion,
+        given_mask=args.create_attention_mask_in_dataloader,
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         plain=args.distributed_backend == "gloo",
+        samples=args.micro_batch_size,
         number=number,
         residual=4 if args.fp32_residual_connection else number,
     )
