@@ -33,11 +33,13 @@ class Estimate(NamedTuple):
         ranks: every pipeline rank's memory.
         counts: decoder layers of each stage.
         shape: the model's.
+        fused: whether attention is counted as one kernel.
     """
 
     ranks: tuple[RankMemory, ...]
     counts: tuple[int, ...]
     shape: Shape
+    fused: bool
 
     @property
     def worst(self) -> int:
@@ -82,7 +84,7 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
         numbers(args),
         [count * message_bytes(args) for count in planner.messages],
     )
-    return Estimate(found, counts, shape)
+    return Estimate(found, counts, shape, build.shape.fused)
 
 
 def dry_run(args: Any, asked: Planned) -> NoReturn:
@@ -110,19 +112,22 @@ def dry_run(args: Any, asked: Planned) -> NoReturn:
 
 
 def _heading(args: Any, source: str) -> str:
-    tensor, pipeline, context = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    data = args.world_size // (tensor * pipeline * context)
-    sizes = f"tensor {tensor} x context {context} x pipeline {pipeline} x data {data} parallel"
-    return f"dry run, nothing is started: {args.world_size} GPUs ({source}), {sizes}"
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context, experts = args.context_parallel_size, args.expert_model_parallel_size
+    sizes = {"tensor": tensor, "context": context, "expert": experts, "pipeline": pipeline}
+    sizes["data"] = args.world_size // (tensor * pipeline * context)
+    said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"dry run, nothing is started: {args.world_size} GPUs ({source}), parallel: {said}"
 
 
 def _table(found: Estimate, planner: Planner, args: Any) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
-    lines = [f"layers by stage: {as_layout(found.counts, args.mtp_num_layers or 0)}", as_text(ranks).rstrip()]
+    kernel = "in one kernel" if found.fused else "with its scores kept"
+    lines = [
+        f"activations as layers of {args.transformer_impl} keep them, attention {kernel}",
+        f"layers by stage: {as_layout(found.counts, args.mtp_num_layers or 0)}",
+        as_text(ranks).rstrip(),
+    ]
     if not found.shape.vocabulary:
         lines.append("the vocabulary is not known: embedding and output layer are not counted; give --vocab-size")
     return "\n".join(lines)
