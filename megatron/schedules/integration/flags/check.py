@@ -77,11 +77,11 @@ def _checked(args: Any) -> Planned | None:
         if ours:
             raise PlanError(f"{FLAGS[ours[0]]} goes with --pipeline-schedule: name one of {', '.join(NAMES)}")
         return None
+    device_memory(args)  # refused before anything is planned
     if supposes(args):
+        args.world_size, _ = supposed_gpus(args)
         if not is_first():
             raise SystemExit(0)  # one process says it all
-        args.world_size, _ = supposed_gpus(args)
-    device_memory(args)  # refused before anything is planned
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(ours, [name], FLAGS)

@@ -177,6 +177,7 @@ STOCK: megatron_flags.Flags = {
     "--defer-embedding-wgrad-compute": (None, False),
     "--delay-wgrad-compute": (None, False),
     "--enable-cuda-graph": (None, False),
+    "--expert-tensor-parallel-size": (int, None),
     "--external-cuda-graph": (None, False),
     "--fine-grained-activation-offloading": (None, False),
     "--fp16": (None, False),

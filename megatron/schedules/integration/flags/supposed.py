@@ -66,6 +66,6 @@ def is_first() -> bool:
 def _one_replica(args: Any) -> int:
     """The fewest GPUs on which every part of the model has its place."""
     cut = args.tensor_model_parallel_size * args.context_parallel_size
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     experts = tensor * args.expert_model_parallel_size if args.num_experts else 1
     return int(args.pipeline_model_parallel_size * math.lcm(cut, experts))
