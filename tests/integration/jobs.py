@@ -42,6 +42,7 @@ from tests.integration import (
     counted_forwards,
     fake_wandb,
     held_in_jobs,
+    kernel_attention,
     low_rank,
     plain_attention,
     standing_step,
@@ -152,9 +153,14 @@ def hooks() -> list[tuple[str, str, bool, bool]]:
     return run_ranks(1, _hooks)[0]
 
 
-def held_and_estimated(world: int, flags: Sequence[str]) -> tuple[list[dict[str, int]], tuple[RankMemory, ...]]:
-    """Bytes that each pipeline rank really holds of each sort, the most of its replicas, and what a dry run says."""
-    found = run_ranks(world, _held_and_estimated, list(flags))
+def held_and_estimated(
+    world: int, flags: Sequence[str], one_kernel: bool = False
+) -> tuple[list[dict[str, int]], tuple[RankMemory, ...]]:
+    """Bytes that each pipeline rank really holds of each sort, the most of its replicas, and what a dry run says.
+
+    Attention is stock's local one, or one kernel.
+    """
+    found = run_ranks(world, _held_and_estimated, list(flags), one_kernel)
     ranks: list[dict[str, int]] = [{} for _ in found[0][1]]
     for (rank, held), _ in found:
         ranks[rank] = {name: max(size, ranks[rank].get(name, 0)) for name, size in held.items()}
@@ -345,9 +351,13 @@ def _standing(flags: list[str], how: str) -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def _held_and_estimated(flags: list[str]) -> tuple[tuple[int, dict[str, int]], tuple[RankMemory, ...]]:
+def _held_and_estimated(
+    flags: list[str], one_kernel: bool
+) -> tuple[tuple[int, dict[str, int]], tuple[RankMemory, ...]]:
     sys.argv = ["pretrain_gpt.py", *flags]
-    estimate, seen = held_in_jobs.estimate_here(), held_in_jobs.listen()
+    if one_kernel:
+        kernel_attention.put_in_place()
+    estimate, seen = held_in_jobs.estimate_here(one_kernel=one_kernel), held_in_jobs.listen()
     _rank_main(flags)
     return held_in_jobs.held(seen), estimate
 

@@ -106,6 +106,31 @@ def test_a_rank_holds_what_a_dry_run_says(megatron, schedule: str, replicas: int
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
 
 
+ONE_KERNEL = {
+    "dense": "",
+    "rotary, gated, RMS norm": MODERN,
+    "latent attention": f"""{MODERN} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+        --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm""",
+}
+KERNEL_BY_DEFAULT = ("rotary, gated, RMS norm",)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=() if name in KERNEL_BY_DEFAULT else pytest.mark.full_matrix)
+        for name, flags in ONE_KERNEL.items()
+    ],
+)
+def test_attention_in_one_kernel_keeps_no_scores(megatron, flags: str):
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-schedule v-half --seq-length 256".split()
+    asked = [*MODEL, *SIZE, *pipeline, "--max-position-embeddings", "256", *shlex.split(f"{BF16} {flags}")]
+    ranks, said = megatron("held_and_estimated", 2, asked, True)
+    for held, estimated in zip(ranks, said, strict=True):
+        assert estimated.weights == held["weights"]
+        assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
 @pytest.mark.parametrize("schedule", ["v-min", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
 def test_so_it_is_on_four_ranks(megatron, schedule: str):
     flags = [*SIZE, "--global-batch-size", "8", "--pipeline-model-parallel-size", "4", "--pipeline-schedule", schedule]

@@ -162,15 +162,19 @@ def _attention(build: Build) -> dict[str, Kept]:
 def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
     out = build.shape.hidden / _between(build)
-    queries = heads * (latent.head + latent.position)
+    queries, values = heads * (latent.head + latent.position), heads * latent.value
     # Keys and values come up together; keys are put together with their positions anew, queries likewise.
-    up = 2 * queries + heads * (latent.head + latent.value)
-    downs = (1 + build.head_norms) * ((latent.query or 0) + latent.key_value) + latent.position
-    gradients = queries + heads * (latent.head + latent.value) + (latent.query or 0) + latent.key_value
-    values = heads * latent.value
+    together = heads * latent.head + values
+    squeezed = (latent.query or 0) + latent.key_value
+    down = squeezed + latent.position
+    # A norm takes in what comes down and makes what goes up.
+    goes_up = squeezed if build.head_norms else down
+    kept = number * down
+    if build.head_norms:
+        kept = number * squeezed + (_norm_input(build, squeezed) if build.plain else kept)
     return {
-        "mla_up_proj": Kept(number * up),
-        "attention": Kept(number * (downs + values), number * (downs + gradients + values + out)),
+        "mla_up_proj": Kept(number * (2 * queries + together)),
+        "attention": Kept(kept + number * values, number * (goes_up + queries + together + down + values + out)),
     }
 
 
