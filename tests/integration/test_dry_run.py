@@ -57,6 +57,12 @@ def test_of_a_launchers_processes_the_first_speaks(megatron):
     assert "4 GPUs (from $WORLD_SIZE), parallel: pipeline 2, data 2" in text
 
 
+def test_what_the_job_would_be_refused_for_is_refused_by_the_first(megatron):
+    status, text = said(megatron, "--pipeline-dry-run", "3", world=2)
+    assert status == 2
+    assert text.startswith("pretrain_gpt.py: error: --pipeline-schedule v-half: 3 processes do not divide into tensor")
+
+
 def test_where_it_does_not_fit_a_status_and_what_would_help(megatron):
     status, text = said(megatron, "--pipeline-dry-run", "2")
     held = together(text)

@@ -65,10 +65,6 @@ REFUSED = {
         "--pipeline-schedule v-half --pipeline-dry-run 0",
         "--pipeline-dry-run 0 is too small: the number of GPUs that the job would have",
     ),
-    "a dry run on too few GPUs": (
-        "--pipeline-schedule v-half --pipeline-dry-run 2",
-        "2 processes do not divide into tensor x pipeline x context parallel = 4 ranks",
-    ),
     "a device's memory without a dry run": (
         "--pipeline-schedule v-half --device-memory 80GiB",
         "--device-memory goes with --pipeline-dry-run, which is missing",
