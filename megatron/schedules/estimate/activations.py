@@ -169,7 +169,7 @@ def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
     down = squeezed + latent.position
     # A norm takes in what comes down and makes what goes up.
     goes_up = squeezed if build.head_norms else down
-    kept = number * down
+    kept = float(number * down)
     if build.head_norms:
         kept = number * squeezed + (_norm_input(build, squeezed) if build.plain else kept)
     return {
