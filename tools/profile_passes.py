@@ -40,6 +40,8 @@ _LEFT_OUT = {
     "--pipeline-schedule-costs": 1,
     "--pipeline-schedule-stage-weights": 1,
     "--pipeline-schedule-report-memory": 0,
+    "--pipeline-dry-run": 0,
+    "--device-memory": 1,
     "--pipeline-memory-limit": 1,
     "--pipeline-search-seconds": 1,
     "--pipeline-profile-iterations": 1,

@@ -31,6 +31,7 @@ from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
+from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import gpt, offload, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
@@ -40,6 +41,8 @@ from tests.integration import (
     conversations,
     counted_forwards,
     fake_wandb,
+    held_in_jobs,
+    kernel_attention,
     low_rank,
     plain_attention,
     standing_step,
@@ -148,6 +151,20 @@ def stock_flags() -> dict[str, tuple[object, ...]]:
 def hooks() -> list[tuple[str, str, bool, bool]]:
     """Of every hook after two installs: name, reason, whether it is in place, whether it lies on another."""
     return run_ranks(1, _hooks)[0]
+
+
+def held_and_estimated(
+    world: int, flags: Sequence[str], one_kernel: bool = False
+) -> tuple[list[dict[str, int]], tuple[RankMemory, ...]]:
+    """Bytes that each pipeline rank really holds of each sort, the most of its replicas, and what a dry run says.
+
+    Attention is stock's local one, or one kernel.
+    """
+    found = run_ranks(world, _held_and_estimated, list(flags), one_kernel)
+    ranks: list[dict[str, int]] = [{} for _ in found[0][1]]
+    for (rank, held), _ in found:
+        ranks[rank] = {name: max(size, ranks[rank].get(name, 0)) for name, size in held.items()}
+    return ranks, found[0][1]
 
 
 def compiles_helpers() -> list[bool]:
@@ -332,6 +349,17 @@ def _standing(flags: list[str], how: str) -> list[str]:
     standing_step.put_in_place(how)
     _rank_main(flags)
     return [thread.name for thread in threading.enumerate()]
+
+
+def _held_and_estimated(
+    flags: list[str], one_kernel: bool
+) -> tuple[tuple[int, dict[str, int]], tuple[RankMemory, ...]]:
+    sys.argv = ["pretrain_gpt.py", *flags]
+    if one_kernel:
+        kernel_attention.put_in_place()
+    estimate, seen = held_in_jobs.estimate_here(one_kernel=one_kernel), held_in_jobs.listen()
+    _rank_main(flags)
+    return held_in_jobs.held(seen), estimate
 
 
 def _rank_main(flags: list[str]) -> None:

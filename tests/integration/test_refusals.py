@@ -57,6 +57,26 @@ REFUSED = {
         "--pipeline-schedule v-half --pipeline-schedule-stall-seconds never",
         "--pipeline-schedule-stall-seconds 'never' is not a number",
     ),
+    "a dry run without a schedule": (
+        "--pipeline-dry-run",
+        "--pipeline-dry-run goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a dry run on no GPUs": (
+        "--pipeline-schedule v-half --pipeline-dry-run 0",
+        "--pipeline-dry-run 0 is too small: the number of GPUs that the job would have",
+    ),
+    "a device's memory without a dry run": (
+        "--pipeline-schedule v-half --device-memory 80GiB",
+        "--device-memory goes with --pipeline-dry-run, which is missing",
+    ),
+    "a device's memory without a unit": (
+        "--pipeline-schedule v-half --pipeline-dry-run --device-memory 80",
+        "--device-memory '80' has no unit: write it such as 80GiB",
+    ),
+    "a device without memory": (
+        "--pipeline-schedule v-half --pipeline-dry-run --device-memory 0GiB",
+        "--device-memory 0 is not above zero: a size such as 80GiB is needed",
+    ),
     "a shared vocabulary without a schedule": (
         "--pipeline-vocabulary-parallel",
         "--pipeline-vocabulary-parallel goes with --pipeline-schedule: name one of 1f1b",

@@ -89,6 +89,8 @@ def shape(args: Any, vocabulary: int) -> Shape:
         vocabulary: as padded; 0 where it is not known.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
+    # A gated part of two thirds has as many parameters as a plain one; stock rounds down to whole tiles.
+    inner = args.ffn_hidden_size or (4 * hidden if not args.swiglu else 8 * hidden // 3 // 64 * 64)
     latent = None
     if args.multi_latent_attention:
         latent = Latent(
@@ -98,7 +100,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
     if args.num_experts:
         experts = Experts(
             where=_with_experts(args.moe_layer_freq, args.num_layers),
-            inner=args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden,
+            inner=args.moe_ffn_hidden_size or inner,
             chosen=args.moe_router_topk,
             number=args.num_experts / args.expert_model_parallel_size,
             shared=args.moe_shared_expert_intermediate_size or 0,
@@ -111,7 +113,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
         vocabulary,
         width=heads * args.kv_channels if args.kv_channels else None,
         groups=args.num_query_groups if args.group_query_attention else heads,
-        inner=args.ffn_hidden_size,
+        inner=inner,
         gated=bool(args.swiglu),
         fused=args.transformer_impl != "local",
         latent=latent,

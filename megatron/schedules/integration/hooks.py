@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
@@ -71,6 +72,8 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         asked = check(args) if hasattr(args, "pipeline_schedule") else None
         if asked is None:
             return stock(args, *rest, **kwargs)
+        if args.pipeline_dry_run is not None:
+            dry_run(args, asked)
         if standin.needed() and not standin.enabled():
             refuse(
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -246,7 +246,8 @@ class MegatronStages(Stages):
         if start is not None:
             if gradient is None and self._config.grad_scale_func is not None:
                 start = self._config.grad_scale_func(start)
-            torch.autograd.backward(start, gradient)
+            with self._counted():  # what Megatron does again inside
+                torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
         result = None if activation is None else activation.grad
@@ -259,9 +260,14 @@ class MegatronStages(Stages):
         stack.enter_context(self._running(stage))
         if split:
             stack.enter_context(self._store.split(stage, microbatch))
-        if self._meter is not None and not self._call.forward_only:
-            stack.enter_context(self._meter.recording())
+        stack.enter_context(self._counted())
         return stack
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """While tensors are saved for a backward, those that are to be counted are."""
+        if self._meter is None or self._call.forward_only:
+            return nullcontext()
+        return self._meter.recording()
 
     def _relieved(
         self, stage: int, microbatch: int, given: Tensor | None, *, again: bool, away: bool

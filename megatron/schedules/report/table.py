@@ -41,7 +41,11 @@ _RELIEF = (("done again", "of computing"), ("copying", "of the time"))
 
 def as_text(rows: Sequence[Row]) -> str:
     """An aligned table; a reason stands where the numbers would."""
-    headings, cells = _table(rows)
+    return aligned(*_table(rows))
+
+
+def aligned(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
+    """Columns under headings of two lines each; a row of two cells has a reason in place of numbers."""
     widths = [
         max(len(heading[0]), len(heading[1]), *(len(row[column]) for row in cells if len(row) > 2 or column == 0))
         for column, heading in enumerate(headings)

@@ -16,6 +16,7 @@ from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
+from megatron.schedules.integration.flags.supposed import device_memory, is_first, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
 from megatron.schedules.planning.errors import PlanError, one_line
@@ -77,6 +78,11 @@ def _checked(args: Any) -> Planned | None:
         if ours:
             raise PlanError(f"{FLAGS[ours[0]]} goes with --pipeline-schedule: name one of {', '.join(NAMES)}")
         return None
+    device_memory(args)  # refused before anything is planned
+    if supposes(args):
+        args.world_size, _ = supposed_gpus(args)
+        if not is_first():
+            raise SystemExit(0)  # one process says it all
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(ours, [name], FLAGS)

@@ -28,6 +28,8 @@ FLAGS = {
     "profile_iterations": "--pipeline-profile-iterations",
     "save_costs": "--pipeline-save-costs",
     "timeline": "--pipeline-timeline",
+    "dry_run": "--pipeline-dry-run",
+    "device_memory": "--device-memory",
 }
 
 
@@ -156,6 +158,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Iterations 3-5 are measured unless --pipeline-profile-iterations says otherwise. Give it to see why a bubble "
         "is as large as it is.",
     )
+    group.add_argument(
+        "--pipeline-dry-run",
+        nargs="?",
+        const="",
+        metavar="GPUS",
+        help="Print the plan, the layers of each stage and the memory of each rank in GiB, and stop: before a job "
+        "waits for its GPUs, also without torchrun and without a GPU. GPUS is how many the job would have, where "
+        "neither torchrun nor SLURM says it. Ends with status 3 where --device-memory is given and not enough.",
+    )
+    group.add_argument(
+        "--device-memory",
+        metavar="GIB",
+        help="For --pipeline-dry-run: the memory of one GPU, such as 80GiB; says which rank holds most, whether that "
+        "fits, and what would make it fit.",
+    )
     return parser
 
 
@@ -184,6 +201,7 @@ STOCK: megatron_flags.Flags = {
     "--defer-embedding-wgrad-compute": (None, False),
     "--delay-wgrad-compute": (None, False),
     "--enable-cuda-graph": (None, False),
+    "--expert-tensor-parallel-size": (int, None),
     "--external-cuda-graph": (None, False),
     "--fine-grained-activation-offloading": (None, False),
     "--fp16": (None, False),

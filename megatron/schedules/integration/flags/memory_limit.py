@@ -34,13 +34,13 @@ def memory_limit(args: Any) -> float:
         raise PlanError(f"--pipeline-memory-limit {text!r} is neither a fraction such as 0.5 nor such as 20GiB")
     if unit == 1:
         return value
-    left = value * unit - _MESSAGES * _message_bytes(args)
+    left = value * unit - _MESSAGES * message_bytes(args)
     if left <= 0:
         raise PlanError(f"--pipeline-memory-limit {text} is less than what messages between ranks take")
     return left / bytes_of_1f1b(args)
 
 
-def _message_bytes(args: Any) -> float:
+def message_bytes(args: Any) -> float:
     """One microbatch's hidden states on one rank."""
     ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))

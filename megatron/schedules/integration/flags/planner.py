@@ -36,7 +36,7 @@ class Planner:
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
         self._assumed = asked.assumed
-        self._messages = max(program.messages_held for program in self._first_programs)
+        self.messages = tuple(program.messages_held for program in self._first_programs)  # at most, by rank
 
     @property
     def placement(self) -> Placement:
@@ -126,6 +126,6 @@ class Planner:
         return (
             f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
-            f"planned peak activation memory {100 * share:.1f} % of 1F1B, beside {self._messages} messages at most"
+            f"planned peak activation memory {100 * share:.1f} % of 1F1B, beside {max(self.messages)} messages at most"
             + (f"\nplanned for {self._assumed}" if self._assumed else "")
         )

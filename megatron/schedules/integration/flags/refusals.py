@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.integration.flags import vocabulary
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.supposed import supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.integration.linears.te_found import te_fault
 from megatron.schedules.planning.kinds import Kind
@@ -89,7 +90,7 @@ def unsplittable(args: Any) -> str:
     if not _is_set(args, "transformer_impl"):
         return ""
     if args.transformer_impl == "transformer_engine":
-        fault = te_fault()
+        fault = None if supposes(args) else te_fault()
     else:
         fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
     if fault is None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.memory_limit import number_bytes
+from megatron.schedules.integration.flags.supposed import supposes
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import LAYER_INPUT
@@ -107,7 +108,7 @@ def check_host(args: Any, microbatches: float) -> float:
     if shape is None or not microbatches:
         return 0.0
     each, ranks = microbatches * bytes_of_a_rank(args, shape), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = available_host_bytes()
+    free = None if supposes(args) else available_host_bytes()
     if free is not None and each * ranks > free:
         raise PlanError(
             f"{FLAGS['offload']} takes {each / 2**30:.1f} GiB of host memory for each of {ranks} ranks, and this host "

@@ -1,0 +1,222 @@
+"""Bytes of activations that a microbatch leaves on a tensor-parallel rank, tensor by tensor, for a token.
+
+What each operation keeps for its backward, as arXiv 2205.05198 counts it in section 4, for what has come since: grouped
+queries, rotary positions, gated and routed feed-forward parts, backwards in two halves. A linear keeps its input, and
+after I, for W, its output's gradient too; attention in one kernel keeps what goes in and what comes out; a view keeps
+all that it is a view of. Held against what jobs on the CPU count, ``tests/integration/test_dry_run_memory.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.transformer import Latent
+
+_SINGLE = 4.0
+
+
+class Kept(NamedTuple):
+    """Bytes for a token.
+
+    Args:
+        forward: from F to I.
+        weights: from I to W.
+    """
+
+    forward: float = 0.0
+    weights: float = 0.0
+
+    def plus(self, other: Kept) -> Kept:
+        """Both together."""
+        return Kept(self.forward + other.forward, self.weights + other.weights)
+
+
+Layer = Mapping[str, Kept]
+"""A decoder layer by its parts, those that Megatron may recompute alone under its name for them."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A model, part by part.
+
+    Args:
+        first: what stands before the decoder layers.
+        mask: what all layers of a stage together keep of who attends to whom.
+        layers: each decoder layer by its parts.
+        last: what stands behind them, without multi-token prediction.
+        norm: the last norm's part of it.
+        ahead: one layer of multi-token prediction with its logits.
+        input: of a decoder layer, what is kept to do it again.
+        words: what each rank keeps for its part of the output layer where all share it: as a whole, and of all ranks
+            together.
+    """
+
+    first: Kept
+    mask: float
+    layers: tuple[Layer, ...]
+    last: Kept
+    norm: Kept
+    ahead: Kept
+    input: float
+    words: tuple[float, float]
+
+
+def activations(build: Build) -> Activations:
+    """What ``build`` keeps."""
+    hidden = build.shape.hidden / _between(build)
+    kinds = {experts: _layer(build, experts=experts) for experts in set(build.where)}
+    layers = tuple(kinds[each] for each in build.where)
+    norm = Kept(_norm_input(build, hidden) + build.number * hidden)
+    size = build.number if build.fused_loss else _SINGLE
+    logits = Kept(size * build.shape.vocabulary / build.tensor)
+    ahead = Kept()
+    if build.shape.ahead:
+        # Both streams' norms, and their outputs side by side for the projection that joins them.
+        both = Kept(2 * _norm_input(build, hidden) + 2 * build.number * hidden, 3 * build.number * hidden)
+        ahead = whole(layers[-1]).plus(both).plus(norm).plus(logits)
+    return Activations(
+        first=Kept(_mask(build) * hidden),
+        mask=float(build.shape.sequence) if build.given_mask and not build.shape.fused else 0.0,
+        layers=layers,
+        last=norm.plus(logits),
+        norm=norm,
+        ahead=ahead,
+        input=build.residual * hidden,
+        words=(build.number * build.shape.hidden, build.number * build.shape.vocabulary / build.tensor),
+    )
+
+
+def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
+    """All that a layer keeps, ``without`` the forward's share of some parts, which are done again in I."""
+    found = Kept()
+    for name, part in layer.items():
+        found = found.plus(part._replace(forward=0.0) if name in without else part)
+    return found
+
+
+def _between(build: Build) -> int:
+    """By how many ranks the hidden states between linears are shared."""
+    return build.tensor if build.sequence_parallel else 1
+
+
+def _mask(build: Build) -> float:
+    """Of a dropout behind attention, a feed-forward part or the embedding."""
+    return _number_of_mask(build) if build.shape.masks[1] else 0.0
+
+
+def _number_of_mask(build: Build) -> float:
+    return build.number if build.plain else 1.0
+
+
+def _norm_input(build: Build, width: float) -> float:
+    if build.plain and not build.two_norms:
+        return 2 * _SINGLE * width
+    return build.residual * width
+
+
+def _layer(build: Build, *, experts: bool) -> Layer:
+    hidden, number = build.shape.hidden / _between(build), build.number
+    parts = {
+        "inputs": Kept(2 * _norm_input(build, hidden)),
+        # What comes out of both norms. A router computes its weight's gradient in I.
+        "layernorm": Kept(2 * number * hidden, (1 if experts else 2) * number * hidden),
+        "core_attn": Kept(_scores(build)),
+        "masks": Kept(2 * _mask(build) * hidden),
+    }
+    parts |= _attention(build) if build.shape.latent is None else _latent(build, build.shape.latent)
+    return parts | (_experts(build) if experts else _feed_forward(build))
+
+
+def _scores(build: Build) -> float:
+    heads, sequence = build.shape.heads / build.tensor, build.shape.sequence
+    if build.shape.fused:
+        return _SINGLE * heads  # the logarithm of each row's sum
+    dropped = build.number + _number_of_mask(build) if build.shape.masks[0] else 0.0
+    return (build.number + dropped) * heads * sequence
+
+
+def _attention(build: Build) -> dict[str, Kept]:
+    """Queries, keys and values lie in one tensor, of which all is kept as long as one of them is looked at."""
+    queries, keys = build.queries / build.tensor, float(build.groups * build.head)
+    together = queries + 2 * keys
+    grouped = build.groups * build.head < queries
+    changed = build.rotary or build.head_norms
+    if grouped and not build.shape.fused:
+        # Each group's keys and values are copied for every head, and queries unless they lie side by side.
+        alone = build.groups == 1 and build.samples == 1 and not changed
+        kept = 2 * queries + (together if alone else queries)
+    else:
+        kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
+    if build.rotary and not build.fused_rotary:
+        kept += 4 * build.head / build.samples  # sines and cosines, for queries and for keys
+    out = build.shape.hidden / _between(build)
+    number = build.number
+    return {
+        "attention": Kept(number * (kept + queries), number * (together + queries + out)),
+    }
+
+
+def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
+    heads, number = build.shape.heads / build.tensor, build.number
+    out = build.shape.hidden / _between(build)
+    queries, values = heads * (latent.head + latent.position), heads * latent.value
+    # Keys and values come up together; keys are put together with their positions anew, queries likewise.
+    together = heads * latent.head + values
+    squeezed = (latent.query or 0) + latent.key_value
+    down = squeezed + latent.position
+    # A norm takes in what comes down and makes what goes up.
+    goes_up = squeezed if build.head_norms else down
+    kept = float(number * down)
+    if build.head_norms:
+        kept = number * squeezed + (_norm_input(build, squeezed) if build.plain else kept)
+    return {
+        "mla_up_proj": Kept(number * (2 * queries + together)),
+        "attention": Kept(kept + number * values, number * (goes_up + queries + together + down + values + out)),
+    }
+
+
+def _feed_forward(build: Build) -> dict[str, Kept]:
+    inner = (build.shape.inner or 4 * build.shape.hidden) / build.tensor
+    out = build.number * build.shape.hidden / _between(build)
+    return {"mlp": _linears(build, inner, rows=1.0).plus(Kept(0.0, out))}
+
+
+def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> Kept:
+    """What lies between both linears, and what the second takes in.
+
+    Args:
+        inner: its width.
+        rows: how often a token comes by.
+        scaled: whether each row is weighed behind the activation function.
+    """
+    wide = (2 if build.shape.gated else 1) * inner
+    apart = 0.0
+    if not build.fused_activation:
+        apart = (2 * inner if build.shape.gated else 0.0) + (inner if scaled else 0.0)
+    number = build.number * rows
+    return Kept(number * (wide + inner + apart), number * (wide + inner))
+
+
+def _experts(build: Build) -> dict[str, Kept]:
+    found = build.shape.experts
+    assert found is not None, "the layer has experts"
+    hidden, chosen = build.shape.hidden, found.chosen
+    # Tokens are shared by all tensor-parallel ranks and gathered by those of an expert. Experts get as many each.
+    rows = chosen * build.expert_tensor / build.tensor
+    ends = build.number * rows * hidden
+    routed = _linears(build, found.inner / build.expert_tensor, rows, scaled=True)
+    # Scores of all experts, and of the chosen their numbers, places and weights.
+    router = (8.0 * build.experts + 22.0 * chosen) / _between(build)
+    second = build.number * rows * found.inner / build.expert_tensor
+    parts = {
+        "router": Kept(router),
+        "moe_act": Kept(second),
+        "moe": routed.plus(Kept(ends - second, 2 * ends)),
+    }
+    if found.shared:
+        out = build.number * hidden / _between(build)
+        parts["shared_experts"] = _linears(build, found.shared / build.tensor, 1.0).plus(Kept(0.0, 2 * out))
+    return parts

@@ -1,0 +1,141 @@
+"""A dry run: what a job would plan and hold, told from its flags alone; no process group, no model, no GPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+from megatron.schedules.estimate.activations import activations
+from megatron.schedules.estimate.device_memory import Held, RankMemory, memory
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.integration.flags.as_built import as_built, numbers, recompute, tokens
+from megatron.schedules.integration.flags.check import Planned, refuse
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.memory_limit import message_bytes
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus
+from megatron.schedules.integration.flags.vocabulary import divisible, shares
+from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.spread import as_layout
+from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
+
+# Of a job that would not fit.
+_DOES_NOT_FIT = 3
+
+
+class Estimate(NamedTuple):
+    """What a job would hold.
+
+    Args:
+        ranks: every pipeline rank's memory.
+        counts: decoder layers of each stage.
+        shape: the model's.
+        fused: whether attention is counted as one kernel.
+    """
+
+    ranks: tuple[RankMemory, ...]
+    counts: tuple[int, ...]
+    shape: Shape
+    fused: bool
+
+    @property
+    def worst(self) -> int:
+        """The rank that holds most on its device."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
+
+
+def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
+    """The memory of every rank of the job.
+
+    Args:
+        args: Megatron's, parsed but not validated.
+        asked, planner: the plan and its programs.
+
+    Raises:
+        PlanError: where flags leave the model's sizes to a checkpoint.
+    """
+    shape, placement = shape_of(args), planner.placement
+    counts = asked.request.costs.layers_on(placement)
+    if shape is None or counts is None:
+        raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
+    shared = shares(args)
+    if shared:
+        shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
+    build = as_built(args, shape)
+    again = planner.layers_again
+    held = Held(
+        activations(build),
+        tokens(args),
+        counts,
+        ahead=shape.ahead,
+        again=None if again is None else tuple(map(len, again)),
+        away=planner.layers_away,
+        recompute=recompute(args),
+        shared=shared,
+    )
+    found = memory(
+        planner.first,
+        planner.timeline.costs,
+        held,
+        parameters(build).by_stage(counts, placement.rank_of, shared),
+        numbers(args),
+        [count * message_bytes(args) for count in planner.messages],
+    )
+    return Estimate(found, counts, shape, build.shape.fused)
+
+
+def dry_run(args: Any, asked: Planned) -> NoReturn:
+    """Say on the first rank what the job would be, and end: with status 0, or 3 where it does not fit its device."""
+    try:
+        room, planner = device_memory(args), Planner(asked)
+        found = estimated(args, asked, planner)
+        _, source = supposed_gpus(args)
+    except PlanError as error:
+        refuse(error.told(FLAGS))
+    sys.stdout.write("\n".join([_heading(args, source), planner.summary(), _table(found, planner, args)]) + "\n")
+    status = 0
+    if room is not None:
+        worst = found.ranks[found.worst]
+        fits = worst.device <= room
+        sys.stdout.write(verdict(found.worst, _rank(found, planner, found.worst), room) + "\n")
+        if not fits:
+            from megatron.schedules.integration.dry_run_advice import advice
+
+            sys.stdout.write(advice(args, found, room) + "\n")
+            status = _DOES_NOT_FIT
+    sys.stdout.write(f"not counted: {NOT_COUNTED}\n")
+    sys.stdout.flush()
+    raise SystemExit(status)
+
+
+def _heading(args: Any, source: str) -> str:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context, experts = args.context_parallel_size, args.expert_model_parallel_size
+    sizes = {"tensor": tensor, "context": context, "expert": experts, "pipeline": pipeline}
+    sizes["data"] = args.world_size // (tensor * pipeline * context)
+    said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"dry run, nothing is started: {args.world_size} GPUs ({source}), parallel: {said}"
+
+
+def _table(found: Estimate, planner: Planner, args: Any) -> str:
+    ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
+    kernel = "in one kernel" if found.fused else "with its scores kept"
+    lines = [
+        f"activations as layers of {args.transformer_impl} keep them, attention {kernel}",
+        f"layers by stage: {as_layout(found.counts, args.mtp_num_layers or 0)}",
+        as_text(ranks).rstrip(),
+    ]
+    if not found.shape.vocabulary:
+        lines.append("the vocabulary is not known: embedding and output layer are not counted; give --vocab-size")
+    return "\n".join(lines)
+
+
+def _rank(found: Estimate, planner: Planner, rank: int) -> Rank:
+    each = found.ranks[rank]
+    layers = tuple(found.counts[stage] for stage in planner.placement.stages_of(rank))
+    return Rank(
+        layers, each.weights, each.gradients, each.optimizer, each.activations, each.messages, each.device, each.host
+    )

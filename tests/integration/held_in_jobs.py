@@ -1,0 +1,81 @@
+"""What each rank of a job really holds, tensor by tensor, beside what a dry run says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.training import arguments, training
+
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.integration import hooks
+from megatron.schedules.integration.dry_run import estimated
+from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+
+
+def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
+    """The estimate for the command line of this process, or what it is where attention is one kernel."""
+    hooks.install()
+    args = arguments.parse_args()
+    asked = check(args)
+    assert asked is not None
+    if one_kernel:  # said of Transformer Engine's layers
+        args.transformer_impl = "transformer_engine"
+    return estimated(args, asked, Planner(asked)).ranks
+
+
+def listen() -> dict[str, Any]:
+    """Has a job note what this rank holds; filled when it has trained."""
+    seen: dict[str, Any] = {}
+    set_up, call = training.setup_model_and_optimizer, ScheduleFunction.__call__
+
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        found = set_up(*args, **kwargs)
+        seen["model"], seen["optimizer"] = found[:2]
+        return found
+
+    def noted(self: ScheduleFunction, *, forward_only: bool = False, **rest: Any) -> Any:
+        if not forward_only:
+            self.count_next_call()
+        losses = call(self, forward_only=forward_only, **rest)
+        if not forward_only:
+            seen["activations"] = self.peak_activation_bytes
+        return losses
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    ScheduleFunction.__call__ = noted  # type: ignore[method-assign]
+    return seen
+
+
+def held(seen: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """This rank's place in its pipeline, and its bytes of weights, gradients, optimizer and activations."""
+    weights = [parameter for chunk in seen["model"] for parameter in chunk.parameters()]
+    buffers = [each for chunk in seen["model"] for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    found = {
+        "parameters": sum(parameter.numel() for parameter in weights),
+        "weights": sum(parameter.nbytes for parameter in weights),
+        "gradients": sum(each.grad_data.nbytes for each in buffers),
+        "optimizer": _state(seen["optimizer"], _storages(weights)),
+        "activations": seen["activations"],
+    }
+    return parallel_state.get_pipeline_model_parallel_rank(), found
+
+
+def _state(optimizer: Any, weights: set[int]) -> int:
+    """Copies of parameters and moments, all that is no part of the model."""
+    found = 0
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = each.optimizer
+        copies = [parameter for group in inner.param_groups for parameter in group["params"]]
+        found += sum(copy.nbytes for copy in copies if not _storages([copy]) & weights)
+        moments = [value for state in inner.state.values() for name, value in state.items() if name != "step"]
+        found += sum(value.nbytes for value in moments if isinstance(value, torch.Tensor))
+    return found
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}

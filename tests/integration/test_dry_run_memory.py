@@ -1,0 +1,140 @@
+"""What a dry run says of a rank's memory, against what real jobs hold, tensor by tensor."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from tests.integration.results import MODEL, UNTIED
+
+MOST_ERROR = 0.10
+SIZE = shlex.split("""
+    --num-layers 8 --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --train-iters 1 --eval-iters 0
+    --global-batch-size 4
+""")
+ROTARY = "--position-embedding-type rope --no-rope-fusion"
+GATED = "--swiglu --disable-bias-linear"
+MODERN = f"{ROTARY} {GATED} --normalization RMSNorm"
+EXPERTS = f"{GATED} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+SHARED_EXPERTS = "--moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64"
+DISTRIBUTED = "--use-distributed-optimizer"
+TENSOR = "--tensor-model-parallel-size 2"
+SEVERAL = "--global-batch-size 8"
+FULL = "--recompute-granularity full --recompute-method"
+ADAPTIVE = f"{SEVERAL} --pipeline-memory-limit 0.4 --pipeline-search-seconds 0.5"
+TIED, BF16 = "--bf16", "--bf16 --untie-embeddings-and-output-weights"
+FP16 = "--fp16 --initial-loss-scale 1024 --untie-embeddings-and-output-weights"
+
+# The schedule, the ranks for each of two pipeline ranks, and flags.
+BY_DEFAULT = {
+    "dense, tied, in a V": ("v-half", 1, TIED),
+    "grouped queries, in fp32, untied": ("zb-1p", 1, f"--group-query-attention --num-query-groups 2 {UNTIED[0]}"),
+    "rotary, gated, RMS norm": ("v-zb", 1, f"{BF16} {MODERN}"),
+    "experts, expert parallel, distributed optimizer": (
+        "v-half",
+        2,
+        f"{BF16} {SEVERAL} {EXPERTS} {DISTRIBUTED} --expert-model-parallel-size 2",
+    ),
+    "multi-token prediction, unequal layers": (
+        "1f1b",
+        1,
+        f"{BF16} --mtp-num-layers 1 {ROTARY} --decoder-first-pipeline-num-layers 5",
+    ),
+    "tensor and sequence parallel, vocabulary shared": (
+        "v-zb",
+        2,
+        f"{BF16} {TENSOR} --sequence-parallel --pipeline-vocabulary-parallel",
+    ),
+    "full recompute": ("1f1b", 1, f"{BF16} {FULL} uniform --recompute-num-layers 2"),
+}
+IN_FULL = {
+    "norms of heads, biases into attention": ("zb-2p", 1, f"{BF16} --qk-layernorm --add-qkv-bias"),
+    "some layers with experts": ("v-half", 2, f"{BF16} {SEVERAL} {EXPERTS} {SHARED_EXPERTS} {DISTRIBUTED}"),
+    "experts, tensor parallel": ("v-half", 2, f"{BF16} {EXPERTS} {TENSOR} --sequence-parallel"),
+    "experts on ranks of their own": (
+        "v-half",
+        2,
+        f"{BF16} {EXPERTS} {TENSOR} --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    ),
+    "full recompute of a layer a stage": ("v-half", 1, f"{BF16} {FULL} block --recompute-num-layers 1"),
+    "selective recompute": ("v-half", 1, f"{BF16} --recompute-granularity selective"),
+    "done again by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-recompute auto"),
+    "offloaded by the plan": (
+        "adaptive",
+        1,
+        f"{BF16} {ADAPTIVE} --pipeline-offload 25 --pipeline-schedule-costs 1,1.1,0.8",
+    ),
+    "dropout": ("interleaved-1f1b", 1, f"{BF16} --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "fp16, a layout, SGD": (
+        "1f1b-v",
+        1,
+        f"{FP16} --pipeline-model-parallel-layout Ett|tt|ttt|tL --optimizer sgd",
+    ),
+    "tensor parallel alone, one group a rank": (
+        "v-zb",
+        2,
+        f"{BF16} {TENSOR} --group-query-attention --num-query-groups 2",
+    ),
+    "a large vocabulary, shared": (
+        "zb-1p",
+        1,
+        f"{TIED} {SEVERAL} --micro-batch-size 2 --vocab-size 4000 --pipeline-vocabulary-parallel",
+    ),
+    "an activation function in pieces, larger microbatches": (
+        "v-zb",
+        1,
+        f"{BF16} {GATED} --no-bias-swiglu-fusion --micro-batch-size 2 --vocab-size 1000",
+    ),
+}
+
+
+def cases() -> list[Any]:
+    full = [pytest.param(*case, id=name, marks=pytest.mark.full_matrix) for name, case in IN_FULL.items()]
+    return [pytest.param(*case, id=name) for name, case in BY_DEFAULT.items()] + full
+
+
+@pytest.mark.parametrize(("schedule", "replicas", "flags"), cases())
+def test_a_rank_holds_what_a_dry_run_says(megatron, schedule: str, replicas: int, flags: str):
+    """Weights, gradients and optimizer to the byte, activations within a tenth."""
+    pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    ranks, said = megatron("held_and_estimated", 2 * replicas, [*MODEL, *SIZE, *pipeline, *shlex.split(flags)])
+    for held, estimated in zip(ranks, said, strict=True):
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(estimated, part) == held[part] > 0, part
+        assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
+ONE_KERNEL = {
+    "dense": "",
+    "rotary, gated, RMS norm": MODERN,
+    "latent attention": f"""{MODERN} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+        --qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm""",
+}
+KERNEL_BY_DEFAULT = ("rotary, gated, RMS norm",)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=() if name in KERNEL_BY_DEFAULT else pytest.mark.full_matrix)
+        for name, flags in ONE_KERNEL.items()
+    ],
+)
+def test_attention_in_one_kernel_keeps_no_scores(megatron, flags: str):
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-schedule v-half --seq-length 256".split()
+    asked = [*MODEL, *SIZE, *pipeline, "--max-position-embeddings", "256", *shlex.split(f"{BF16} {flags}")]
+    ranks, said = megatron("held_and_estimated", 2, asked, True)
+    for held, estimated in zip(ranks, said, strict=True):
+        assert estimated.weights == held["weights"]
+        assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
+@pytest.mark.parametrize("schedule", ["v-min", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
+def test_so_it_is_on_four_ranks(megatron, schedule: str):
+    flags = [*SIZE, "--global-batch-size", "8", "--pipeline-model-parallel-size", "4", "--pipeline-schedule", schedule]
+    ranks, said = megatron("held_and_estimated", 4, [*MODEL, *UNTIED, *flags])
+    for held, estimated in zip(ranks, said, strict=True):
+        assert estimated.static == held["weights"] + held["gradients"] + held["optimizer"]
+        assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
