@@ -11,6 +11,7 @@ import pytest
 
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.planning.job_profile_text import to_text
@@ -59,3 +60,12 @@ def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):
 def test_another_models_profile_is_refused(tmp_path, facts, why):
     with pytest.raises(PlanError, match=f"was measured for another model: {why}; measure this one"):
         costs(tmp_path / "c.json", [], **facts)
+
+
+def test_only_the_first_node_must_have_the_folder(tmp_path, monkeypatch):
+    file = tmp_path / "none" / "costs.json"
+    args = argparse.Namespace(pipeline_profile_iterations="2-4", pipeline_save_costs=str(file), train_iters=None)
+    with pytest.raises(PlanError, match="cannot be written: name a file in a folder that is there"):
+        profile_asked(args)
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert profile_asked(args) == (2, 4, file)

@@ -66,6 +66,10 @@ def profile_asked(args: Any) -> ProfileAsked | None:
 
 
 def _writable(flag: str, file: Path) -> Path:
+    """``file``, which the first rank writes: what other nodes have in its place is nobody's business."""
+    elsewhere = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0"
+    if elsewhere:
+        return file
     if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
         raise PlanError(f"{flag} {file} cannot be written: name a file in a folder that is there")
     return file
