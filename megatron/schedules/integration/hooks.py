@@ -28,12 +28,15 @@ from megatron.schedules.integration.flags.check import check, refuse, stall_seco
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.relief import bytes_of_a_rank
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.log.writers import write_scalars
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
@@ -103,6 +106,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
             return stock(*args, **kwargs)
         if session.function is None:
             training.print_rank_0(f"{session.planner.summary()}\n{found()}")
+            session.log = RunLog(session.planner, session.args, _bytes_of_microbatch(session.args))
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,
@@ -111,10 +115,38 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
+                watchers=[session.log],
             )
         return session.function
 
     return get_forward_backward_func
+
+
+def _bytes_of_microbatch(args: Any) -> float | None:
+    shape = shape_of(args)
+    return None if shape is None else bytes_of_a_rank(args, shape)
+
+
+def _training_log(stock: Replacement, session: Session) -> Replacement:
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        if session.log is None:
+            return stock(*args, **kwargs)
+        with session.log.logging():
+            return stock(*args, **kwargs)
+
+    return training_log
+
+
+def _print_rank_last(stock: Replacement, session: Session) -> Replacement:
+    def print_rank_last(message: str) -> None:
+        if session.log is not None and session.function is not None:
+            logged = session.log.logged(session.function.peak_activation_bytes)
+            if logged is not None:
+                message += logged.words()
+                write_scalars(logged.scalars(), session.args)
+        stock(message)
+
+    return print_rank_last
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:
@@ -242,6 +274,18 @@ HOOKS = (
         "get_forward_backward_func",
         "stock chooses its schedule by pipeline size alone",
         _get_forward_backward_func,
+    ),
+    Hook(
+        training,
+        "training_log",
+        "the line of an iteration gets what its pipeline came to, and this tells that line from others",
+        _training_log,
+    ),
+    Hook(
+        training,
+        "print_rank_last",
+        "stock's line is made and printed in one function; here it has all of it, and every rank comes by",
+        _print_rank_last,
     ),
     Hook(
         RerunStateMachine,

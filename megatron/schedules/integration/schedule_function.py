@@ -21,6 +21,7 @@ from megatron.schedules.integration.layers.again import do_layers_again, surroun
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.log.watcher import CallWatcher
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.offload import CopySpeed, begin
 from megatron.schedules.integration.peak_memory import PeakMemory
@@ -53,6 +54,7 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observers: told of every action.
+        watchers: told of every training call, of whose actions they may observe some.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
     """
 
@@ -66,10 +68,11 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
+        watchers: Sequence[CallWatcher] = (),
         copies: CopySpeed | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
-        self._messages, self._observers = messages, observers
+        self._messages, self._observers, self._watchers = messages, observers, watchers
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -142,7 +145,11 @@ class ScheduleFunction:
         with self._place.under_way():
             try:
                 with events_in(timers), self._late_checks.at_the_end():
-                    run(program, stages, transport, self._observers, self._place)
+                    watchers = () if forward_only else self._watchers
+                    watching = [observer for watcher in watchers for observer in watcher.begin(program)]
+                    run(program, stages, transport, [*self._observers, *watching], self._place)
+                    for watcher in watchers:
+                        watcher.end()
                     stages.finish()
             finally:
                 stages.close()

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
+from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
 Replacement = Callable[..., Any]
@@ -22,6 +23,7 @@ class Session:
     def __init__(self) -> None:
         self.planner: Planner | None = None
         self.function: ScheduleFunction | None = None
+        self.log: RunLog | None = None
         self.args: Any = None
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps each of several validation sets takes

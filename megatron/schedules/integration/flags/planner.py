@@ -32,6 +32,7 @@ class Planner:
         self._request = replace(asked.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool, int], Program] = {}
+        self._timelines: dict[int, Timeline] = {}
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
         self._assumed = asked.assumed
@@ -80,7 +81,14 @@ class Planner:
     @cached_property
     def timeline(self) -> Timeline:
         """The first plan, timed under the costs given."""
-        return simulate(self.first, self._request.costs.on(self.placement))
+        return self.timeline_of(self.first.microbatches)
+
+    def timeline_of(self, num_microbatches: int) -> Timeline:
+        """The plan for so many microbatches, timed under the costs given."""
+        if num_microbatches not in self._timelines:
+            schedule = self._schedule(num_microbatches, evaluating=False)
+            self._timelines[num_microbatches] = simulate(schedule, self._request.costs.on(self.placement))
+        return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
         """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
