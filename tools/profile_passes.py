@@ -42,6 +42,8 @@ _LEFT_OUT = {
     "--pipeline-schedule-report-memory": 0,
     "--pipeline-memory-limit": 1,
     "--pipeline-search-seconds": 1,
+    "--pipeline-profile-iterations": 1,
+    "--pipeline-save-costs": 1,
     "--pipeline-offload": 1,
     "--pipeline-model-parallel-layout": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,

@@ -107,8 +107,9 @@ def size_flags(command: Command) -> Command:
                 "--costs-file",
                 metavar="JSON",
                 type=Path,
-                help="A cost profile measured by tools/profile_passes.py, instead of --costs: times in milliseconds, "
-                "those of embedding and output layer too, and the share of the memory that waits for weight gradients.",
+                help="A cost profile of a job (--pipeline-save-costs) or of tools/profile_passes.py, in place of "
+                "--costs: times in milliseconds, those of embedding and output layer too, and the share of the "
+                "memory that waits for weight gradients.",
             ),
             click.option(
                 "--chunks",
@@ -381,6 +382,6 @@ def _times(costs: str | None, file: Path | None, ranks: int, loads: ModelLoads |
         profile = read_profile(file)
     except PlanError as error:
         raise PlanError(str(error), "costs_file") from None
-    if loads is not None and len(loads.layers) != profile.model_layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.model_layers}")
+    if loads is not None and len(loads.layers) != profile.facts.layers:
+        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.facts.layers}")
     return profile.costs(ranks)

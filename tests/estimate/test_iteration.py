@@ -25,6 +25,7 @@ from megatron.schedules.estimate.iteration import (
 )
 from megatron.schedules.estimate.roofline import ONES, Microbatch, PassTimes, corrections, slot_times
 from megatron.schedules.planning.cost_profile import CostProfile
+from megatron.schedules.planning.profile_facts import Facts
 
 A100 = DEVICES["A100-80GB"]
 SMALL = Model("small", layers=14, heads=16, hidden=2048)
@@ -99,7 +100,8 @@ def test_a_correction_scales_each_pass_by_itself():
 
 def test_a_profile_of_what_the_roofline_says_corrects_nothing_and_one_of_twice_that_by_two():
     times = slot_times(Microbatch(SMALL), A100).layer
-    measured = CostProfile("a GPU", SMALL.layers, 2, 1, 1, SMALL.sequence, SMALL.hidden, SMALL.heads, times, 1.0, 1.0)
+    facts = Facts("a GPU", SMALL.layers, SMALL.hidden, SMALL.heads, SMALL.sequence, 1, 1)
+    measured = CostProfile(facts, 2, times, 1.0, 1.0)
     assert corrections(measured, A100) == pytest.approx((0.5, 0.5, 0.5))  # of a chunk of two layers
     assert corrections(replace(measured, layers=1), A100) == pytest.approx((1, 1, 1))
 

@@ -236,7 +236,8 @@ REFUSED = {
     ),
     "a cost profile that is none": (
         "--pipeline-schedule v-half --pipeline-schedule-costs-file LICENSE",
-        "--pipeline-schedule-costs-file: LICENSE is no JSON; tools/profile_passes.py writes such files",
+        "--pipeline-schedule-costs-file: LICENSE is no JSON; tools/profile_passes.py and "
+        "--pipeline-save-costs write such files",
     ),
     "layers placed by nobody known": (
         "--pipeline-schedule v-half --pipeline-schedule-layers best",
@@ -249,6 +250,30 @@ REFUSED = {
     "layers placed without a schedule": (
         "--pipeline-schedule-layers auto",
         "--pipeline-schedule-layers goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a profile of one iteration": (
+        "--pipeline-schedule v-half --pipeline-profile-iterations 1-1",
+        "--pipeline-profile-iterations 1-1 has no iteration that is timed: the first counts bytes",
+    ),
+    "a profile of no iterations": (
+        "--pipeline-schedule v-half --pipeline-profile-iterations 5",
+        "--pipeline-profile-iterations '5' is not two iterations with a dash between, from 1 on: write it as in 5-10",
+    ),
+    "a profile after the end": (
+        "--pipeline-schedule v-half --pipeline-profile-iterations 1-2",
+        "--pipeline-profile-iterations 1-2 goes on after the job's end: --train-iters is 1; end it by then",
+    ),
+    "costs saved of no profile": (
+        "--pipeline-schedule v-half --pipeline-save-costs costs.json",
+        "--pipeline-save-costs writes what --pipeline-profile-iterations measures, which is missing",
+    ),
+    "costs saved nowhere": (
+        "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs no/c.json",
+        "--pipeline-save-costs no/c.json cannot be written: name a file in a folder that is there",
+    ),
+    "a profile without a schedule": (
+        "--pipeline-profile-iterations 1-2",
+        "--pipeline-profile-iterations goes with --pipeline-schedule: name one of 1f1b",
     ),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),

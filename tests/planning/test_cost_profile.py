@@ -89,8 +89,8 @@ def test_what_is_no_profile_is_refused(text: str | None, why: str, tmp_path: Pat
 
 
 def test_another_version_is_refused(tmp_path: Path):
-    with pytest.raises(PlanError, match="version 2, and 1 is read here"):
-        read_profile(written(tmp_path / "p.json", version=2))
+    with pytest.raises(PlanError, match="version 3, and 1 or 2 is read here"):
+        read_profile(written(tmp_path / "p.json", version=3))
 
 
 def test_the_time_of_a_copy_is_by_the_slower_way(tmp_path: Path):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.copies import Copying, Pair
+from megatron.schedules.runtime.copies import Copying, CopyWatch, Pair
 
 _POISON = 0xFF  # a NaN in every floating-point type
 
@@ -23,6 +23,7 @@ class LateCopies:
 
     def __init__(self, pinned: float = float("inf")) -> None:
         self.device = torch.device("cpu")
+        self.watch: CopyWatch | None = None
         self.moved: list[tuple[str, list[int]]] = []
         self.allocated: list[int] = []
         self._left = pinned

@@ -44,7 +44,7 @@ def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[R
     if costs_file is not None:
         profile = read_profile(costs_file)
         correction = corrections(profile, _DEVICE)
-        yield {"kind": "profile", "measured_on": profile.device, "correction": list(correction)}
+        yield {"kind": "profile", "measured_on": profile.facts.device, "correction": list(correction)}
     yield from _equal_microbatches(quick, say, correction)
     questions = [
         Question(replace(MODELS["98.5B"], sequence=length), _DEVICE, _GPUS, _BATCH, correction)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.hardware import Device, Model
 from megatron.schedules.estimate.transformer import FUSED_BACKWARD, MOVED_BY_LOGITS, moved
-from megatron.schedules.planning.cost_profile import CostProfile
+from megatron.schedules.planning.profile_facts import Profile
 
 # Of the peak: large products, streams through memory, collectives on a link.
 _MATRIX, _MEMORY, _LINK = 0.85, 0.85, 0.75
@@ -74,11 +74,11 @@ def slot_times(batch: Microbatch, device: Device, correction: PassTimes = ONES) 
     return SlotTimes(_layer(batch, device).scaled(correction), _embedding(batch, device), _output_layer(batch, device))
 
 
-def corrections(profile: CostProfile, device: Device) -> PassTimes:
+def corrections(profile: Profile, device: Device) -> PassTimes:
     """Measured over modelled, for each pass of a layer, at the setting that ``profile`` was measured at."""
-    shape = profile.model_layers, profile.heads, profile.hidden_size, profile.sequence_length
-    model = Model(profile.device, *shape)
-    assumed = _layer(Microbatch(model, profile.tensor_parallel, profile.micro_batch_size), device)
+    facts = profile.facts
+    model = Model(facts.device, facts.layers, facts.heads, facts.hidden_size, facts.sequence_length)
+    assumed = _layer(Microbatch(model, facts.tensor_parallel, facts.micro_batch_size), device)
     return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))
 
 

@@ -38,6 +38,7 @@ from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.log.writers import write_scalars
 from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.profiling import profiler_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
@@ -116,6 +117,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
                 watchers=[session.log],
+                profiler=profiler_of(session.planner, session.args),
             )
         return session.function
 

@@ -25,6 +25,7 @@ from megatron.schedules.integration.log.watcher import CallWatcher
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.offload import CopySpeed, begin
 from megatron.schedules.integration.peak_memory import PeakMemory
+from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.timers import events_in
@@ -56,6 +57,7 @@ class ScheduleFunction:
         observers: told of every action.
         watchers: told of every training call, of whose actions they may observe some.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
+        profiler: told of every training call; None for none.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class ScheduleFunction:
         observers: Sequence[Observer] = (),
         watchers: Sequence[CallWatcher] = (),
         copies: CopySpeed | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._watchers = messages, observers, watchers
+        self.profiler = profiler
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -131,6 +135,8 @@ class ScheduleFunction:
             parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
             measured = PeakMemory(parameters, counted=self._counted)
             meter = measured.meter
+        profiled = None if self.profiler is None or forward_only else self.profiler.begin(program, chunks, meter)
+        meter = meter if profiled is None else profiled.meter
         offloads = self._begun_offloads(chunks, program, meter)
         store = self._bound_store(chunks, meter)
         spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
@@ -147,7 +153,7 @@ class ScheduleFunction:
                 with events_in(timers), self._late_checks.at_the_end():
                     watchers = () if forward_only else self._watchers
                     watching = [observer for watcher in watchers for observer in watcher.begin(program)]
-                    run(program, stages, transport, [*self._observers, *watching], self._place)
+                    run(program, stages, transport, [*self._watching(profiled, offloads), *watching], self._place)
                     for watcher in watchers:
                         watcher.end()
                     stages.finish()
@@ -166,8 +172,12 @@ class ScheduleFunction:
                     mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
             if not forward_only:
                 self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
+            if meter is not None:
+                self._store = None  # the next one counts nothing
             if measured is not None:
                 self._report(measured)
+            if profiled is not None and self.profiler is not None:
+                self.profiler.end()
             if timers is not None:
                 timers("forward-backward").stop()
         return losses if self._rank == last_rank else []
@@ -180,6 +190,12 @@ class ScheduleFunction:
     def host_bytes(self) -> int:
         """Host memory that activations have been copied to, of this rank."""
         return 0 if self._offloads is None else self._offloads.host_bytes
+
+    def _watching(self, profiled: Watching | None, offloads: Offloads | None) -> list[Observer]:
+        """Who is told of this call's actions; and of its copies."""
+        if offloads is not None:
+            offloads.watch = None if profiled is None else profiled.copies
+        return [*self._observers, *(() if profiled is None else profiled.observers)]
 
     def _begun_offloads(
         self, chunks: Sequence[torch.nn.Module], program: Program, meter: ActivationMeter | None
@@ -228,8 +244,6 @@ class ScheduleFunction:
 
     def _report(self, measured: PeakMemory) -> None:
         self._measure_next, self.peak_activation_bytes = False, measured.bytes
-        if measured.meter is not None:
-            self._store = None  # the next one counts nothing
         peaks: list[Any] = [None] * self._group.size()
         dist.all_gather_object(peaks, measured.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))

@@ -1,4 +1,7 @@
-"""Cost profiles: what a chunk's passes were measured to take and hold, as ``tools/profile_passes.py`` writes them."""
+"""Cost profiles: what a chunk's passes were measured to take and hold, as ``tools/profile_passes.py`` writes them.
+
+:func:`read_profile` also reads those that a job writes of itself, see :mod:`.job_profile`.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import read_text
+from megatron.schedules.planning.job_profile_text import VERSION, from_data
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.profile_facts import (
+    MOST_LAYERS,
+    CopyRates,
+    Facts,
+    Profile,
+    copy_time,
+    read_facts,
+    read_rates,
+)
 
-# Far more than any model has: a slip.
-_MOST_LAYERS = 10_000
 _PASSES = ("forward", "input_grad", "weight_grad")
-
-
-class CopyRates(NamedTuple):
-    """Copies between a device and its host, in 10**9 bytes a second: each way alone, and each of both at once."""
-
-    to_host: float
-    from_host: float
-    both_ways: float
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,8 @@ class CostProfile:
     """One chunk of decoder layers, measured on one device.
 
     Args:
-        device: what it was measured on.
-        model_layers: decoder layers of the whole model.
+        facts: the model, and what it was measured on.
         layers: of the chunk.
-        tensor_parallel, micro_batch_size, sequence_length, hidden_size, heads: what it was measured with.
         seconds: median times of the chunk's F, I and W.
         activation_bytes: held from F until I.
         weight_bytes: those of them held on until W.
@@ -45,14 +46,8 @@ class CostProfile:
             ``activation_bytes``; None in profiles without it.
     """
 
-    device: str
-    model_layers: int
+    facts: Facts
     layers: int
-    tensor_parallel: int
-    micro_batch_size: int
-    sequence_length: int
-    hidden_size: int
-    heads: int
     seconds: tuple[float, float, float]
     activation_bytes: float
     weight_bytes: float
@@ -67,32 +62,34 @@ class CostProfile:
         return forward, input_grad, weight_grad
 
     @property
+    def layer_bytes(self) -> float:
+        """See :class:`.profile_facts.Profile`."""
+        return self.activation_bytes / self.layers
+
+    @property
     def model(self) -> ModelLoads | None:
         """Layers and ends as they were measured; None without ends."""
         if self.ends is None:
             return None
         first, last = (Part(whole=end) for end in self.ends)
-        layer = Part(split=Load(*self.layer_seconds, self.activation_bytes / self.layers))
+        layer = Part(split=Load(*self.layer_seconds, self.layer_bytes))
         # What is kept in single precision takes half of that where all ranks share it.
-        return ModelLoads(first, (layer,) * self.model_layers, last, kept_for_output=(0.0, last.held / 2))
+        return ModelLoads(first, (layer,) * self.facts.layers, last, kept_for_output=(0.0, last.held / 2))
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
         """Milliseconds for what half a rank's layers hold from F until I, one way; None where it was not measured.
 
         By the slower way; ``both_ways`` says that the other one is busy too.
         """
-        if self.copy_gbps is None:
-            return None
-        held = self.activation_bytes / self.layers * self.model_layers / (2 * ranks)
-        rates = self.copy_gbps if both_ways else self.copy_gbps[:2]
-        return 1e3 * held / (1e9 * min(rates))
+        held = self.layer_bytes * self.facts.layers / (2 * ranks)
+        return copy_time(self.copy_gbps, held, both_ways=both_ways)
 
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured.
 
         What copies take is there where it was measured, with both directions busy, and counts where plans offload.
         """
-        scale = 1e3 * self.model_layers / (2 * ranks)
+        scale = 1e3 * self.facts.layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
         costs = Costs(
@@ -104,19 +101,19 @@ class CostProfile:
         return replace(costs, again=again, layer_input=layer_input)
 
 
-def read_profile(path: Path) -> CostProfile:
-    """The profile in the JSON file ``path``.
+def read_profile(path: Path) -> Profile:
+    """The profile in the JSON file ``path``: of one chunk, or of a whole job.
 
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    text, writer = read_text(path, "costs_file"), "tools/profile_passes.py writes such files"
+    text, writer = read_text(path, "costs_file"), "tools/profile_passes.py and --pipeline-save-costs write such files"
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):  # numbers may be too long for Python, and lists too deep
         raise PlanError(f"{path} is no JSON; {writer}", "costs_file") from None
     try:
-        found = _profile(data)
+        found: Profile = from_data(data) if data["version"] == VERSION else _profile(data)
         found.costs(1)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
@@ -125,27 +122,21 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def _profile(data: Mapping[str, Any]) -> CostProfile:
-    model, chunk = data["model"], data["chunk"]
     if data["version"] != 1:
-        raise ValueError(f"version {data['version']}, and 1 is read here")
+        raise ValueError(f"version {data['version']}, and 1 or {VERSION} is read here")
+    facts, chunk = read_facts(data), data["chunk"]
     forward, input_grad, weight_grad = _seconds(chunk)
     found = CostProfile(
-        device=str(data["device"]),
-        model_layers=int(model["layers"]),
+        facts=facts,
         layers=int(chunk["layers"]),
-        tensor_parallel=int(data["tensor_parallel"]),
-        micro_batch_size=int(data["micro_batch_size"]),
-        sequence_length=int(model["sequence_length"]),
-        hidden_size=int(model["hidden_size"]),
-        heads=int(model["heads"]),
         seconds=(forward, input_grad, weight_grad),
         activation_bytes=float(chunk["activation_bytes"]),
         weight_bytes=float(chunk["weight_bytes"]),
         ends=(_end(data["embedding"]), _end(data["output_layer"])) if "output_layer" in data else None,
-        copy_gbps=_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
+        copy_gbps=read_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
         again=_again(chunk) if "again" in chunk else None,
     )
-    if min(found.seconds) <= 0 or not 1 <= found.layers <= found.model_layers <= _MOST_LAYERS:
+    if min(found.seconds) <= 0 or not 1 <= found.layers <= facts.layers <= MOST_LAYERS:
         raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
     if not all(0 <= held < math.inf for held in (found.activation_bytes, found.weight_bytes)):
         raise ValueError("bytes must be zero or positive")
@@ -170,10 +161,3 @@ def _again(chunk: Mapping[str, Any]) -> tuple[float, float]:
     if not (0 < again < math.inf and 0 <= left <= 1):
         raise ValueError("a forward done again must take time, and leave no more than a forward holds")
     return again, left
-
-
-def _rates(measured: Mapping[str, Any]) -> CopyRates:
-    found = CopyRates(*(float(measured[name]) for name in CopyRates._fields))
-    if not all(0 < rate < math.inf for rate in found):
-        raise ValueError("rates of copies must be positive")
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
@@ -47,6 +47,7 @@ class StageCosts:
             comes, and what is away from O to L, where these come.
         standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
         one_way: whether a rank copies to the host and from it by turns, not both at once.
+        hops: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -55,6 +56,11 @@ class StageCosts:
     held: Mapping[Share, tuple[float, ...]]
     standing: tuple[float, ...] = ()
     one_way: bool = False
+    hops: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def latency(self, source: int, to: int) -> float:
+        """The time of a message from rank ``source`` to rank ``to``; none within a rank."""
+        return 0.0 if source == to else self.hops.get((source, to), self.comm)
 
     def doing(self, placement: Placement) -> Doing:
         """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
@@ -175,6 +181,7 @@ class Costs:
     layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
     ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
     a time.
+    ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
     """
 
     forward: float = 1.0
@@ -195,14 +202,16 @@ class Costs:
     copy: float = 0.0
     one_way: bool = False
     again: float = 1.0
+    hops: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
         if fault := _fault(times, "positive numbers", zero=False):
             raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
-        if fault := _fault([self.comm], "zero or a positive number", zero=True):
-            raise PlanError(f"the P2P latency must be {fault}, not {self.comm:g}", "costs")
-        if max(*times, self.comm) > _APART * min(times):
+        latencies = [self.comm, *(time for _, _, time in self.hops)]
+        if fault := _fault(latencies, "zero or a positive number", zero=True):
+            raise PlanError(f"the P2P latency must be {fault}, not {min(latencies):g}", "costs")
+        if max(*times, *latencies) > _APART * min(times):
             raise PlanError(f"passes and P2P latency may differ {_APART:g} times at most", "costs")
         for part, scale in (("stage_weights", self.stage_weights), ("stage_activations", self.stage_activations)):
             if fault := _fault(scale or (), "zero or positive numbers", zero=True):
@@ -278,7 +287,8 @@ class Costs:
         times = {
             field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
         }
-        return replace(self, **times), unit
+        hops = tuple((source, to, time / unit) for source, to, time in self.hops)
+        return replace(self, **times, hops=hops), unit
 
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
@@ -297,7 +307,8 @@ class Costs:
                 times | self._shared_times(self.model, placement),
                 held | self._shared_held(self.model, placement),
             )
-        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way)
+        hops = {(source, to): time for source, to, time in self.hops}
+        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way, hops)
 
     def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
         """How many decoder layers each stage has; None where the model is not known."""

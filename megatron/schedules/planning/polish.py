@@ -71,7 +71,7 @@ def merge_backward(timeline: Timeline) -> Schedule:
             start[places[kind][stage] + m] = at
     waiting = {
         (stage, kind): [
-            (places[each][other], 0.0 if rank_of[other] == rank_of[stage] else costs.comm)
+            (places[each][other], costs.latency(rank_of[stage], rank_of[other]))
             for other, each in found
             if other != stage
         ]

@@ -112,6 +112,7 @@ def _written(costs: StageCosts) -> dict[str, Any]:
         "held": {share.name: held for share, held in costs.held.items()},
         "standing": costs.standing,
         "one_way": costs.one_way,
+        "hops": [[*pair, latency] for pair, latency in costs.hops.items()],
     }
 
 
@@ -123,4 +124,5 @@ def _costs(data: Mapping[str, Any]) -> StageCosts:
         {Share[name]: tuple(map(float, held)) for name, held in data["held"].items()},
         tuple(map(float, data["standing"])),
         bool(data["one_way"]),
+        {(int(source), int(to)): float(latency) for source, to, latency in data["hops"]},
     )

@@ -67,12 +67,14 @@ def slots(placement: Placement, microbatches: int) -> dict[Kind, list[int]]:
     return {kind: [first[counted] + stage * microbatches for stage in stages] for kind, counted in COUNTS_AS.items()}
 
 
-def awaited(schedule: Schedule, comm: float, *, own: bool) -> dict[Kind, list[list[tuple[int, float]]]]:
+def awaited(
+    schedule: Schedule, latency: Callable[[int, int], float], *, own: bool
+) -> dict[Kind, list[list[tuple[int, float]]]]:
     """For every kind and stage what passes wait for: microbatch 0's place by :func:`slots`, and the latency after it.
 
     Args:
         schedule: whose passes.
-        comm: the latency between ranks.
+        latency: of a message from one rank to another, 0 within a rank.
         own: whether what they need on their own stage, which stands before them in their row, is told too.
     """
     placement = schedule.placement
@@ -80,7 +82,7 @@ def awaited(schedule: Schedule, comm: float, *, own: bool) -> dict[Kind, list[li
     return {
         kind: [
             [
-                (places[kinds[0]][source], 0.0 if rank_of[source] == rank_of[stage] else comm)
+                (places[kinds[0]][source], latency(rank_of[source], rank_of[stage]))
                 for source, kinds in sources(kind, stage, placement, schedule.kinds)
                 if own or source != stage
             ]

@@ -152,6 +152,11 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     return Timeline(schedule, costs, swept.start, swept.end, swept.copies)
 
 
+def _at_once(source: int, to: int) -> float:
+    """The latency where there are no times."""
+    return 0.0
+
+
 class Sweep(NamedTuple):
     """What :func:`sweep` finds, by rank: start and end of each pass, its turn, and the copies.
 
@@ -170,7 +175,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     places = slots(schedule.placement, schedule.microbatches)
     works = {
         kind: list(zip(needs, lengths[kind], places[kind], strict=True))
-        for kind, needs in awaited(schedule, costs.comm if costs else 0.0, own=False).items()
+        for kind, needs in awaited(schedule, costs.latency if costs else _at_once, own=False).items()
     }
     channels = [_Channels(row, lengths, bool(costs and costs.one_way)) for row in _with_copies(schedule)]
     ended: list[float | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)

@@ -133,7 +133,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
     passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
-    rank_of, durations, before = placement.rank_of, costs.durations, _before(schedule, passes, costs.comm)
+    rank_of, durations, before = placement.rank_of, costs.durations, _before(schedule, passes, costs)
     steady = flags(())
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
@@ -160,9 +160,9 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     return tasks, passes
 
 
-def _before(schedule: Schedule, passes: Sequence[Pass], comm: float) -> Links:
+def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:
     """What each of ``passes`` waits for."""
-    places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, comm, own=True)
+    places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, costs.latency, own=True)
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     for index, (stage, kind, m) in enumerate(passes):
         number[places[kind][stage] + m] = index

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -34,16 +34,30 @@ class Copying(Protocol):
         ...
 
 
+class CopyWatch(Protocol):
+    """Told of copies, and waits for nothing."""
+
+    def copying(self) -> Callable[[], None]:
+        """Some begin together; what this gives is called in their stream or thread, as they begin and as they end."""
+        ...
+
+    def arrived(self) -> None:
+        """What the pass under way needs has come back: from now on it computes."""
+        ...
+
+
 class Copies(Protocol):
     """Carries copies out.
 
     Attributes:
         device: whose memory they go from and to.
         smallest: bytes; of less it is not worth while.
+        watch: told of each that is begun; None (usual) of none.
     """
 
     device: torch.device
     smallest: int
+    watch: CopyWatch | None
 
     def allocate(self, size: int) -> Tensor:
         """So many bytes of host memory for copies to use: one-dimensional, ``uint8``.
@@ -93,6 +107,7 @@ class StreamCopies:
 
     def __init__(self, device: torch.device, *, both_ways: bool = True, cuda: Any = torch.cuda) -> None:
         self.device = device
+        self.watch: CopyWatch | None = None
         self._cuda = cuda
         self._out, self._back = _streams(device, both_ways, cuda)
 
@@ -120,9 +135,12 @@ class StreamCopies:
         stream.wait_stream(self._cuda.current_stream(self.device))
         if isinstance(after, _OnStream):
             stream.wait_event(after.event)
+        mark = _unwatched if self.watch is None else self.watch.copying()
         with self._cuda.stream(stream):
+            mark()
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
+            mark()
         return _OnStream(stream.record_event(), self._cuda, self.device)
 
 
@@ -156,6 +174,7 @@ class ThreadCopies:
 
     def __init__(self, gbps: float = math.inf, both_ways: bool = True) -> None:
         self.device = torch.device("cpu")
+        self.watch: CopyWatch | None = None
         self._out = _Lane(gbps)
         self._back = _Lane(gbps) if both_ways else self._out
 
@@ -165,11 +184,11 @@ class ThreadCopies:
 
     def to_host(self, pairs: Sequence[Pair], after: Copying | None = None) -> Copying:
         """See :meth:`Copies.to_host`."""
-        return self._out.post(pairs, after)
+        return self._out.post(_InThread(pairs, after, self.watch))
 
     def from_host(self, pairs: Sequence[Pair]) -> Copying:
         """See :meth:`Copies.from_host`."""
-        return self._back.post(pairs, None)
+        return self._back.post(_InThread(pairs, None, self.watch))
 
 
 class _Lane:
@@ -179,8 +198,7 @@ class _Lane:
         self._bytes_a_second = 1e9 * gbps
         self._posted: SimpleQueue[_InThread | None] | None = None
 
-    def post(self, pairs: Sequence[Pair], after: Copying | None) -> _InThread:
-        copying = _InThread(pairs, after)
+    def post(self, copying: _InThread) -> _InThread:
         if self._posted is None:
             self._posted = SimpleQueue()
             args = self._posted, self._bytes_a_second
@@ -193,8 +211,9 @@ class _Lane:
 class _InThread:
     """Copies that a lane has, or has had."""
 
-    def __init__(self, pairs: Sequence[Pair], after: Copying | None) -> None:
+    def __init__(self, pairs: Sequence[Pair], after: Copying | None, watch: CopyWatch | None) -> None:
         self._pairs, self._after = pairs, after
+        self._mark = _unwatched if watch is None else watch.copying()
         self._begun = time.monotonic()
         self._over = threading.Event()
         self._error: Exception | None = None
@@ -211,10 +230,12 @@ class _InThread:
         try:
             if after is not None:
                 after.wait()
+            self._mark()
             for source, target in pairs:
                 target.copy_(source)
             end += sum(source.nbytes for source, _ in pairs) / bytes_a_second
             time.sleep(max(0.0, end - time.monotonic()))
+            self._mark()
         except Exception as error:
             self._error = error
         self._over.set()
@@ -226,3 +247,7 @@ def _carry_out(posted: SimpleQueue[_InThread | None], bytes_a_second: float) -> 
     while (copying := posted.get()) is not None:
         free_at = copying.carry_out(free_at, bytes_a_second)
         del copying  # which is not kept while there is nothing to do
+
+
+def _unwatched() -> None:
+    """What is done about a copy's begin and end where nobody watches."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.away import Trip
-from megatron.schedules.runtime.copies import Copies
+from megatron.schedules.runtime.copies import Copies, CopyWatch
 from megatron.schedules.runtime.host_memory import HostMemory
 from megatron.schedules.runtime.weight_gradients import Key
 
@@ -45,6 +45,15 @@ class Offloads:
         # An attribute, not thread-local or context-local, as that of weight gradients.
         self._open: Trip | None = None
         self._trips: dict[Key, Trip] = {}
+
+    @property
+    def watch(self) -> CopyWatch | None:
+        """Told of the copies that are begun; None (usual) of none."""
+        return self._copies.watch
+
+    @watch.setter
+    def watch(self, watch: CopyWatch | None) -> None:
+        self._copies.watch = watch
 
     @property
     def host_bytes(self) -> int:
@@ -120,6 +129,8 @@ class Offloads:
             raise RuntimeError(f"the activations of stage {stage}, microbatch {microbatch} are away: no L came before")
         with self._told((stage, microbatch), f"the copy of {_amount(trip.bytes)} from the host failed"):
             trip.arrive()
+        if self.watch is not None:
+            self.watch.arrived()
         del self._trips[stage, microbatch]
 
     def assert_empty(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,6 +86,13 @@ class Span(NamedTuple):
     end: float
 
 
+class _Copying(NamedTuple):
+    """A copy, and the marks of its begin and end once it has come so far."""
+
+    work: Pass
+    marks: list[Any]
+
+
 class Recorder:
     """An engine's observer (see :class:`.engine.Observer`) that notes each pass, once what it waited for had come.
 
@@ -92,26 +100,46 @@ class Recorder:
 
     Args:
         clock: of what computes.
+
+    Attributes:
+        copies: of the run that was taken last, from when until when its copies were carried out beside the computing,
+            in the order in which they were begun; those only that :meth:`copying` was told of.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._works: list[Pass] = []
         self._marks: list[Any] = []
+        self._at: Pass | None = None
         self._open = False
-        self._whole: deque[tuple[list[Pass], list[Any]]] = deque()
+        self._copying: list[_Copying] = []
+        self._whole: deque[tuple[list[Pass], list[Any], list[_Copying]]] = deque()
+        self.copies: list[Span] = []
 
     def begin(self) -> None:
         """A run begins: time 0 of its record. What an unfinished run left is dropped."""
-        self._clock.reuse(self._marks)
+        self._clock.reuse([*self._marks, *(mark for each in self._copying for mark in each.marks)])
         self._works, self._marks, self._open = [], [self._clock.mark()], False
+        self._copying = []
+
+    def copying(self) -> Callable[[], None]:
+        """See :class:`.copies.CopyWatch`: copies are begun by the pass that is under way.
+
+        That of an O begins with the end of its F, where computing has not come to O yet.
+        """
+        assert self._at is not None
+        stage, kind, m = self._at
+        copying = _Copying(Pass(stage, Kind.O if kind is Kind.F else kind, m), [])
+        self._copying.append(copying)
+        return lambda: copying.marks.append(self._clock.mark())
 
     def began(self, action: Action) -> None:
         """The host begins to carry out ``action``."""
         op, stage, microbatch, _ = action
         self._open = isinstance(op, Kind)
         if isinstance(op, Kind):
-            self._works.append(Pass(stage, op, microbatch))
+            self._at = Pass(stage, op, microbatch)
+            self._works.append(self._at)
             self._marks.append(self._clock.mark())
 
     def arrived(self) -> None:
@@ -128,8 +156,8 @@ class Recorder:
 
     def end(self) -> None:
         """The run has ended well."""
-        self._whole.append((self._works, self._marks))
-        self._works, self._marks = [], []
+        self._whole.append((self._works, self._marks, self._copying))
+        self._works, self._marks, self._copying = [], [], []
 
     def take(self) -> list[Span] | None:
         """The passes of the oldest run that has not been taken; None where the device is still in it, or there is none.
@@ -138,7 +166,9 @@ class Recorder:
         """
         if not self._whole or not self._clock.passed(self._whole[0][1][-1]):
             return None
-        works, (base, *marks) = self._whole.popleft()
+        works, (base, *marks), copying = self._whole.popleft()
         times = [self._clock.between(base, mark) for mark in marks]
-        self._clock.reuse([base, *marks])
+        # Computing has waited for the end of each copy, so these are passed too.
+        self.copies = [Span(each.work, *(self._clock.between(base, mark) for mark in each.marks)) for each in copying]
+        self._clock.reuse([base, *marks, *(mark for each in copying for mark in each.marks)])
         return [Span(*each) for each in zip(works, times[::2], times[1::2], strict=True)]

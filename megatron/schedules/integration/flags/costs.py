@@ -17,10 +17,11 @@ from megatron.schedules.integration.layers.by_stage import (
     placed_by_planner,
     wrong_layers,
 )
-from megatron.schedules.planning.cost_profile import CostProfile, read_profile
+from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import numbers
+from megatron.schedules.planning.profile_facts import Facts
 from megatron.schedules.planning.spread import as_layout
 
 
@@ -99,7 +100,7 @@ def _times(args: Any, shape: Shape | None) -> Costs:
         if text is not None:
             raise PlanError(f"{FLAGS['costs']} and {FLAGS['costs_file']} both say how long passes take: give one")
         profile = read_profile(Path(file))
-        if shape is not None and (fault := _fault(profile, args, shape)):
+        if shape is not None and (fault := _fault(profile.facts, args, shape)):
             raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
         return profile.costs(args.pipeline_model_parallel_size)
     if text is not None or shape is None:
@@ -107,14 +108,14 @@ def _times(args: Any, shape: Shape | None) -> Costs:
     return Costs(*shape.loads.ratio)
 
 
-def _fault(profile: CostProfile, args: Any, shape: Shape) -> str:
+def _fault(facts: Facts, args: Any, shape: Shape) -> str:
     """How the profile's model differs from that of the flags; empty where it does not."""
     pairs = {
-        "--num-layers": (profile.model_layers, shape.layers),
-        "--hidden-size": (profile.hidden_size, shape.hidden),
-        "--num-attention-heads": (profile.heads, shape.heads),
-        "--seq-length": (profile.sequence_length, shape.sequence),
-        "--micro-batch-size": (profile.micro_batch_size, args.micro_batch_size),
-        "--tensor-model-parallel-size": (profile.tensor_parallel, args.tensor_model_parallel_size),
+        "--num-layers": (facts.layers, shape.layers),
+        "--hidden-size": (facts.hidden_size, shape.hidden),
+        "--num-attention-heads": (facts.heads, shape.heads),
+        "--seq-length": (facts.sequence_length, shape.sequence),
+        "--micro-batch-size": (facts.micro_batch_size, args.micro_batch_size),
+        "--tensor-model-parallel-size": (facts.tensor_parallel, args.tensor_model_parallel_size),
     }
     return ", ".join(f"{flag} {was}, not {now}" for flag, (was, now) in pairs.items() if was != now)

@@ -25,6 +25,8 @@ FLAGS = {
     "offload": "--pipeline-offload",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
+    "profile_iterations": "--pipeline-profile-iterations",
+    "save_costs": "--pipeline-save-costs",
 }
 
 
@@ -66,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-schedule-costs-file",
         metavar="JSON",
-        help="A cost profile of this model, measured by tools/profile_passes.py, instead of --pipeline-schedule-costs: "
-        "give it for the plan that suits your device.",
+        help="A cost profile of this model, measured by a job (--pipeline-save-costs) or by tools/profile_passes.py, "
+        "in place of --pipeline-schedule-costs: give it for the plan that suits your device.",
     )
     group.add_argument(
         "--pipeline-memory-limit",
@@ -132,6 +134,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Print after the first iteration how many bytes each rank held at most, as a GPU's allocator says or, "
         "without one, counted tensor by tensor: to check a plan on your model. Later iterations are not measured.",
     )
+    group.add_argument(
+        "--pipeline-profile-iterations",
+        metavar="A-B",
+        help="Iterations, two or more, in which the job measures itself: in A what each pass holds, from then to B how "
+        "long each pass, copy and message takes, with events that nobody waits for. A table of it is printed after B. "
+        "Give a few of the first ten, such as 5-10, to see where the time goes.",
+    )
+    group.add_argument(
+        "--pipeline-save-costs",
+        metavar="JSON",
+        help="With --pipeline-profile-iterations: where to write what was measured, for --pipeline-schedule-costs-file "
+        "of the next job and megatron-schedules plan --costs-file. Give it to plan for your own costs.",
+    )
     return parser
 
 
@@ -188,6 +203,7 @@ STOCK: megatron_flags.Flags = {
     "--te-precision-config-file": (str, None),
     "--te-rng-tracker": (None, False),
     "--tp-comm-overlap": (None, False),
+    "--train-iters": (int, None),
     "--use-checkpoint-args": (None, False),
     "--use-distributed-optimizer": (None, False),
     "--use-megatron-fsdp": (None, False),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron.schedules.integration.flags.check import Planned, planned
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
@@ -42,6 +43,15 @@ class Planner:
     def placement(self) -> Placement:
         """Where the stages live, whatever the number of microbatches."""
         return self.first.placement
+
+    @property
+    def costs(self) -> Costs:
+        """What plans are made for."""
+        return self._request.costs
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """What all ranks do for ``num_microbatches`` in training."""
+        return self._schedule(num_microbatches, False)
 
     @property
     def last_stage_rank(self) -> int:

@@ -79,8 +79,8 @@ def _layer_bytes(args: Any, shape: Shape) -> float:
     """What a microbatch's activations take in an average decoder layer: as measured, or by the model's arithmetic."""
     if args.pipeline_schedule_costs_file is not None:
         profile = read_profile(Path(args.pipeline_schedule_costs_file))
-        if profile.activation_bytes:
-            return profile.activation_bytes / profile.layers
+        if profile.layer_bytes:
+            return profile.layer_bytes
     return shape.loads.mean.held * _tokens(args, args.tensor_model_parallel_size) * number_bytes(args) / 2
 
 

@@ -32,20 +32,21 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     # All ranks together do what is between the last stage's F and its I.
     shared, last_rank = costs.durations[Kind.S], rank_of[-1]
     parts = stages_doing(Kind.S, placement) if Kind.S in costs.times else []
-    between = max((shared[s] + 2 * costs.comm * (rank_of[s] != last_rank) for s in parts), default=0.0)
-    # Of the messages into s, and out of s back.
-    latency = [0.0 if not s or rank_of[s - 1] == rank_of[s] else costs.comm for s in stages]
+    between = max((shared[s] + _there_and_back(costs, last_rank, rank_of[s]) for s in parts), default=0.0)
+    # Of the message into s, and of that out of s back.
+    into = [costs.latency(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in stages]
+    back = [costs.latency(rank_of[s], rank_of[s - 1]) if s else 0.0 for s in stages]
     # From the start of F of stage s to the end of its I.
     span = [0.0] * (placement.stages + 1)
     for s in reversed(stages):
-        onward = span[s + 1] + 2 * latency[s + 1] if s < placement.last_stage else between
+        onward = span[s + 1] + (into[s + 1] + back[s + 1]) if s < placement.last_stage else between
         span[s] = forward[s] + onward + input_grad[s]
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
         first = held[0]
-        head = sum(forward[s] + latency[s + 1] for s in range(first))
-        tail = sum(input_grad[s] + latency[s + 1] for s in range(first))
+        head = sum(forward[s] + into[s + 1] for s in range(first))
+        tail = sum(input_grad[s] + back[s + 1] for s in range(first))
         passes = n * sum(forward[s] + shared[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
@@ -59,6 +60,10 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
             spared = [(n * redo[s], n * again[s] * max(0.0, span[s] - _there(s, Kind.R))) for s in held]
             bound = max(bound, head + _least_with_again(passes + weights, occupied, limits[rank], spared))
     return bound
+
+
+def _there_and_back(costs: StageCosts, rank: int, other: int) -> float:
+    return costs.latency(rank, other) + costs.latency(other, rank)
 
 
 def _least_with_again(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:

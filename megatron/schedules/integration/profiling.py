@@ -1,0 +1,256 @@
+"""A job that measures itself: what its passes take and hold, gathered over all ranks into one profile.
+
+Who wants to know gets at it so: hooks.py makes one :class:`Profiler` where ``--pipeline-profile-iterations A-B`` is
+given and hands it to the :class:`.schedule_function.ScheduleFunction`, whose ``profiler`` it is (``session.function
+.profiler``; None without the flag). The schedule function tells it of each training call's begin and end. From the end
+of the call of iteration B on ``profile`` and ``recorded`` are there, on every rank; before that both are None.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import print_rank_0
+
+from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
+from megatron.schedules.planning.clocks import aligned, gaps, hops
+from megatron.schedules.planning.job_profile import JobProfile
+from megatron.schedules.planning.job_profile_text import to_text
+from megatron.schedules.planning.kinds import KINDS, Resource
+from megatron.schedules.planning.measured import (
+    Conditions,
+    RankMeasured,
+    Timed,
+    held_over_time,
+    profile_of,
+    rank_measured,
+)
+from megatron.schedules.planning.profile_facts import Facts
+from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.simulate import Copy, Timeline, simulate
+from megatron.schedules.report.profile_table import as_text
+from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.byte_counter import ByteCounter
+from megatron.schedules.runtime.copies import CopyWatch
+from megatron.schedules.runtime.engine import Observer
+from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.recorder import HostClock, Recorder, Span, StreamClock
+
+# Hops are the median over so many iterations at most, whose passes all ranks of a pipeline tell each other.
+_MOST_TOLD = 4
+
+
+class Watching(NamedTuple):
+    """Who looks on at a training call that is measured.
+
+    Args:
+        observers: told of every action.
+        copies: told of the copies of O and L.
+        meter: counts activations tensor by tensor; None where nobody does.
+    """
+
+    observers: Sequence[Observer] = ()
+    copies: CopyWatch | None = None
+    meter: ActivationMeter | None = None
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """One iteration of one rank that was timed, by its own clock."""
+
+    number: int
+    schedule: Schedule
+    passes: list[Timed]
+    copies: list[Timed]
+
+
+class Profiler:
+    """Measures the training calls of iterations A to B: bytes in A, times after it, and gathers them at the end of B.
+
+    Args:
+        planner: of the job.
+        args: Megatron's; those at the time of the calls.
+        asked: which iterations.
+
+    Attributes:
+        profile: of the whole job, the same on all ranks, once it is known.
+        recorded: iteration B of this rank's pipeline, on one clock, once it is known.
+    """
+
+    def __init__(self, planner: Planner, args: Any, asked: ProfileAsked) -> None:
+        self.profile: JobProfile | None = None
+        self.recorded: Recorded | None = None
+        self._planner, self._args, self._asked = planner, args, asked
+        self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
+        self._numbers: list[tuple[int, Schedule]] = []
+        self._bytes: ByteCounter | None = None
+        self._late = False
+
+    def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
+        """A training call begins, of the iteration that ``args`` say.
+
+        Args:
+            program: what this rank will do.
+            chunks: its model.
+            meter: of somebody else who counts in this call.
+        """
+        number, (first, last) = self._number, self._asked.timed
+        if number > self._asked.counted and self._bytes is None and not self._late:
+            self._late = True
+            print_rank_0(
+                f"pipeline schedule: nothing is profiled: iterations {self._asked.counted}-{last} lie before {number}"
+            )
+        if number == self._asked.counted:
+            if standin.enabled() and meter is None:
+                meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
+            self._bytes = ByteCounter(torch.cuda.memory_allocated if meter is None else lambda: meter.current)
+            return Watching([self._bytes], meter=meter)
+        if self._bytes is None or not first <= number <= last or self.profile is not None:
+            return Watching(meter=meter)
+        self._numbers.append((number, self._planner.schedule(program.microbatches)))
+        self._recorder.begin()
+        return Watching([self._recorder], self._recorder, meter)
+
+    def end(self) -> None:
+        """The call has ended. After the last that is timed what all ranks have measured is gathered.
+
+        Then, and once in a job, the host waits for the device; no program is under way, and all that peers wait for
+        has been given to it.
+        """
+        number, (first, last) = self._number, self._asked.timed
+        if self._bytes is None or not first <= number <= last or self.profile is not None:
+            return
+        self._recorder.end()
+        if number == last:
+            torch.cuda.synchronize()
+            self._gather()
+
+    @property
+    def _number(self) -> int:
+        """That of the iteration under way, as stock will log it."""
+        return int(self._args.curr_iteration) + 1
+
+    def _taken(self) -> list[_Iteration]:
+        found = []
+        for number, schedule in self._numbers:
+            spans = self._recorder.take()
+            assert spans is not None, "the device has done all that it was given"
+            passes = [_placed(span) for span in spans]
+            found.append(_Iteration(number, schedule, passes, [*self._recorder.copies]))
+        self._numbers = []
+        return found
+
+    def _gather(self) -> None:
+        assert self._bytes is not None
+        iterations, changes = self._taken(), self._bytes.changes
+        group = parallel_state.get_pipeline_model_parallel_group()
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, (iterations[-_MOST_TOLD:], changes), group=group)
+        measured = rank_measured(
+            dist.get_rank(group),
+            [each for iteration in iterations for each in iteration.passes],
+            [each for iteration in iterations for each in iteration.copies],
+            changes,
+            hops([gaps(every[0].schedule, *_times(every)) for every in zip(*(of for of, _ in told), strict=True)]),
+        )
+        rows: list[RankMeasured | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, measured)
+        planned, schedule = self._planner.costs, iterations[-1].schedule
+        under = Conditions(_facts(self._args), schedule, planned, self._asked.timed)
+        self.profile = profile_of([row for row in rows if row is not None], under)
+        self.recorded = _recorded(
+            [of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, planned, under.facts.device
+        )
+        print_rank_0(as_text(self.profile, self.recorded))
+        if self._asked.file is not None and dist.get_rank() == 0:
+            self._save(self.profile)
+
+    def _save(self, profile: JobProfile) -> None:
+        file = self._asked.file
+        assert file is not None
+        versions = {name: version(name) for name in ("torch", "megatron-core")}
+        try:
+            file.write_text(to_text(profile, versions=versions, date=date.today().isoformat()), encoding="utf-8")
+        except OSError as error:  # hours of training are worth more
+            print_rank_0(f"pipeline schedule: the costs could not be written to {file}: {error.strerror}")
+        else:
+            print_rank_0(f"pipeline schedule: costs written to {file}, for --pipeline-schedule-costs-file")
+
+
+def profiler_of(planner: Planner, args: Any) -> Profiler | None:
+    """What measures the job as ``args`` ask; None where they do not."""
+    asked = profile_asked(args)
+    return None if asked is None else Profiler(planner, args, asked)
+
+
+def _placed(span: Span) -> Timed:
+    """A pass's times; where it copies both are the moment when computing goes on, as in every timeline."""
+    work, start, end = span
+    return work, start if KINDS[work.kind].resource is Resource.COMPUTE else end, end
+
+
+def _times(ranks: Sequence[_Iteration]) -> tuple[list[list[float]], list[list[float]]]:
+    """Starts and ends of one iteration, by rank."""
+    starts, ends = ([[each[at] for each in rank.passes] for rank in ranks] for at in (1, 2))
+    return starts, ends  # type: ignore[return-value]
+
+
+def _recorded(
+    ranks: Sequence[_Iteration],
+    changes: Sequence[dict[Any, float]],
+    profile: JobProfile,
+    planned: Any,
+    device: str,
+) -> Recorded:
+    """One iteration of a pipeline on one clock."""
+    schedule = ranks[0].schedule
+    start, end, shifts = aligned(schedule, *_times(ranks))
+    copies = tuple(
+        tuple(Copy(work, begun + shift, over + shift) for work, begun, over in rank.copies)
+        for rank, shift in zip(ranks, shifts, strict=True)
+    )
+    held = tuple(
+        held_over_time(list(zip(order, *times, strict=True)), change)
+        for order, change, *times in zip(schedule.order, changes, start, end, strict=True)
+    )
+    return Recorded(
+        Timeline(schedule, profile.stage_costs(planned), start, end, copies),
+        simulate(schedule, planned.on(schedule.placement)),
+        ranks[0].number,
+        device,
+        held,
+    )
+
+
+def _facts(args: Any) -> Facts:
+    return Facts(
+        device=_device(),
+        layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        heads=args.num_attention_heads,
+        sequence_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        vocabulary=args.padded_vocab_size or 0,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        recompute=args.recompute_granularity,
+    )
+
+
+def _device() -> str:
+    if standin.enabled():
+        return f"a CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    return torch.cuda.get_device_name()

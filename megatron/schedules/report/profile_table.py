@@ -1,0 +1,69 @@
+"""What a job measured of itself, in some ten lines, whatever the number of stages."""
+
+from __future__ import annotations
+
+import statistics
+
+from megatron.schedules.planning.job_profile import JobProfile, Measured
+from megatron.schedules.planning.kinds import KINDS, Kind
+from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.report.figures import percent
+
+_HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread")
+
+
+def as_text(profile: JobProfile, recorded: Recorded) -> str:
+    """A table of kinds of passes, then hops, bytes and the bubble; no line end at its end."""
+    first, last = profile.iterations
+    replicas = f", {profile.replicas} ranks for each stage" if profile.replicas > 1 else ""
+    rows = [_HEADINGS, *(_row(profile, kind) for kind in KINDS if _each(profile, kind) and not _assumed(profile, kind))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    head = f"pipeline schedule {profile.schedule}, as measured in iterations {first}-{last}{replicas}"
+    return "\n".join([head, *lines, _others(profile), _bubbles(recorded)])
+
+
+def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
+    return {at: stage.times[kind] for at, stage in enumerate(profile.stages) if kind in stage.times}
+
+
+def _assumed(profile: JobProfile, kind: Kind) -> bool:
+    """Whether no stage was seen to do it: a part of what was always whole."""
+    return kind in KINDS[Kind.B].parts and all(stage.halved for stage in profile.stages)
+
+
+def _row(profile: JobProfile, kind: Kind) -> tuple[str, ...]:
+    found = _each(profile, kind)
+    quickest, slowest = (pick(found, key=lambda stage: found[stage].median) for pick in (min, max))
+    spread = max((each.high - each.low) / each.median for each in found.values() if each.median) if found else 0.0
+    return (
+        f"{kind} ({KINDS[kind].meaning})",
+        f"{statistics.median(each.median for each in found.values()):.3g}",
+        *(f"{found[stage].median:.3g} (stage {stage})" for stage in (quickest, slowest)),
+        percent(spread, 0),
+    )
+
+
+def _others(profile: JobProfile) -> str:
+    said = []
+    if profile.hops:
+        source, to, worst = max(profile.hops, key=lambda hop: hop[2])
+        said.append(f"a message takes {profile.comm:.3g} ms, {worst:.3g} from rank {source} to {to}")
+    held = [stage.held / 2**20 for stage in profile.stages]
+    if any(held):
+        waiting = sum(stage.left for stage in profile.stages) / sum(stage.held for stage in profile.stages)
+        said.append(
+            f"a microbatch holds {statistics.median(held):.3g} MiB on the median stage, {max(held):.3g} on stage "
+            f"{held.index(max(held))}; {percent(waiting, 0)} of it waits for W"
+        )
+    if profile.copy_gbps is not None:
+        said.append("copies run at {:.3g} GB/s out, {:.3g} back".format(*profile.copy_gbps[:2]))
+    return "; ".join(said)
+
+
+def _bubbles(recorded: Recorded) -> str:
+    planned, measured = recorded.planned.bubble, recorded.timeline
+    return (
+        f"iteration {recorded.iteration}: {measured.makespan:.4g} ms from first to last pass, bubble "
+        f"{percent(measured.bubble, 1)}, planned {percent(planned, 1)}"
+    )

@@ -1,0 +1,61 @@
+"""Jobs that measure themselves: what they write is what the next plan and the next job are made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.cli import main
+from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.planning.job_profile import JobProfile
+from megatron.schedules.planning.kinds import Kind
+from tests.integration.results import MODEL, UNTIED
+
+JOB = [*MODEL, *UNTIED, *"--train-iters 4 --global-batch-size 8".split()]
+PROFILE = "--pipeline-profile-iterations 2-4 --pipeline-save-costs".split()
+
+
+def profiled(megatron, file: Path, world: int, flags: str) -> tuple[JobProfile, list[str]]:
+    """What a job with ``flags`` measured, and what each rank said."""
+    found = megatron("outputs", world, [*JOB, *flags.split(), *PROFILE, str(file)])
+    assert [code for code, _ in found] == [0] * world
+    profile = read_profile(file)
+    assert isinstance(profile, JobProfile)
+    return profile, [text for _, text in found]
+
+
+def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    flags = "--pipeline-model-parallel-size 4 --pipeline-schedule v-half"
+    profile, said = profiled(megatron, file, 4, flags)
+    assert (profile.schedule, profile.iterations, profile.layers) == ("v-half", (3, 4), (1,) * 8)
+    assert all(stage.median(kind) > 0 for stage in profile.stages for kind in (Kind.F, Kind.I, Kind.W))
+    # Inputs and gradients of a layer's linears wait for W: 16 hidden states, of which the widened ones are four each.
+    assert {stage.left for stage in profile.stages} == {16 * 32 * 4 * 16}
+    assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].left
+    assert {(a, b) for a, b, _ in profile.hops} == {(r, r + 1) for r in range(3)} | {(r + 1, r) for r in range(3)}
+    (table,) = [text for text in said if "as measured in iterations 3-4" in text]
+    assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table
+
+    assert (
+        main(["plan", "--schedule", "v-half", "--microbatches", "8", "--pipeline-size", "4", "--costs-file", str(file)])
+        == 0
+    )
+    assert "bubble" in capsys.readouterr().out
+    next_job = f"{flags} --pipeline-schedule-costs-file {file}"
+    found = megatron("outputs", 4, [*JOB, "--train-iters", "1", *next_job.split()])
+    assert found[0][0] == 0 and f"planned for measured times ({file})" in found[0][1]
+
+
+def test_one_profile_of_all_replicas(megatron, tmp_path):
+    """Two of tensor parallel; a backward that is never split is halved as planned."""
+    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --pipeline-schedule 1f1b"
+    profile, said = profiled(megatron, tmp_path / "costs.json", 4, flags)
+    assert profile.replicas == 2 and all(stage.halved for stage in profile.stages)
+    for stage in profile.stages:
+        assert stage.median(Kind.I) + stage.median(Kind.W) == pytest.approx(stage.median(Kind.B))
+    assert sum("as measured in iterations" in text for text in said) == 1
+    assert "I (input gradient)" not in said[0], "nobody measured that"
+    assert json.loads((tmp_path / "costs.json").read_text())["model"]["vocabulary"] == 96
