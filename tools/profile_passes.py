@@ -44,6 +44,7 @@ _LEFT_OUT = {
     "--pipeline-search-seconds": 1,
     "--pipeline-profile-iterations": 1,
     "--pipeline-save-costs": 1,
+    "--pipeline-replan": 0,
     "--pipeline-offload": 1,
     "--pipeline-model-parallel-layout": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,

@@ -58,6 +58,9 @@ class ScheduleFunction:
         watchers: told of every training call, of whose actions they may observe some.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
         profiler: told of every training call; None for none.
+
+    Attributes:
+        between: called before each training call looks for its program, on all ranks: the moment to change it.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ScheduleFunction:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._watchers = messages, observers, watchers
         self.profiler = profiler
+        self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -125,6 +129,8 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
+        if not forward_only:
+            self.between()
         program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
@@ -248,6 +254,10 @@ class ScheduleFunction:
         dist.all_gather_object(peaks, measured.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+
+
+def _nothing() -> None:
+    """Nothing happens between two iterations."""
 
 
 def _watched(stall_seconds: float) -> Place:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.job_replan import JobReplan
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -24,6 +25,7 @@ class Session:
         self.planner: Planner | None = None
         self.function: ScheduleFunction | None = None
         self.log: RunLog | None = None
+        self.replan: JobReplan | None = None
         self.args: Any = None
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps each of several validation sets takes

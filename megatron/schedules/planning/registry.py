@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import plan_adaptive
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import OF_RANKS
 from megatron.schedules.planning.named import from_file, interleaved_1f1b, one_chunk, v_shaped
@@ -33,6 +34,7 @@ class _Entry(NamedTuple):
         chunks: stages a rank holds; None where the request says it.
         heeds: the parts of a request that not every schedule heeds, and this one does.
         needs: those of them that it cannot do without, and what they are.
+        stated: whether its order is the same whatever passes cost.
     """
 
     build: Callable[[Request, Progress], Schedule]
@@ -41,6 +43,7 @@ class _Entry(NamedTuple):
     chunks: int | None = None
     heeds: tuple[str, ...] = ()
     needs: Mapping[str, str] = MappingProxyType({})
+    stated: bool = False
 
 
 def _at_once(build: Callable[[Request], Schedule]) -> Callable[[Request, Progress], Schedule]:
@@ -80,18 +83,21 @@ _ENTRIES = {
         "the usual schedule: memory of d microbatches, the baseline to compare with",
         _sequential,
         chunks=1,
+        stated=True,
     ),
     "eager-1f1b": _Entry(
         _at_once(one_chunk.eager_1f1b),
         "1F1B that hides slow messages, at nearly twice its memory",
         _sequential,
         chunks=1,
+        stated=True,
     ),
     "interleaved-1f1b": _Entry(
         _at_once(interleaved_1f1b.interleaved_1f1b),
         "smaller bubble than 1F1B, for more memory and more messages",
         interleaved,
         heeds=("chunks",),
+        stated=True,
     ),
     "zb-1p": _Entry(
         one_chunk.zb_1p,
@@ -140,6 +146,7 @@ _ENTRIES = {
         "a schedule of your own, from a compute-only CSV",
         heeds=("csv", "offload"),
         needs={"csv": "a compute-only CSV, one row a rank"},
+        stated=True,
     ),
 }
 
@@ -149,6 +156,16 @@ NAMES = tuple(_ENTRIES)
 def describe(name: str) -> str:
     """One line that says when to use schedule ``name``."""
     return _ENTRIES[name].summary
+
+
+def follows_costs(name: str, costs: Costs) -> bool:
+    """Whether the order of schedule ``name`` depends on what passes cost, be it only that of S and T."""
+    return not _entry(name).stated or (costs.shared_vocabulary and name != "file")
+
+
+def names_following_costs() -> tuple[str, ...]:
+    """The schedules whose order depends on what passes cost."""
+    return tuple(name for name, entry in _ENTRIES.items() if not entry.stated)
 
 
 def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str, str]) -> None:

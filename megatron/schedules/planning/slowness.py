@@ -9,6 +9,12 @@ from typing import NamedTuple
 # Slower than others by this, in so many logged iterations one after another.
 _SLOW = 1.2
 _TIMES = 3
+# The bubble is larger by this share of the time.
+_MORE_IDLE = 0.05
+# A message takes so many times as long, and longer by this share of a usual pass.
+_SLOW_HOP, _OF_A_PASS = 1.5, 0.05
+
+Hops = Sequence[tuple[int, int, float]]
 
 
 class Slow(NamedTuple):
@@ -69,3 +75,39 @@ class SlowWatch:
         for rank, time in zip(self._rank_of, stages, strict=True):
             ranks[rank] += time
         return ranks
+
+
+class IdleWatch:
+    """Tells when the bubble has grown, against the first iterations told of: where no rank is slow messages may be."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._in_a_row = 0
+
+    def expect(self) -> None:
+        """From now on compare with the iterations to come."""
+        self._first, self._in_a_row = [], 0
+
+    def add(self, bubble: float) -> bool:
+        """Whether it has been larger for long enough by now; told once."""
+        if len(self._first) < _TIMES:
+            self._first.append(bubble)
+            return False
+        larger = bubble > statistics.median(self._first) + _MORE_IDLE
+        self._in_a_row = self._in_a_row + 1 if larger else 0
+        return self._in_a_row == _TIMES
+
+
+def slow_hops(before: Hops, now: Hops, usual_pass: float) -> list[tuple[int, int, float, float]]:
+    """Hops that have become slow: from, to, how long they take and how long they took.
+
+    Args:
+        before, now: from, to, and latency.
+        usual_pass: how long a pass takes, in the same unit: what is short beside it does not matter.
+    """
+    took = {(source, to): time for source, to, time in before}
+    return [
+        (source, to, time, took[source, to])
+        for source, to, time in now
+        if time > max(_SLOW_HOP * took.get((source, to), time), took.get((source, to), time) + _OF_A_PASS * usual_pass)
+    ]

@@ -137,8 +137,8 @@ class RunLog:
             self._last = rank_times(spans, placement.stages)
         peak = max(counted, self._peak.bytes or 0)
         last = self._last or RankTimes(0.0, 0.0, (0.0,) * placement.stages)
-        until_last, worst, *stages = _reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
-        busy, ranks = _reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
+        until_last, worst, *stages = reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
+        busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
         if not ranks:
             return None
         timeline = self._planner.timeline_of(self._microbatches)
@@ -157,7 +157,7 @@ class RunLog:
         return not self._calls or iteration % self._args.log_interval == 0
 
 
-def _reduced(values: Sequence[float], how: Any) -> list[float]:
+def reduced(values: Sequence[float], how: Any) -> list[float]:
     """``values`` over all ranks of the job, in one small message."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
     dist.all_reduce(tensor, how)
