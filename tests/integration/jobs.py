@@ -34,6 +34,7 @@ import pretrain_gpt
 from megatron.schedules.integration import gpt, offload, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.memory_left import STANDIN_VARIABLE
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
@@ -45,6 +46,7 @@ from tests.integration import (
     standing_step,
     stock_script,
 )
+from tests.integration import replanned as replanned_jobs
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -138,6 +140,17 @@ def copied(
     There are ``pinned`` bytes; the activations of so many ``layers`` of each stage go, or of all.
     """
     return run_ranks(world, _copied, list(flags), pinned, layers)
+
+
+def replanned(
+    world: int, flags: Sequence[str], name: str | None = None, failing: int | None = None, standin_bytes: int = 0
+) -> list[tuple[list[str], list[float], str]]:
+    """For each rank the programs it ran in training, the losses it saw, and what it printed.
+
+    Planning again proposes schedule ``name``, or without it what a process finds that is waited for; rank ``failing``
+    cannot prove its programs. Its device has ``standin_bytes`` for activations.
+    """
+    return run_ranks(world, _replanned, list(flags), name, failing, standin_bytes)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -332,6 +345,24 @@ def _standing(flags: list[str], how: str) -> list[str]:
     standing_step.put_in_place(how)
     _rank_main(flags)
     return [thread.name for thread in threading.enumerate()]
+
+
+def _replanned(
+    flags: list[str], name: str | None, failing: int | None, standin_bytes: int
+) -> tuple[list[str], list[float], str]:
+    os.environ[STANDIN_VARIABLE] = str(standin_bytes)
+    seen, programs = _nothing_seen(), replanned_jobs.programs_run()
+    _listen(seen)
+    if name is None:
+        replanned_jobs.wait_for_plans()
+    else:
+        replanned_jobs.propose_at_once(name)
+    if failing == int(os.environ["RANK"]):
+        replanned_jobs.fail_to_prove()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        _rank_main(flags)
+    return programs, seen["losses"], printed.getvalue()
 
 
 def _rank_main(flags: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.planning.slowness import Slow, SlowWatch
+from megatron.schedules.planning.slowness import IdleWatch, Slow, SlowWatch, slow_hops
 
 V = (0, 1, 2, 2, 1, 0)
 EVEN = [10.0] * 6
@@ -58,3 +58,19 @@ def test_one_of_two_ranks_is_slow_against_the_quicker_one() -> None:
     watch = SlowWatch((0, 1))
     watch.expect([10.0, 10.0])
     assert [watch.add([10.0, 14.0]) for _ in range(3)][-1] == [Slow(1, 1.4)]
+
+
+def test_a_bubble_that_has_grown_is_told_once() -> None:
+    watch = IdleWatch()
+    assert not any(watch.add(bubble) for bubble in (0.10, 0.30, 0.11))
+    said = [watch.add(bubble) for bubble in (0.17, 0.17, 0.12, 0.17, 0.17, 0.17, 0.17)]
+    assert said == [False] * 5 + [True, False]
+    watch.expect()
+    assert not any(watch.add(0.17) for _ in range(9))
+
+
+def test_hops_that_have_become_slow_are_those_that_matter_beside_a_pass() -> None:
+    before = [(0, 1, 1.0), (1, 0, 1.0), (1, 2, 0.01), (2, 1, 1.0)]
+    now = [(0, 1, 4.0), (1, 0, 1.2), (1, 2, 0.1), (2, 1, 0.5), (2, 3, 9.0)]
+    assert slow_hops(before, now, 10.0) == [(0, 1, 4.0, 1.0)]
+    assert slow_hops(before, now, 1.0) == [(0, 1, 4.0, 1.0), (1, 2, 0.1, 0.01)]

@@ -14,7 +14,7 @@ from megatron.training import print_rank_0
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked
 from megatron.schedules.integration.flags.replan import measures_limit
-from megatron.schedules.integration.log.run_log import reduced
+from megatron.schedules.integration.log.run_log import amount, reduced
 from megatron.schedules.integration.memory_left import bytes_left
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -111,8 +111,8 @@ class JobReplan:
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
         found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)
         print_rank_0(
-            f"pipeline memory limit: {found:.3g} of 1F1B's, for {tightest / 2**20:,.0f} MiB that are left on the "
-            f"tightest rank, and {each / 2**20:,.1f} MiB for a microbatch"
+            f"pipeline memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
+            f"{amount(each)} a microbatch"
         )
         return found
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.planning.adaptive.plan import plan_adaptive
-from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import OF_RANKS
 from megatron.schedules.planning.named import from_file, interleaved_1f1b, one_chunk, v_shaped
@@ -158,9 +157,9 @@ def describe(name: str) -> str:
     return _ENTRIES[name].summary
 
 
-def follows_costs(name: str, costs: Costs) -> bool:
-    """Whether the order of schedule ``name`` depends on what passes cost, be it only that of S and T."""
-    return not _entry(name).stated or (costs.shared_vocabulary and name != "file")
+def follows_costs(name: str, *, shared_vocabulary: bool) -> bool:
+    """Whether the order of schedule ``name`` depends on what passes cost, be it only where S and T stand in it."""
+    return not _entry(name).stated or (shared_vocabulary and name != "file")
 
 
 def names_following_costs() -> tuple[str, ...]:

@@ -90,8 +90,8 @@ def _checked(args: Any) -> Planned | None:
     profile_asked(args)
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
+    check_replan(args)
     request = _request(args)
-    check_replan(args, request)
     _check_layers(args)
     if placed_by_planner(args):
         request = spread(request)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.vocabulary import shares
 from megatron.schedules.planning.adaptive.plan import least_limit
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.registry import follows_costs, names_following_costs
@@ -26,15 +27,16 @@ def replans(args: Any) -> bool:
     return bool(args.pipeline_replan or measures_limit(args))
 
 
-def check_replan(args: Any, request: Request) -> None:
+def check_replan(args: Any) -> None:
     """Refuse to plan again what nothing that is measured can change.
 
     Raises:
         PlanError: naming the flag.
     """
-    if replans(args) and not follows_costs(request.schedule, request.costs):
+    name = args.pipeline_schedule
+    if replans(args) and not follows_costs(name, shared_vocabulary=shares(args)):
         raise PlanError(
-            f"{FLAGS['replan']} with {FLAGS['schedule']} {request.schedule} would change nothing: its order does not "
+            f"{FLAGS['replan']} with {FLAGS['schedule']} {name} would change nothing: its order does not "
             f"depend on costs; leave the flag out, or use one of {', '.join(names_following_costs())}"
         )
 

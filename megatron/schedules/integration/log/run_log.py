@@ -46,8 +46,8 @@ class Logged(NamedTuple):
         """What is added to stock's line."""
         measured, planned = self.measured, self.planned
         stage, beyond = measured.slowest
-        held = [] if self.peak is None else [_bytes(self.peak)]
-        held += [] if self.planned_peak is None else [f"planned {_bytes(self.planned_peak)}"]
+        held = [] if self.peak is None else [amount(self.peak)]
+        held += [] if self.planned_peak is None else [f"planned {amount(self.planned_peak)}"]
         peak = f" peak activations: {', '.join(held)} |" if held else ""
         return (
             f" pipeline bubble: {100 * measured.bubble:.1f} % (planned {100 * planned.bubble:.1f} %) |{peak}"
@@ -74,7 +74,8 @@ def _above(share: float) -> str:
     return f"{100 * share:+.0f} %"
 
 
-def _bytes(number: float) -> str:
+def amount(number: float) -> str:
+    """So many bytes, for people."""
     return f"{number / _GIB:.2f} GiB" if number >= 0.1 * _GIB else f"{number / 2**20:.2f} MiB"
 
 
