@@ -27,6 +27,7 @@ JOBS = {
         4,
         "--pipeline-vocabulary-parallel --tensor-model-parallel-size 2 --sequence-parallel --bf16",
     ),
+    "measuring itself": (2, "--train-iters 3 --pipeline-profile-iterations 1-3"),
     "data parallel, overlapped": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
 }
 

@@ -22,11 +22,12 @@ def slow_spans(schedule: Schedule, costs: Costs) -> Spans | None:
     needs = _needs(schedule, rank_of)
     length = {work: _length(work, schedule, costs) for work in rank_of}
     start = dict.fromkeys(rank_of, 0.0)
+    latency = costs.on(schedule.placement).latency
     for _ in range(len(rank_of) + 1):
         settled = True
         for work, sources in needs.items():
             for source in sources:
-                hop = costs.comm if rank_of[source] != rank_of[work] else 0.0
+                hop = latency(rank_of[source], rank_of[work])
                 if start[work] < start[source] + length[source] + hop:
                     start[work] = start[source] + length[source] + hop
                     settled = False

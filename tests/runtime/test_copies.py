@@ -166,6 +166,18 @@ def test_one_stream_where_one_way_at_a_time_is_asked_for(monkeypatch):
     assert cuda.log[1::2] == ["copy of 3 on out", "copy of 4 on out"]
 
 
+def test_a_copy_is_marked_on_its_own_stream(monkeypatch):
+    cuda = FakeCuda()
+    made = on_streams(cuda, monkeypatch)
+    made.watch = SimpleNamespace(copying=lambda: lambda: cuda.log.append(f"mark on {cuda.current.name}"))
+    made.to_host([pair(3), pair(5)])
+    made.from_host([pair(4)])
+    assert [line for line in cuda.log if "waits" not in line] == [
+        *("mark on out", "copy of 3 on out", "copy of 5 on out", "mark on out"),
+        *("mark on back", "copy of 4 on back", "mark on back"),
+    ]
+
+
 def test_host_memory_is_pinned_as_it_is_and_as_long_as_it_lives():
     cuda = FakeCuda()
     memory = StreamCopies(torch.device("cuda", 0), cuda=cuda).allocate(5000)

@@ -8,17 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.runtime.copies import ThreadCopies
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.offload import Offloads
+from megatron.schedules.runtime.program import Action, Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.transport import Transport
 from tests.runtime import test_engine as engine
 from tests.runtime.plain_stages import PlainStages
 from tests.runtime.test_engine import NoTransport, one_rank
+from tests.runtime.test_offload import OffloadingStages
 from tests.runtime.thread_ranks import run_threads
+from tools.gpu_tests.offloaded import offloaded
 
 
 class Timed(engine.Recorder):
@@ -105,3 +110,44 @@ def test_the_time_waited_for_a_message_is_no_part_of_the_pass():
     assert [first[0].work, second[0].work] == [Pass.parse("0F0"), Pass.parse("1F0")]
     assert first[0].end - first[0].start > 900 * late
     assert second[0].end - second[0].start < 500 * late < second[0].start
+
+
+def test_copies_have_times_of_their_own_and_who_waits_for_one_does_not_compute():
+    """Each copies three storages of 96 bytes, or four with the loss's, in 10 ms apiece; L stands right before B."""
+    schedule = offloaded(plan(Request("1f1b", 2, 2)), lambda stage, m: (0, 0))
+    recorders = [Recorder(HostClock()) for _ in range(2)]
+
+    def body(program: Program, transport: Transport) -> None:
+        recorder, offloads = recorders[program.rank], Offloads(ThreadCopies(9.6e-6))
+        offloads.watch = recorder
+        recorder.begin()
+        run(program, OffloadingStages(program, offloads), transport, [recorder])
+        recorder.end()
+
+    run_threads(lower(schedule), body)
+    for rank, recorder in enumerate(recorders):
+        spans = recorder.take()
+        assert spans is not None
+        assert {str(span.work) for span in recorder.copies} == {f"{rank}{kind}{m}" for m in (0, 1) for kind in "OL"}
+        for span in recorder.copies:
+            assert span.end - span.start > 5 * (3 + rank), "as far as a busy machine wakes threads in time"
+        times = {str(span.work): span for span in spans}
+        back = {str(span.work): span for span in recorder.copies}
+        for m in (0, 1):
+            assert times[f"{rank}B{m}"].start >= back[f"{rank}L{m}"].end
+
+
+def test_marks_of_copies_are_used_again_too():
+    clock = DeviceClock()
+    recorder = Recorder(clock)
+    recorder.begin()
+    recorder.began(Action(Kind.F, 0, 0))
+    mark = recorder.copying()
+    mark()
+    recorder.ended(Action(Kind.F, 0, 0))
+    mark()
+    recorder.end()
+    clock.done = clock.made
+    assert recorder.take() == [(Pass.parse("0F0"), 1.0, 3.0)]
+    assert recorder.copies == [(Pass.parse("0O0"), 2.0, 4.0)], "it ends after the pass that began it"
+    assert clock.free == clock.made == 5

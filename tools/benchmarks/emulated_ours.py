@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.program import COLLECTIVES, Channel, Op, Program, channels_of
 from megatron.schedules.runtime.stages import Stages
 from megatron.schedules.runtime.transport import (
@@ -30,30 +30,32 @@ _SPEC = MessageSpec(SHAPE, torch.float32, torch.device("cpu"))
 _ROUNDS = 2  # the second corrects the first, whose sleeps were too long
 
 
-def start(programs: Sequence[Program], passes: Passes) -> Callable[[], None]:
+def start(programs: Sequence[Program], passes: Passes, observers: Sequence[Observer] = ()) -> Callable[[], None]:
     """What carries out this rank's one of ``programs`` once."""
     program = programs[dist.get_rank()]
     stages = _Stages(passes, program)
-    return lambda: carry_out(program, stages)
+    return lambda: carry_out(program, stages, observers)
 
 
-def carry_out(program: Program, stages: Stages) -> None:
+def carry_out(program: Program, stages: Stages, observers: Sequence[Observer] = ()) -> None:
     """``program`` once, on these stages and our own transport."""
-    run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC))
+    run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC), observers)
 
 
-def settle(programs: Sequence[Program], passes: Passes) -> None:
+def settle(
+    programs: Sequence[Program], passes: Passes, average: Callable[[Sequence[float]], float] = statistics.mean
+) -> None:
     """Run this rank's one of ``programs`` a few times, and have passes sleep so long that they take their time.
 
-    From call to return, on average over each kind; a trial outside of a run would be quicker, for its code and data are
-    still in the processor's caches.
+    From call to return, by the ``average`` over each kind; a trial outside of a run would be quicker, for its code and
+    data are still in the processor's caches.
     """
     program = programs[dist.get_rank()]
     for _ in range(_ROUNDS):
         stages = _Timed(passes, program)
         carry_out(program, stages)
         for kind, longer in stages.longer.items():
-            passes.around[kind] += statistics.mean(longer)
+            passes.around[kind] += average(longer)
     passes.around[Kind.B] = passes.around[Kind.I]
 
 

@@ -106,6 +106,11 @@ PIECES = (
         "Activations that go to the host and come back change nothing, to the bit; and how fast they go",
         ("tools.gpu_tests.offloaded:to_the_host", ()),
     ),
+    Piece(
+        "profile",
+        "A job that measures itself tells what its passes take within 3 %, and waits for no mark",
+        ("tools.gpu_tests.profiled:measures_itself", ()),
+    ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
     *(
         Piece(

@@ -46,7 +46,7 @@ from megatron.schedules.runtime.byte_counter import ByteCounter
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recorder import HostClock, Recorder, Span, StreamClock
+from megatron.schedules.runtime.recorder import Recorder, Span, StreamClock
 
 # Hops are the median over so many iterations at most, whose passes all ranks of a pipeline tell each other.
 _MOST_TOLD = 4
@@ -93,7 +93,7 @@ class Profiler:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
         self._planner, self._args, self._asked = planner, args, asked
-        self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
+        self._recorder = Recorder(StreamClock())
         self._numbers: list[tuple[int, Schedule]] = []
         self._bytes: ByteCounter | None = None
         self._late = False

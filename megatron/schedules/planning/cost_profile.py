@@ -113,7 +113,7 @@ def read_profile(path: Path) -> Profile:
     except (ValueError, RecursionError):  # numbers may be too long for Python, and lists too deep
         raise PlanError(f"{path} is no JSON; {writer}", "costs_file") from None
     try:
-        found: Profile = from_data(data) if data["version"] == VERSION else _profile(data)
+        found: Profile = from_data(data) if "version" in data and data["version"] == VERSION else _profile(data)
         found.costs(1)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
@@ -122,9 +122,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def _profile(data: Mapping[str, Any]) -> CostProfile:
+    _, chunk = data["model"], data["chunk"]
     if data["version"] != 1:
         raise ValueError(f"version {data['version']}, and 1 or {VERSION} is read here")
-    facts, chunk = read_facts(data), data["chunk"]
+    facts = read_facts(data)
     forward, input_grad, weight_grad = _seconds(chunk)
     found = CostProfile(
         facts=facts,

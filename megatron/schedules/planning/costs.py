@@ -209,8 +209,9 @@ class Costs:
         if fault := _fault(times, "positive numbers", zero=False):
             raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
         latencies = [self.comm, *(time for _, _, time in self.hops)]
-        if fault := _fault(latencies, "zero or a positive number", zero=True):
-            raise PlanError(f"the P2P latency must be {fault}, not {min(latencies):g}", "costs")
+        for latency in latencies:
+            if fault := _fault([latency], "zero or a positive number", zero=True):
+                raise PlanError(f"the P2P latency must be {fault}, not {latency:g}", "costs")
         if max(*times, *latencies) > _APART * min(times):
             raise PlanError(f"passes and P2P latency may differ {_APART:g} times at most", "costs")
         for part, scale in (("stage_weights", self.stage_weights), ("stage_activations", self.stage_activations)):

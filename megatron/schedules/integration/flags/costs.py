@@ -42,9 +42,9 @@ def costs_of(args: Any, stages: int) -> Costs:
         raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave {FLAGS['stage_weights']} out")
     if shared and shape is not None:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    costs = _times(args, shape)
+    costs, recomputes = _times(args, shape)
     if shape is not None:
-        if args.recompute_granularity is not None:
+        if args.recompute_granularity is not None and not recomputes:
             parts = shape.layer(experts=shape.experts is not None)
             costs = with_recompute(costs, args, parts, shape.layers / stages)
         stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
@@ -94,7 +94,8 @@ def _held_by_a_parameter(args: Any) -> float:
     return held / tokens / (1 if half else 2)
 
 
-def _times(args: Any, shape: Shape | None) -> Costs:
+def _times(args: Any, shape: Shape | None) -> tuple[Costs, bool]:
+    """Costs by the flags, and whether what Megatron recomputes is in them already."""
     file, text = args.pipeline_schedule_costs_file, args.pipeline_schedule_costs
     if file is not None:
         if text is not None:
@@ -102,20 +103,23 @@ def _times(args: Any, shape: Shape | None) -> Costs:
         profile = read_profile(Path(file))
         if shape is not None and (fault := _fault(profile.facts, args, shape)):
             raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
-        return profile.costs(args.pipeline_model_parallel_size)
+        return profile.costs(args.pipeline_model_parallel_size), profile.facts.recompute is not None
     if text is not None or shape is None:
-        return Costs.parse(text or "1,1,1,0")
-    return Costs(*shape.loads.ratio)
+        return Costs.parse(text or "1,1,1,0"), False
+    return Costs(*shape.loads.ratio), False
 
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:
     """How the profile's model differs from that of the flags; empty where it does not."""
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "--num-layers": (facts.layers, shape.layers),
         "--hidden-size": (facts.hidden_size, shape.hidden),
         "--num-attention-heads": (facts.heads, shape.heads),
         "--seq-length": (facts.sequence_length, shape.sequence),
         "--micro-batch-size": (facts.micro_batch_size, args.micro_batch_size),
         "--tensor-model-parallel-size": (facts.tensor_parallel, args.tensor_model_parallel_size),
+        "--context-parallel-size": (facts.context_parallel, args.context_parallel_size),
     }
+    if facts.recompute is not None:
+        pairs["--recompute-granularity"] = (facts.recompute, args.recompute_granularity)
     return ", ".join(f"{flag} {was}, not {now}" for flag, (was, now) in pairs.items() if was != now)

@@ -1,0 +1,137 @@
+"""What it takes to time every pass, and how near the times are: the same emulated iterations with and without."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron.schedules.planning.clocks import aligned, gaps, hops
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
+from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
+
+if TYPE_CHECKING:
+    from megatron.schedules.runtime.program import Program
+
+UNIT_S = 0.010
+COSTS = Costs(1, 1.1, 0.75)
+SCHEDULES = ("1f1b", "zb-1p", "v-half")
+RANKS, MICROBATCHES = 4, 16
+_REPETITIONS = 10
+
+
+def measure(quick: bool, say: Say) -> Iterator[Row]:
+    """A row for each schedule."""
+    for name in SCHEDULES[-1:] if quick else SCHEDULES:
+        say(f"recording: {name} on {RANKS} ranks, with and without by turns")
+        yield row(Request(name, RANKS, MICROBATCHES, COSTS), 3 if quick else _REPETITIONS)
+
+
+def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
+    """One schedule: seconds without and with, their ratios pair by pair, and how far medians are off the sleeps.
+
+    Args:
+        request: the schedule, and the times of its passes in units.
+        repetitions: iterations each way.
+        unit: seconds.
+    """
+    from megatron.schedules.runtime.check import check
+    from megatron.schedules.runtime.lowering import lower
+    from tools.benchmarks.emulated_ranks import run_ranks
+
+    schedule, asked = plan(request), request.costs
+    costs = Costs(unit * asked.forward, unit * asked.input_grad, unit * asked.weight_grad)
+    programs = lower(schedule, costs.on(schedule.placement))
+    check(programs)
+    told = run_ranks(request.ranks, partial(_on_a_rank, schedule, programs, costs, repetitions), timeout=600)
+    without, recorded = (
+        [
+            max(rank[way][at][1] for rank, _, _ in told) - min(rank[way][at][0] for rank, _, _ in told)
+            for at in range(repetitions)
+        ]
+        for way in (0, 1)
+    )
+    errors = [error for _, found, _ in told for error in found]
+    spans = [[rank[at] for _, _, rank in told] for at in range(repetitions)]
+    starts = [([[s for s, _ in rank] for rank in each], [[e for _, e in rank] for rank in each]) for each in spans]
+    latencies = hops([gaps(schedule, *each) for each in starts])
+    lengths = [max(row[-1] for row in aligned(schedule, *each).end) / 1e3 for each in starts]
+    return {
+        "schedule": request.schedule,
+        "without_s": Spread.of(without)._asdict(),
+        "recorded_s": Spread.of(recorded)._asdict(),
+        "ratio": Spread.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
+        "worst_pass_error": max(errors, key=abs),
+        "hop_ms": Spread.of(list(latencies.values()))._asdict(),
+        "aligned_length_over_wall": Spread.of([a / b for a, b in zip(lengths, recorded, strict=True)])._asdict(),
+    }
+
+
+def _on_a_rank(
+    schedule: Schedule, programs: Sequence[Program], costs: Costs, repetitions: int
+) -> tuple[tuple[list[tuple[float, float]], ...], list[float], list[list[tuple[float, float]]]]:
+    """Begin and end of each iteration without and with; how far each stage's medians are off; all passes' times."""
+    import torch.distributed as dist
+
+    from megatron.schedules.planning.kinds import Kind
+    from megatron.schedules.planning.measured import rank_measured
+    from megatron.schedules.runtime.recorder import HostClock, Recorder
+    from tools.benchmarks import emulated_ours
+    from tools.benchmarks.emulated_passes import Passes
+    from tools.benchmarks.emulated_ranks import begin_together
+
+    begin_together()
+    around = dict.fromkeys(Kind, 0.0)
+    passes = Passes(costs.on(schedule.placement), around)
+    emulated_ours.settle(programs, passes, statistics.median)  # as medians are looked at
+    recorder = Recorder(HostClock())
+    runs = [emulated_ours.start(programs, passes), emulated_ours.start(programs, passes, [recorder])]
+    taken: tuple[list[tuple[float, float]], ...] = ([], [])
+    for _ in range(repetitions):
+        for way in (0, 1):
+            begin = begin_together()
+            if way:
+                recorder.begin()
+            runs[way]()
+            if way:
+                recorder.end()
+            taken[way].append((begin, time.monotonic()))
+    spans = [recorder.take() or [] for _ in range(repetitions)]
+    found = rank_measured(dist.get_rank(), [tuple(span) for each in spans for span in each], [], [], {})  # type: ignore[misc]
+    errors = [times.median / (1e3 * passes.seconds[kind][stage]) - 1 for (stage, kind), times in found.times.items()]
+    return taken, errors, [[(span.start, span.end) for span in each] for each in spans]
+
+
+def section(rows: Sequence[Row]) -> str:
+    """A table, and what its columns are."""
+
+    def percent(share: float) -> str:
+        return f"{100 * share:+.2f} %"
+
+    def cells(found: Row) -> list[str]:
+        ratio: dict[str, Any] = found["ratio"]
+        return [
+            found["schedule"],
+            f"{found['without_s']['median']:.3f}",
+            f"{found['recorded_s']['median']:.3f}",
+            f"{percent(ratio['median'] - 1)} ({percent(ratio['low'] - 1)} to {percent(ratio['high'] - 1)})",
+            percent(found["worst_pass_error"]),
+            f"{found['hop_ms']['median']:.2f}",
+            percent(found["aligned_length_over_wall"]["median"] - 1),
+        ]
+
+    heads = ["schedule", "without, s", "recorded, s", "recording takes", "worst stage off by", "message, ms"]
+    table = markdown_table([*heads, "aligned length off by"], [cells(found) for found in rows])
+    return (
+        f"{table}\nIterations on {RANKS} emulated ranks, {MICROBATCHES} microbatches, with a recorder and without it "
+        "by turns; medians, and the least and the most. How far the median time of any stage's F, I, W or B is off "
+        "what its passes sleep; and the iteration's length on the clock that ranks are given afterwards, against the "
+        "wall's. Passes on GPUs are timed in the same way by events."
+    )
+
+
+PART = Part("recording", "Recording", measure, section)
