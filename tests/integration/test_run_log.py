@@ -8,6 +8,7 @@ import pytest
 
 from megatron.schedules.integration.log.run_log import Logged
 from megatron.schedules.planning.iteration import Iteration
+from megatron.schedules.planning.slowness import Slow
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 
@@ -58,4 +59,11 @@ def test_the_words(peak: float | None, planned: float | None, said: str) -> None
     assert logged.words() == (
         f" pipeline bubble: 5.2 % (planned 4.9 %) |{said} slowest stage: 2 (rank 2, +18 % over mean, planned +0 %) |"
     )
+    assert logged.warnings() == []
     assert ("pipeline/peak-activations-gib" in logged.scalars()) == (peak is not None)
+
+
+def test_a_slow_rank_is_named_in_a_line_of_its_own() -> None:
+    once = Iteration(0.1, (1.0, 1.0))
+    logged = Logged(once, once, None, None, 0, [Slow(5, 1.312)], "when it was profiled")
+    assert logged.warnings() == ["WARNING: pipeline rank 5 takes 1.31 x as long for its passes as when it was profiled"]

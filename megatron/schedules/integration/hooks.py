@@ -129,7 +129,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 profiler=profiler_of(session.planner, session.args),
             )
             if replans(session.args):
-                session.replan = JobReplan(session.planner, session.args, session.function)
+                session.replan = JobReplan(session.planner, session.args, session.function, session.log.slow)
                 session.function.between = session.replan.boundary
         return session.function
 
@@ -158,10 +158,9 @@ def _print_rank_last(stock: Replacement, session: Session) -> Replacement:
             if logged is not None:
                 message += logged.words()
                 write_scalars(logged.scalars(), session.args)
-                stock(message)
+                message = "\n".join([message, *logged.warnings()])
                 if session.replan is not None:
-                    session.replan.logged(logged.measured)
-                return
+                    session.replan.logged(logged)
         stock(message)
 
     return print_rank_last

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import print_rank_0
+from megatron.training import print_rank_0, print_rank_last
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked
 from megatron.schedules.integration.flags.replan import measures_limit
-from megatron.schedules.integration.log.run_log import amount, reduced
+from megatron.schedules.integration.log.run_log import Logged, amount, reduced
 from megatron.schedules.integration.memory_left import bytes_left
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.planning.adaptive.plan import least_limit
-from megatron.schedules.planning.iteration import Iteration, planned_iteration
+from megatron.schedules.planning.iteration import planned_iteration
 from megatron.schedules.planning.job_profile import JobProfile
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.simulate import simulate
@@ -38,14 +38,15 @@ class JobReplan:
         planner: of the job.
         args: Megatron's.
         function: whose profiler measures; one is given to it where it has none.
+        slow: that of the log.
     """
 
-    def __init__(self, planner: Planner, args: Any, function: ScheduleFunction) -> None:
+    def __init__(self, planner: Planner, args: Any, function: ScheduleFunction, slow: SlowWatch) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._args, self._function = planner, args, function
         self._replanner = Replanner(planner, Notices(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0)
         self._profile: JobProfile | None = None
-        self._slow, self._idle = SlowWatch(planner.placement.rank_of), IdleWatch()
+        self._slow, self._idle = slow, IdleWatch()
         self._measure = function.profiler is None
         self._measures_limit = measures_limit(args)
 
@@ -64,25 +65,17 @@ class JobReplan:
                 self._planner, self._args, ProfileAsked(first, first + _TIMED, file=None)
             )
 
-    def logged(self, measured: Iteration) -> None:
-        """An iteration was logged on all ranks: name who has become slow, and have the job measured again for it.
-
-        Until the first profile there is nothing to compare with.
-        """
+    def logged(self, found: Logged) -> None:
+        """An iteration was logged, on all ranks: where somebody has become slow, have the job measured again."""
         if self._profile is None or self._replanner.under_way:
             return
-        slow = self._slow.add(measured.stages)
-        for rank, ratio in slow:
-            print_rank_0(
-                f"WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as when it was profiled"
+        idle = self._idle.add(found.measured.bubble)
+        if idle and not found.slow:
+            print_rank_last(
+                f"WARNING: the pipeline idles more than it did, {100 * found.measured.bubble:.1f} % of its time, and "
+                "no rank computes more slowly: messages are profiled anew"
             )
-        idle = self._idle.add(measured.bubble)
-        if idle and not slow:
-            print_rank_0(
-                f"WARNING: the pipeline idles more than it did, {100 * measured.bubble:.1f} % of its time, and no rank "
-                "computes more slowly: messages are profiled anew"
-            )
-        self._measure = self._measure or bool(slow) or idle
+        self._measure = self._measure or bool(found.slow) or idle
 
     def _begin(self, profile: JobProfile) -> None:
         before, self._profile = self._profile, profile

@@ -36,17 +36,21 @@ class SlowWatch:
 
     Args:
         rank_of: by stage, its rank.
+
+    Attributes:
+        since: what is compared with, in words.
     """
 
     def __init__(self, rank_of: Sequence[int]) -> None:
+        self.since = "in the first iterations that were logged"
         self._rank_of = rank_of
         self._first: list[list[float]] = []
         self._before: list[float] | None = None
         self._in_a_row = [0] * (max(rank_of) + 1)
 
-    def expect(self, stages: Sequence[float] | None = None) -> None:
-        """From now on compare with ``stages``, or with the iterations to come."""
-        self._first, self._before = [], None if stages is None else self._by_rank(stages)
+    def expect(self, stages: Sequence[float]) -> None:
+        """From now on compare with ``stages``, as profiled."""
+        self._before, self.since = self._by_rank(stages), "when it was profiled"
         self._in_a_row = [0] * len(self._in_a_row)
 
     def add(self, stages: Sequence[float]) -> list[Slow]:

@@ -19,6 +19,7 @@ from megatron.schedules.planning.iteration import (
     planned_iteration,
     rank_times,
 )
+from megatron.schedules.planning.slowness import Slow, SlowWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
@@ -34,6 +35,8 @@ class Logged(NamedTuple):
         peak: bytes on the rank that held most; None where nothing counted them.
         planned_peak: bytes by the model's arithmetic; None where its sizes are not known.
         slowest_rank: of the pipeline, that of the slowest stage.
+        slow: ranks that have become slow by now.
+        since: when those were quicker.
     """
 
     measured: Iteration
@@ -41,6 +44,8 @@ class Logged(NamedTuple):
     peak: float | None
     planned_peak: float | None
     slowest_rank: int
+    slow: Sequence[Slow] = ()
+    since: str = ""
 
     def words(self) -> str:
         """What is added to stock's line."""
@@ -54,6 +59,13 @@ class Logged(NamedTuple):
             f" slowest stage: {stage} (rank {self.slowest_rank}, {_above(beyond)} over mean,"
             f" planned {_above(planned.stages[stage] * len(planned.stages) / sum(planned.stages) - 1)}) |"
         )
+
+    def warnings(self) -> list[str]:
+        """A line for each rank that has become slow."""
+        return [
+            f"WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as {self.since}"
+            for rank, ratio in self.slow
+        ]
 
     def scalars(self) -> dict[str, float]:
         """What writers get, by name; bytes in GiB."""
@@ -89,12 +101,16 @@ class RunLog:
         planner: knows what was planned.
         args: the job's; :attr:`curr_iteration` and :attr:`log_interval` say which iterations are logged.
         bytes_of_microbatch: what a microbatch's activations take in an average rank's layers, where that is known.
+
+    Attributes:
+        slow: tells which ranks have become slow.
     """
 
     def __init__(self, planner: Planner, args: Any, bytes_of_microbatch: float | None) -> None:
         self._planner, self._args, self._each = planner, args, bytes_of_microbatch
         self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
         self._peak = PeakWatch()
+        self.slow = SlowWatch(planner.placement.rank_of)
         self._calls, self._recording, self._within = 0, False, False
         self._microbatches = planner.first.microbatches
         self._last: RankTimes | None = None
@@ -150,6 +166,8 @@ class RunLog:
             worst or None,
             None if self._each is None else timeline.peak * self._each,
             placement.rank_of[measured.slowest.stage],
+            self.slow.add(measured.stages),
+            self.slow.since,
         )
 
     def _due(self) -> bool:
