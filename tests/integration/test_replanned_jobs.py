@@ -38,7 +38,7 @@ def before(megatron: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("flags", "at"), [(EARLY, 4), ([], 9)])
+@pytest.mark.parametrize(("flags", "at"), [(EARLY, 4), pytest.param([], 9, marks=pytest.mark.full_matrix)])
 def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
     megatron: Any, before: list[float], flags: list[str], at: int
 ) -> None:
