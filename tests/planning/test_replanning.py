@@ -40,6 +40,13 @@ def test_a_plan_for_measured_costs_is_shorter_under_them_than_the_one_for_assume
     assert Proposal.from_text(found.to_text()) == found
 
 
+def test_a_slow_hop_is_worked_round() -> None:
+    current = plan(ADAPTIVE)
+    costs = replace(ADAPTIVE.costs, comm=0.05, hops=((1, 2, 3.0), (2, 1, 3.0)))
+    found = propose(replace(ADAPTIVE, costs=costs), current)
+    assert found.csv and found.after.makespan < 0.98 * found.before.makespan
+
+
 def test_a_plan_that_is_right_already_stays() -> None:
     request = replace(ADAPTIVE, costs=MEASURED)
     found = propose(request, plan(request))

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.training import print_rank_0, print_rank_last
 
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.profile import ProfileAsked
+from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.integration.flags.replan import measures_limit
 from megatron.schedules.integration.log.run_log import Logged, amount, reduced
 from megatron.schedules.integration.memory_left import bytes_left
@@ -47,7 +47,9 @@ class JobReplan:
         self._replanner = Replanner(planner, Notices(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0)
         self._profile: JobProfile | None = None
         self._slow, self._idle = slow, IdleWatch()
-        self._measure = function.profiler is None
+        asked = profile_asked(args)
+        self._measure = asked is None or asked.counted <= args.iteration  # a job that goes on behind those
+        self._file = None if asked is None else asked.file
         self._measures_limit = measures_limit(args)
 
     def boundary(self) -> None:
@@ -62,7 +64,7 @@ class JobReplan:
             self._measure = False
             first = int(self._args.curr_iteration) + 1 + _AFTER
             self._function.profiler = Profiler(
-                self._planner, self._args, ProfileAsked(first, first + _TIMED, file=None)
+                self._planner, self._args, ProfileAsked(first, first + _TIMED, self._file)
             )
 
     def logged(self, found: Logged) -> None:
