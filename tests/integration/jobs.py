@@ -143,14 +143,20 @@ def copied(
 
 
 def replanned(
-    world: int, flags: Sequence[str], name: str | None = None, failing: int | None = None, standin_bytes: int = 0
+    world: int,
+    flags: Sequence[str],
+    names: Sequence[str] = (),
+    failing: int | None = None,
+    standin_bytes: int = 0,
+    slow_from: int | None = None,
 ) -> list[tuple[list[str], list[float], str]]:
     """For each rank the programs it ran in training, the losses it saw, and what it printed.
 
-    Planning again proposes schedule ``name``, or without it what a process finds that is waited for; rank ``failing``
-    cannot prove its programs. Its device has ``standin_bytes`` for activations.
+    Planning again proposes the first of schedules ``names`` that does not run, or without them what a process finds
+    that is waited for; rank ``failing`` cannot prove its programs. Devices have ``standin_bytes`` for activations. The
+    last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
     """
-    return run_ranks(world, _replanned, list(flags), name, failing, standin_bytes)
+    return run_ranks(world, _replanned, list(flags), names, failing, standin_bytes, slow_from)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -348,15 +354,17 @@ def _standing(flags: list[str], how: str) -> list[str]:
 
 
 def _replanned(
-    flags: list[str], name: str | None, failing: int | None, standin_bytes: int
+    flags: list[str], names: Sequence[str], failing: int | None, standin_bytes: int, slow_from: int | None
 ) -> tuple[list[str], list[float], str]:
     os.environ[STANDIN_VARIABLE] = str(standin_bytes)
     seen, programs = _nothing_seen(), replanned_jobs.programs_run()
     _listen(seen)
-    if name is None:
-        replanned_jobs.wait_for_plans()
+    if names:
+        replanned_jobs.propose_at_once(*names)
     else:
-        replanned_jobs.propose_at_once(name)
+        replanned_jobs.wait_for_plans()
+    if slow_from is not None and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        replanned_jobs.slow_from(slow_from, 0.04)
     if failing == int(os.environ["RANK"]):
         replanned_jobs.fail_to_prove()
     printed = io.StringIO()

@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.training import get_args
+
 from megatron.schedules.integration import schedule_function
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.planning.beside import Beside
 from megatron.schedules.planning.registry import plan
 from megatron.schedules.planning.replanning import Expected, Proposal
@@ -31,13 +34,14 @@ def programs_run() -> list[str]:
     return found
 
 
-def propose_at_once(name: str) -> None:
-    """Whatever is asked for, schedule ``name`` is proposed as the better one, without a process."""
+def propose_at_once(*names: str) -> None:
+    """Whatever is asked for, the first of these schedules that does not run is proposed, without a process."""
 
     class AtOnce:
         def __init__(self, request: Request, current: Schedule, seconds: float) -> None:
-            found = plan(Request(name, request.ranks, request.microbatches, request.costs))
-            assert found.placement == current.placement and found.order != current.order
+            plans = [plan(Request(name, request.ranks, request.microbatches, request.costs)) for name in names]
+            found = next(other for other in plans if other.order != current.order)
+            assert found.placement == current.placement
             self._found = Proposal(Expected(20.0, 0.2), Expected(10.0, 0.1), to_csv(found))
 
         def poll(self) -> Proposal:
@@ -58,6 +62,18 @@ def wait_for_plans() -> None:
         return found
 
     Beside.poll = waited  # type: ignore[method-assign]
+
+
+def slow_from(iteration: int, seconds: float) -> None:
+    """This rank's forwards take so much longer from ``iteration`` on."""
+    forward = MegatronStages.forward
+
+    def slow(*args: Any, **named: Any) -> Any:
+        if get_args().curr_iteration + 1 >= iteration:
+            time.sleep(seconds)
+        return forward(*args, **named)
+
+    MegatronStages.forward = slow  # type: ignore[method-assign]
 
 
 def fail_to_prove() -> None:

@@ -44,7 +44,7 @@ def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
 ) -> None:
     """The plan begins at the boundary after the profile's end, is there at the next, and runs in the one after that."""
     more = [] if flags else ["--train-iters", "11", "--lr-decay-iters", "9"]
-    ranks = megatron("replanned", 2, [*NAMED, *flags, "--pipeline-replan", *more], "v-zb")
+    ranks = megatron("replanned", 2, [*NAMED, *flags, "--pipeline-replan", *more], ["v-zb"])
     assert switches(ranks, 11 if more else 9) == {(at + 1,)}
     assert ranks[-1][1][:9] == before
     assert len(said(ranks)) == 1
@@ -52,7 +52,7 @@ def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
 
 
 def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(megatron: Any, before: list[float]) -> None:
-    ranks = megatron("replanned", 2, [*NAMED, *EARLY, "--pipeline-replan"], "v-zb", 1)
+    ranks = megatron("replanned", 2, [*NAMED, *EARLY, "--pipeline-replan"], ["v-zb"], 1)
     assert switches(ranks, 9) == {()}
     assert ranks[-1][1] == before
     assert said(ranks) == [
@@ -63,7 +63,7 @@ def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(megatron: An
 
 def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any) -> None:
     """The device has room for not quite two microbatches of a rank, of which a twentieth is kept free."""
-    ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *EARLY], None, None, 300_000)
+    ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *EARLY], [], None, 300_000)
     first = re.search(r"adaptive, within ([\d.]+) of 1F1B's memory", ranks[0][2])
     limit, replanned = said(ranks)
     found = re.match(r"pipeline memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
@@ -74,3 +74,15 @@ def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any) ->
     assert replanned.startswith("replanned: iteration ")
     assert f"within {found[1]} of 1F1B's memory" in replanned
     assert switches(ranks, 9) == {(5,)}
+
+
+@pytest.mark.full_matrix
+def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatron: Any) -> None:
+    """Slow from iteration 7 on, named in 9, measured from 12 to 17, planned for in 18, switched in 19."""
+    job = [*NAMED, *EARLY, "--pipeline-replan", "--train-iters", "20"]
+    ranks = megatron("replanned", 2, job, ["v-zb", "v-min"], None, 0, 7)
+    named = re.findall(r"WARNING: pipeline rank (\d) takes [\d.]+ x as long for its passes as when", ranks[-1][2])
+    assert named[:1] == ["1"]
+    assert re.findall(r"as measured in iterations (\d+-\d+)", ranks[0][2]) == ["3-3", "13-17"]
+    assert [line.split(":")[0] for line in said(ranks)] == ["replanned", "replanned"]
+    assert switches(ranks, 20) == {(5, 19)}
