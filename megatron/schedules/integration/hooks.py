@@ -37,8 +37,8 @@ from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.log import line
 from megatron.schedules.integration.log.run_log import RunLog
-from megatron.schedules.integration.log.writers import write_scalars
 from megatron.schedules.integration.memory_left import can_be_measured
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import profiler_of
@@ -139,31 +139,6 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
 def _bytes_of_microbatch(args: Any) -> float | None:
     shape = shape_of(args)
     return None if shape is None else bytes_of_a_rank(args, shape)
-
-
-def _training_log(stock: Replacement, session: Session) -> Replacement:
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        if session.log is None:
-            return stock(*args, **kwargs)
-        with session.log.logging():
-            return stock(*args, **kwargs)
-
-    return training_log
-
-
-def _print_rank_last(stock: Replacement, session: Session) -> Replacement:
-    def print_rank_last(message: str) -> None:
-        if session.log is not None and session.function is not None:
-            logged = session.log.logged(session.function.peak_activation_bytes)
-            if logged is not None:
-                message += logged.words()
-                write_scalars(logged.scalars(), session.args)
-                message = "\n".join([message, *logged.warnings()])
-                if session.replan is not None:
-                    session.replan.logged(logged)
-        stock(message)
-
-    return print_rank_last
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:
@@ -296,13 +271,13 @@ HOOKS = (
         training,
         "training_log",
         "the line of an iteration gets what its pipeline came to, and this tells that line from others",
-        _training_log,
+        line.training_log,
     ),
     Hook(
         training,
         "print_rank_last",
         "stock's line is made and printed in one function; here it has all of it, and every rank comes by",
-        _print_rank_last,
+        line.print_rank_last,
     ),
     Hook(
         RerunStateMachine,
