@@ -28,24 +28,24 @@ def profiled(megatron, file: Path, world: int, flags: str) -> tuple[JobProfile, 
 
 def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_path, capsys):
     file = tmp_path / "costs.json"
-    flags = "--pipeline-model-parallel-size 4 --pipeline-schedule v-half"
-    profile, said = profiled(megatron, file, 4, flags)
-    assert (profile.schedule, profile.iterations, profile.layers) == ("v-half", (3, 4), (1,) * 8)
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule v-half"
+    profile, said = profiled(megatron, file, 2, flags)
+    assert (profile.schedule, profile.iterations, profile.layers) == ("v-half", (3, 4), (2,) * 4)
     assert all(stage.median(kind) > 0 for stage in profile.stages for kind in (Kind.F, Kind.I, Kind.W))
-    # Inputs and gradients of a layer's linears wait for W: 16 hidden states, of which the widened ones are four each.
-    assert {stage.left for stage in profile.stages} == {16 * 32 * 4 * 16}
+    # Inputs and gradients of a layer's linears wait for W: 16 hidden states each, the wide ones four of them.
+    assert {stage.left for stage in profile.stages} == {2 * 16 * 32 * 4 * 16}
     assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].left
-    assert {(a, b) for a, b, _ in profile.hops} == {(r, r + 1) for r in range(3)} | {(r + 1, r) for r in range(3)}
+    assert [hop[:2] for hop in profile.hops] == [(0, 1), (1, 0)]
     (table,) = [text for text in said if "as measured in iterations 3-4" in text]
     assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table
 
     assert (
-        main(["plan", "--schedule", "v-half", "--microbatches", "8", "--pipeline-size", "4", "--costs-file", str(file)])
+        main(["plan", "--schedule", "v-half", "--microbatches", "8", "--pipeline-size", "2", "--costs-file", str(file)])
         == 0
     )
     assert "bubble" in capsys.readouterr().out
     next_job = f"{flags} --pipeline-schedule-costs-file {file}"
-    found = megatron("outputs", 4, [*JOB, "--train-iters", "1", *next_job.split()])
+    found = megatron("outputs", 2, [*JOB, "--train-iters", "1", *next_job.split()])
     assert found[0][0] == 0 and f"planned for measured times ({file})" in found[0][1]
 
 
@@ -59,3 +59,27 @@ def test_one_profile_of_all_replicas(megatron, tmp_path):
     assert sum("as measured in iterations" in text for text in said) == 1
     assert "I (input gradient)" not in said[0], "nobody measured that"
     assert json.loads((tmp_path / "costs.json").read_text())["model"]["vocabulary"] == 96
+
+
+def test_to_measure_changes_no_loss(train):
+    job = (*UNTIED, *"--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2".split())
+    plain, measured = (train(2, *job, "--pipeline-schedule", "v-half", *more.split()) for more in ("", MEASURED))
+    assert plain.losses == measured.losses
+
+
+MEASURED = "--pipeline-profile-iterations 1-3"
+
+
+@pytest.mark.full_matrix
+def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
+    flags = [*JOB, *"--pipeline-model-parallel-size 2 --pipeline-schedule v-half --eval-iters 0".split()]
+    saved = "--save", str(tmp_path / "saved"), "--save-interval", "2"
+    assert megatron("outputs", 2, [*flags, *saved, "--exit-interval", "2"])[0][0] == 0
+    file = tmp_path / "costs.json"
+    resumed = [*flags, "--load", str(tmp_path / "saved"), "--pipeline-save-costs", str(file)]
+    late = megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "2-4"])
+    assert late[0][0] == 0 and not file.exists()
+    assert "the job is at iteration 3 already, and --pipeline-profile-iterations begins with 2" in late[0][1]
+    assert megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "3-4"])[0][0] == 0
+    profile = read_profile(file)
+    assert isinstance(profile, JobProfile) and profile.iterations == (4, 4)

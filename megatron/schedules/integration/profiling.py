@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.training import print_rank_0
 
 from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.planning.clocks import aligned, gaps, hops
@@ -48,8 +49,8 @@ from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import Recorder, Span, StreamClock
 
-# Hops are the median over so many iterations at most, whose passes all ranks of a pipeline tell each other.
-_MOST_TOLD = 4
+# Hops are the median over a few iterations, whose passes all ranks of a pipeline tell each other: so many at most.
+_MOST_ITERATIONS, _MOST_PASSES = 4, 200_000
 
 
 class Watching(NamedTuple):
@@ -110,7 +111,8 @@ class Profiler:
         if number > self._asked.counted and self._bytes is None and not self._late:
             self._late = True
             print_rank_0(
-                f"pipeline schedule: nothing is profiled: iterations {self._asked.counted}-{last} lie before {number}"
+                f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
+                f"{FLAGS['profile_iterations']} begins with {self._asked.counted}"
             )
         if number == self._asked.counted:
             if standin.enabled() and meter is None:
@@ -157,7 +159,9 @@ class Profiler:
         iterations, changes = self._taken(), self._bytes.changes
         group = parallel_state.get_pipeline_model_parallel_group()
         told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, (iterations[-_MOST_TOLD:], changes), group=group)
+        passes = sum(map(len, iterations[-1].schedule.order))
+        most = max(1, min(_MOST_ITERATIONS, _MOST_PASSES // passes))
+        dist.all_gather_object(told, (iterations[-most:], changes), group=group)
         measured = rank_measured(
             dist.get_rank(group),
             [each for iteration in iterations for each in iteration.passes],

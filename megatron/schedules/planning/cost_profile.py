@@ -122,9 +122,9 @@ def read_profile(path: Path) -> Profile:
 
 
 def _profile(data: Mapping[str, Any]) -> CostProfile:
-    _, chunk = data["model"], data["chunk"]
-    if data["version"] != 1:
+    if "version" in data and data["version"] != 1:
         raise ValueError(f"version {data['version']}, and 1 or {VERSION} is read here")
+    _, chunk, _ = data["model"], data["chunk"], data["version"]
     facts = read_facts(data)
     forward, input_grad, weight_grad = _seconds(chunk)
     found = CostProfile(

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.schedules.planning.costs import LAYER_INPUT, Costs, StageCosts
@@ -20,7 +21,7 @@ class Measured(NamedTuple):
 
     Args:
         median: of the replica that takes longest, for all others wait for it.
-        low, high: the shortest and the longest on any replica.
+        low, high: of ten passes one is shorter, one longer: the least and the most of any replica.
     """
 
     median: float
@@ -95,8 +96,10 @@ class JobProfile:
 
     @property
     def comm(self) -> float:
-        """The usual hop, in milliseconds."""
-        return statistics.median(time for _, _, time in self.hops) if self.hops else 0.0
+        """The usual hop, in milliseconds: of those from stage to stage. Others are of what all ranks do together."""
+        along = set(pairwise(self.placement.rank_of))
+        found = [time for source, to, time in self.hops if (source, to) in along or (to, source) in along]
+        return statistics.median(found) if found else 0.0
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
@@ -63,11 +63,16 @@ def rank_measured(
             held[stage].append(change + again.get((stage, m), 0.0))
     return RankMeasured(
         rank,
-        {key: Measured(statistics.median(each), min(each), max(each)) for key, each in took.items()},
+        {key: _measured(each) for key, each in took.items()},
         {key: statistics.median(each) for key, each in changed.items()},
         {stage: statistics.median(each) for stage, each in held.items()},
         dict(hops),
     )
+
+
+def _measured(times: Sequence[float]) -> Measured:
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+    return Measured(statistics.median(times), tenths[0], tenths[-1])
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,13 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
             times |= _halves(times[Kind.B], planned[Kind.I][stage], planned[Kind.W][stage])
         most = _most(rows, stage)
         held = max((row.held.get(stage, 0.0) for row in rows), default=0.0)
-        share = under.costs.weight_share if halved else 0.0
         stages.append(
             StageProfile(
                 layers[stage],
                 times,
                 halved,
                 held=max(0.0, held),
-                left=most(Kind.W, -1) or share * max(0.0, held),
+                left=most(Kind.W, -1),
                 again=most(Kind.R, 1),
                 away=most(Kind.O, -1),
                 vocabulary=most(Kind.S, 1),
@@ -137,10 +141,17 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
         under.schedule.microbatches,
         under.iterations,
         max(len(rows) for rows in replicas.values()),
-        tuple(stages),
+        tuple(_with_left(stages, under.costs.weight_share)),
         tuple((source, to, time) for (source, to), time in hops.items()),
         _rates(stages),
     )
+
+
+def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:
+    """Stages without a W of their own would leave to it as much as the others do, or as was ``planned``."""
+    seen = [stage for stage in stages if not stage.halved and stage.held]
+    share = sum(stage.left for stage in seen) / sum(stage.held for stage in seen) if seen else planned
+    return [replace(stage, left=share * stage.held) if stage.halved else stage for stage in stages]
 
 
 def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:

@@ -9,11 +9,14 @@ from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.report.figures import percent
 
-_HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread")
+_HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
 
 def as_text(profile: JobProfile, recorded: Recorded) -> str:
-    """A table of kinds of passes, then hops, bytes and the bubble; no line end at its end."""
+    """A table of kinds of passes, then hops, bytes and the bubble; no line end at its end.
+
+    The spread is that between the shortest and the longest tenth of a stage's passes, against their median.
+    """
     first, last = profile.iterations
     replicas = f", {profile.replicas} ranks for each stage" if profile.replicas > 1 else ""
     rows = [_HEADINGS, *(_row(profile, kind) for kind in KINDS if _each(profile, kind) and not _assumed(profile, kind))]

@@ -1,0 +1,61 @@
+"""A job's own profile is taken for the model that it was measured on, with what that recomputes, and for no other."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.schedules.integration.flags.costs import costs_of
+from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.planning.job_profile_text import to_text
+from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.placement import sequential
+from megatron.schedules.planning.profile_facts import Facts
+from tests.integration.results import MODEL
+
+TIMES = {Kind.F: Measured(2, 2, 2), Kind.I: Measured(5, 5, 5), Kind.W: Measured(1, 1, 1)}
+JOB = [*MODEL, *"--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --padded-vocab-size 96".split()]
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+def costs(path: Path, flags: list[str], **facts: Any) -> Any:
+    """What a job with ``flags`` is planned for, after one whose facts were these."""
+    measured = Facts(
+        "a GPU", layers=8, hidden_size=32, heads=4, sequence_length=16, micro_batch_size=1, tensor_parallel=1
+    )
+    stages = (StageProfile(4, TIMES, held=1000.0, left=500.0),) * 2
+    made = JobProfile(measured._replace(**facts), "1f1b", sequential(2), 4, (3, 4), 1, stages)
+    path.write_text(to_text(made))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    add_stock_arguments(parser)
+    args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-schedule-costs-file", str(path)])
+    args.world_size = 2
+    return replace(costs_of(args, 2), layers=(4, 4)).on(sequential(2))
+
+
+def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):
+    plain = costs(tmp_path / "c.json", []).times[Kind.I]
+    assert plain == pytest.approx((5, 5))
+    assert costs(tmp_path / "c.json", FULL, recompute="full").times[Kind.I] == pytest.approx((5, 5))
+    assert costs(tmp_path / "c.json", FULL).times[Kind.I] == pytest.approx((7, 7)), "a forward more than was measured"
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"recompute": "full"}, "--recompute-granularity full, not None"),
+        ({"context_parallel": 2}, "--context-parallel-size 2, not 1"),
+        ({"sequence_length": 32}, "--seq-length 32, not 16"),
+        ({"micro_batch_size": 2}, "--micro-batch-size 2, not 1"),
+    ],
+)
+def test_another_models_profile_is_refused(tmp_path, facts, why):
+    with pytest.raises(PlanError, match=f"was measured for another model: {why}; measure this one"):
+        costs(tmp_path / "c.json", [], **facts)
