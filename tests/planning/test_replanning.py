@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +118,41 @@ def test_a_process_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     way = Beside(ADAPTIVE, plan(ADAPTIVE), 60)
     with pytest.raises(BesideError, match=r"ended with 1: .*Error"):
         waited_for(way)
+
+
+DIES = """
+import os, time
+from pathlib import Path
+from dataclasses import replace
+from tests.planning.test_replanning import ADAPTIVE
+from megatron.schedules.planning.beside import Beside
+from megatron.schedules.planning.registry import plan
+
+way = Beside(replace(ADAPTIVE, search_seconds=100000), plan(ADAPTIVE), 600)
+child = way._process.pid
+while (nice := int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[16])) != 19:
+    time.sleep(0.02)
+time.sleep(0.5)  # between its lower priority and its last wish lie two calls
+print(child, way.poll(), flush=True)
+os._exit(9)
+"""
+
+
+def test_the_process_gives_way_to_all_others_and_does_not_outlive_the_job() -> None:
+    job = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=60)
+    assert job.returncode == 9, job.stderr
+    child, found = job.stdout.split()
+    assert found == "None"
+    for _ in range(200):
+        if not _runs(int(child)):
+            return
+        time.sleep(0.02)
+    raise AssertionError("it goes on")
+
+
+def _runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
