@@ -29,25 +29,12 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.schedules.integration.flags.declared import add_arguments
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
-# Flags of a job that have no place where there is no pipeline, by how many values follow them.
+# Megatron's flags that have no place where there is no pipeline, by how many values follow them.
 _LEFT_OUT = {
-    "--pipeline-schedule": 1,
-    "--pipeline-schedule-file": 1,
-    "--pipeline-schedule-chunks": 1,
-    "--pipeline-schedule-costs": 1,
-    "--pipeline-schedule-stage-weights": 1,
-    "--pipeline-schedule-report-memory": 0,
-    "--pipeline-dry-run": 0,
-    "--device-memory": 1,
-    "--pipeline-memory-limit": 1,
-    "--pipeline-search-seconds": 1,
-    "--pipeline-profile-iterations": 1,
-    "--pipeline-save-costs": 1,
-    "--pipeline-timeline": 1,
-    "--pipeline-offload": 1,
     "--pipeline-model-parallel-layout": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
@@ -131,9 +118,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _for_one_device(flags: Sequence[str]) -> list[str]:
-    """``flags`` without those of :data:`_LEFT_OUT` and their values."""
+    """``flags`` without those of schedules, those of :data:`_LEFT_OUT`, and their values."""
     kept, skipped = [], 0
-    for word in flags:
+    schedules = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    for word in schedules.parse_known_args(flags)[1]:
         flag, _, value = word.partition("=")
         if flag in _LEFT_OUT:
             skipped = 0 if value else _LEFT_OUT[flag]

@@ -35,6 +35,7 @@ from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import gpt, offload, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.memory_left import STANDIN_VARIABLE
 from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
@@ -48,6 +49,7 @@ from tests.integration import (
     standing_step,
     stock_script,
 )
+from tests.integration import replanned as replanned_jobs
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -141,6 +143,23 @@ def copied(
     There are ``pinned`` bytes; the activations of so many ``layers`` of each stage go, or of all.
     """
     return run_ranks(world, _copied, list(flags), pinned, layers)
+
+
+def replanned(
+    world: int,
+    flags: Sequence[str],
+    names: Sequence[str] = (),
+    failing: int | None = None,
+    standin_bytes: int = 0,
+    slow_from: int | None = None,
+) -> list[tuple[list[str], list[float], str]]:
+    """For each rank the programs it ran in training, the losses it saw, and what it printed.
+
+    Planning again proposes the first of schedules ``names`` that does not run, or without them what a process finds
+    that is waited for; rank ``failing`` cannot prove its programs. Devices have ``standin_bytes`` for activations. The
+    last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
+    """
+    return run_ranks(world, _replanned, list(flags), names, failing, standin_bytes, slow_from)
 
 
 def stock_flags() -> dict[str, tuple[object, ...]]:
@@ -360,6 +379,26 @@ def _held_and_estimated(
     estimate, seen = held_in_jobs.estimate_here(one_kernel=one_kernel), held_in_jobs.listen()
     _rank_main(flags)
     return held_in_jobs.held(seen), estimate
+
+
+def _replanned(
+    flags: list[str], names: Sequence[str], failing: int | None, standin_bytes: int, slow_from: int | None
+) -> tuple[list[str], list[float], str]:
+    os.environ[STANDIN_VARIABLE] = str(standin_bytes)
+    seen, programs = _nothing_seen(), replanned_jobs.programs_run()
+    _listen(seen)
+    if names:
+        replanned_jobs.propose_at_once(*names)
+    else:
+        replanned_jobs.wait_for_plans()
+    if slow_from is not None and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        replanned_jobs.slow_from(slow_from, 0.04)
+    if failing == int(os.environ["RANK"]):
+        replanned_jobs.fail_to_prove()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        _rank_main(flags)
+    return programs, seen["losses"], printed.getvalue()
 
 
 def _rank_main(flags: list[str]) -> None:

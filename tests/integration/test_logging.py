@@ -22,6 +22,14 @@ LOGS = """
 # Losses of their own, which are computed beside the output layer or in every layer.
 MODEL = tuple(f"{FACTORS['model']['mixture of experts'].flags} --mtp-num-layers 1".split())
 TIMES = ("time", "throughput", "mem", "forward", "backward", "optimizer", "batch-generator", "allgather")
+PIPELINE = (
+    "pipeline/bubble",
+    "pipeline/planned-bubble",
+    "pipeline/slowest-stage",
+    "pipeline/slowest-stage-beyond-mean",
+    "pipeline/planned-peak-activations-gib",
+)
+STEPS = [1, 2, 3, 4]
 
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -46,10 +54,21 @@ def results(names: Iterable[str]) -> list[str]:
     return [name for name in names if not any(part in name for part in TIMES)]
 
 
+def of_the_pipeline(scalars: Scalars) -> Scalars:
+    """What stock does not write, taken out of ``scalars``."""
+    return {name: scalars.pop(name) for name in list(scalars) if name.startswith("pipeline/")}
+
+
 @pytest.mark.feature("--log-*, TensorBoard, Weights & Biases")
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
 def test_the_same_is_logged(train: Training, tmp_path: Path, schedule: str) -> None:
     stock, ours = logged(train, tmp_path / "stock"), logged(train, tmp_path / "ours", *under(schedule, "1"))
+    board, other = map(of_the_pipeline, ours)
+    assert {name: [step for step, _ in points] for name, points in board.items()} == dict.fromkeys(PIPELINE, STEPS)
+    assert {name: [value for _, value in points] for name, points in other.items()} == {
+        name: pytest.approx([value for _, value in points]) for name, points in board.items()
+    }
+    assert all(0 < value < 1 for _, value in board["pipeline/bubble"])
     for theirs, mine in zip(stock, ours, strict=True):
         assert {"lm loss", "grad-norm", "mtp_1 loss", "load_balancing_loss"} <= theirs.keys()
         assert set(results(mine)) == set(results(theirs))

@@ -271,6 +271,22 @@ REFUSED = {
         "--pipeline-schedule-layers auto",
         "--pipeline-schedule-layers goes with --pipeline-schedule: name one of 1f1b",
     ),
+    "an order that is given, planned again": (
+        "--pipeline-schedule file --pipeline-schedule-file x.csv --pipeline-replan",
+        "--pipeline-replan with --pipeline-schedule file would change nothing: its order does not depend on costs",
+    ),
+    "an order that is stated, planned again": (
+        "--pipeline-schedule interleaved-1f1b --pipeline-replan",
+        "leave the flag out, or use one of zb-1p, zb-2p, 1f1b-v, v-min, v-half, v-zb, adaptive",
+    ),
+    "planning again without a schedule": (
+        "--pipeline-replan",
+        "--pipeline-replan goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "a limit measured for a schedule that has its own": (
+        "--pipeline-schedule v-half --pipeline-memory-limit auto",
+        "--pipeline-memory-limit goes with --pipeline-schedule adaptive, not v-half",
+    ),
     "a profile of one iteration": (
         "--pipeline-schedule v-half --pipeline-profile-iterations 1-1",
         "--pipeline-profile-iterations 1-1 has no iteration that is timed: the first counts bytes",

@@ -111,6 +111,11 @@ PIECES = (
         "A job that measures itself tells what its passes take within 3 %, and waits for no mark",
         ("tools.gpu_tests.profiled:measures_itself", ()),
     ),
+    Piece(
+        "replan",
+        "A job says its bubble and peak, plans again within the memory that is left, and keeps its losses to the bit",
+        ("tools.gpu_tests.replanned:plans_again", ()),
+    ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
     *(
         Piece(

@@ -26,20 +26,27 @@ from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
-from megatron.schedules.integration.flags.declared import add_arguments, mend_help
+from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.relief import bytes_of_a_rank
+from megatron.schedules.integration.flags.replan import measures_limit, replans
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.job_replan import JobReplan
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.log import line
+from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.memory_left import can_be_measured
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import profiler_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
+from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
@@ -79,6 +86,11 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
+        if measures_limit(args):
+            try:
+                can_be_measured()
+            except PlanError as error:
+                refuse(error.told(FLAGS))
         if shares(args) and (shape := shape_of(args)) is not None:
             args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement
@@ -107,6 +119,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
             return stock(*args, **kwargs)
         if session.function is None:
             training.print_rank_0(f"{session.planner.summary()}\n{found()}")
+            session.log = RunLog(session.planner, session.args, _bytes_of_microbatch(session.args))
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,
@@ -115,11 +128,20 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
+                watchers=[session.log],
                 profiler=profiler_of(session.planner, session.args),
             )
+            if replans(session.args):
+                session.replan = JobReplan(session.planner, session.args, session.function, session.log.slow)
+                session.function.between = session.replan.boundary
         return session.function
 
     return get_forward_backward_func
+
+
+def _bytes_of_microbatch(args: Any) -> float | None:
+    shape = shape_of(args)
+    return None if shape is None else bytes_of_a_rank(args, shape)
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:
@@ -247,6 +269,18 @@ HOOKS = (
         "get_forward_backward_func",
         "stock chooses its schedule by pipeline size alone",
         _get_forward_backward_func,
+    ),
+    Hook(
+        training,
+        "training_log",
+        "the line of an iteration gets what its pipeline came to, and this tells that line from others",
+        line.training_log,
+    ),
+    Hook(
+        training,
+        "print_rank_last",
+        "stock's line is made and printed in one function; here it has all of it, and every rank comes by",
+        line.print_rank_last,
     ),
     Hook(
         RerunStateMachine,

@@ -21,6 +21,7 @@ from megatron.schedules.integration.layers.again import do_layers_again, surroun
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.log.watcher import CallWatcher
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.offload import CopySpeed, begin
 from megatron.schedules.integration.peak_memory import PeakMemory
@@ -54,8 +55,12 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observers: told of every action.
+        watchers: told of every training call, of whose actions they may observe some.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
         profiler: told of every training call; None for none.
+
+    Attributes:
+        between: called before each training call looks for its program, on all ranks: the moment to change it.
     """
 
     def __init__(
@@ -68,11 +73,14 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
+        watchers: Sequence[CallWatcher] = (),
         copies: CopySpeed | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
-        self._messages, self._observers, self.profiler = messages, observers, profiler
+        self._messages, self._observers, self._watchers = messages, observers, watchers
+        self.profiler = profiler
+        self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -121,6 +129,8 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
+        if not forward_only:
+            self.between()
         program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
@@ -147,7 +157,11 @@ class ScheduleFunction:
         with self._place.under_way():
             try:
                 with events_in(timers), self._late_checks.at_the_end():
-                    run(program, stages, transport, self._watching(profiled, offloads), self._place)
+                    watchers = () if forward_only else self._watchers
+                    watching = [observer for watcher in watchers for observer in watcher.begin(program)]
+                    run(program, stages, transport, [*self._watching(profiled, offloads), *watching], self._place)
+                    for watcher in watchers:
+                        watcher.end()
                     stages.finish()
             finally:
                 stages.close()
@@ -240,6 +254,10 @@ class ScheduleFunction:
         dist.all_gather_object(peaks, measured.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         print_rank_last(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+
+
+def _nothing() -> None:
+    """Nothing happens between two iterations."""
 
 
 def _watched(stall_seconds: float) -> Place:

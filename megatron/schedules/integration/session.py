@@ -9,7 +9,9 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.job_replan import JobReplan
 from megatron.schedules.integration.late_checks import LateChecks
+from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
 Replacement = Callable[..., Any]
@@ -22,6 +24,8 @@ class Session:
     def __init__(self) -> None:
         self.planner: Planner | None = None
         self.function: ScheduleFunction | None = None
+        self.log: RunLog | None = None
+        self.replan: JobReplan | None = None
         self.args: Any = None
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps each of several validation sets takes

@@ -177,16 +177,19 @@ class JobProfile:
             hops=self.hops if ranks == self.placement.ranks else (),
         )
 
-    def stage_costs(self, planned: Costs) -> StageCosts:
-        """What the stages of this placement were measured to cost, with the relief of the costs planned for."""
-        costs = replace(
+    def costs_like(self, planned: Costs) -> Costs:
+        """What was measured on this placement, with the relief of the costs planned for."""
+        return replace(
             self.costs(self.placement.ranks),
             layers=self.layers,
             redone=planned.redone,
             offloaded=planned.offloaded,
             shared_vocabulary=planned.shared_vocabulary,
         )
-        found = costs.on(self.placement)
+
+    def stage_costs(self, planned: Costs) -> StageCosts:
+        """What the stages of this placement were measured to cost, with the relief of the costs planned for."""
+        found = self.costs_like(planned).on(self.placement)
         times = {
             kind: tuple(
                 stage.median(kind) if kind in stage.times else time

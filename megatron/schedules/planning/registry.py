@@ -33,6 +33,7 @@ class _Entry(NamedTuple):
         chunks: stages a rank holds; None where the request says it.
         heeds: the parts of a request that not every schedule heeds, and this one does.
         needs: those of them that it cannot do without, and what they are.
+        stated: whether its order is the same whatever passes cost.
     """
 
     build: Callable[[Request, Progress], Schedule]
@@ -41,6 +42,7 @@ class _Entry(NamedTuple):
     chunks: int | None = None
     heeds: tuple[str, ...] = ()
     needs: Mapping[str, str] = MappingProxyType({})
+    stated: bool = False
 
 
 def _at_once(build: Callable[[Request], Schedule]) -> Callable[[Request, Progress], Schedule]:
@@ -80,18 +82,21 @@ _ENTRIES = {
         "the usual schedule: memory of d microbatches, the baseline to compare with",
         _sequential,
         chunks=1,
+        stated=True,
     ),
     "eager-1f1b": _Entry(
         _at_once(one_chunk.eager_1f1b),
         "1F1B that hides slow messages, at nearly twice its memory",
         _sequential,
         chunks=1,
+        stated=True,
     ),
     "interleaved-1f1b": _Entry(
         _at_once(interleaved_1f1b.interleaved_1f1b),
         "smaller bubble than 1F1B, for more memory and more messages",
         interleaved,
         heeds=("chunks",),
+        stated=True,
     ),
     "zb-1p": _Entry(
         one_chunk.zb_1p,
@@ -140,6 +145,7 @@ _ENTRIES = {
         "a schedule of your own, from a compute-only CSV",
         heeds=("csv", "offload"),
         needs={"csv": "a compute-only CSV, one row a rank"},
+        stated=True,
     ),
 }
 
@@ -149,6 +155,16 @@ NAMES = tuple(_ENTRIES)
 def describe(name: str) -> str:
     """One line that says when to use schedule ``name``."""
     return _ENTRIES[name].summary
+
+
+def follows_costs(name: str, *, shared_vocabulary: bool) -> bool:
+    """Whether the order of schedule ``name`` depends on what passes cost, be it only where S and T stand in it."""
+    return not _entry(name).stated or (shared_vocabulary and name != "file")
+
+
+def names_following_costs() -> tuple[str, ...]:
+    """The schedules whose order depends on what passes cost."""
+    return tuple(name for name, entry in _ENTRIES.items() if not entry.stated)
 
 
 def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from megatron.schedules.integration.flags.memory_limit import memory_limit
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
+from megatron.schedules.integration.flags.replan import check_replan, measures_limit, with_first_limit
 from megatron.schedules.integration.flags.supposed import device_memory, is_first, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
@@ -95,6 +96,7 @@ def _checked(args: Any) -> Planned | None:
     profile_asked(args)
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
+    check_replan(args)
     request = _request(args)
     _check_layers(args)
     if placed_by_planner(args):
@@ -192,13 +194,14 @@ def _request(args: Any) -> Request:
     if request.schedule == "adaptive":
         request = replace(
             request,
-            memory_limit=memory_limit(args),
+            memory_limit=None if measures_limit(args) else memory_limit(args),
             search_seconds=positive(
                 FLAGS["search_seconds"], args.pipeline_search_seconds, "a positive number of seconds"
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
-    return with_own_relief(with_relief(args, replace(request, costs=costs_of(args, stages(request)))))
+    request = with_own_relief(with_relief(args, replace(request, costs=costs_of(args, stages(request)))))
+    return with_first_limit(args, request)
 
 
 def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:

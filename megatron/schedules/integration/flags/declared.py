@@ -30,6 +30,7 @@ FLAGS = {
     "timeline": "--pipeline-timeline",
     "dry_run": "--pipeline-dry-run",
     "device_memory": "--device-memory",
+    "replan": "--pipeline-replan",
 }
 
 
@@ -79,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="X",
         help="For --pipeline-schedule adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, "
         "such as 0.5, or in GiB, such as 20GiB, by Megatron's own estimate of 1F1B's: that of as many microbatches as "
-        "pipeline ranks. Give what your GPUs have left beside weights and optimizer.",
+        "pipeline ranks. Give what your GPUs have left beside weights and optimizer, or auto: the job begins within a "
+        "third of 1F1B's, measures what is left, and plans again for that (--pipeline-replan is implied).",
     )
     group.add_argument(
         "--pipeline-search-seconds",
@@ -172,6 +174,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="GIB",
         help="For --pipeline-dry-run: the memory of one GPU, such as 80GiB; says which rank holds most, whether that "
         "fits, and what would make it fit.",
+    )
+    group.add_argument(
+        "--pipeline-replan",
+        action="store_true",
+        help="Plan again, beside the running iterations, for what the job has measured of itself (iterations 3 to 8, "
+        "or --pipeline-profile-iterations), and run the new order from one iteration on if it is shorter; again where "
+        "a rank or the messages between two become slow. Losses stay the same. Give it in long jobs.",
     )
     return parser
 

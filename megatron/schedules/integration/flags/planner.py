@@ -10,6 +10,7 @@ from megatron.schedules.integration.flags.check import Planned, planned
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.forward_only import forward_only
 from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.textforms import to_csv
@@ -33,6 +34,8 @@ class Planner:
         self._request = replace(asked.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool, int], Program] = {}
+        self._timelines: dict[int, Timeline] = {}
+        self._microbatches = schedule.microbatches  # of the training call that was last
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
         self._assumed = asked.assumed
@@ -87,20 +90,59 @@ class Planner:
         """Tells the first plan, and the costs by which its messages are placed, from any other."""
         return hashlib.sha256(f"{to_csv(self.first)}{self._request.costs!r}".encode()).hexdigest()
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """The first plan, timed under the costs given."""
-        return simulate(self.first, self._request.costs.on(self.placement))
+        return self.timeline_of(self.first.microbatches)
+
+    def timeline_of(self, num_microbatches: int) -> Timeline:
+        """The plan for so many microbatches, timed under the costs given."""
+        if num_microbatches not in self._timelines:
+            schedule = self._schedule(num_microbatches, evaluating=False)
+            self._timelines[num_microbatches] = simulate(schedule, self._request.costs.on(self.placement))
+        return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
         """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
         key = num_microbatches, forward_only, rank
+        if not forward_only:
+            self._microbatches = num_microbatches
         if key not in self._programs:
             programs, self._first_programs = self._first_programs, ()  # of other ranks nothing is kept
             if forward_only or num_microbatches != self.first.microbatches or not programs:
                 programs = self._proved(num_microbatches, forward_only=forward_only)
             self._programs[key] = programs[rank]
         return self._programs[key]
+
+    @property
+    def request(self) -> Request:
+        """What is planned for the number of microbatches that the job has."""
+        return replace(self._request, microbatches=self._microbatches)
+
+    @property
+    def running(self) -> Schedule:
+        """The plan for that number."""
+        return self.schedule(self._microbatches)
+
+    def prove(self, request: Request, schedule: Schedule) -> tuple[Program, ...]:
+        """The programs of all ranks for another plan on the same placement, lowered for the costs of ``request``.
+
+        Raises:
+            ProgramError: where they would not end.
+        """
+        programs = lower(schedule, request.costs.on(self.placement))
+        check(programs)
+        return programs
+
+    def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
+        """From now on train by ``schedule``, and plan other numbers of microbatches for the costs of ``request`` too.
+
+        Programs of evaluations stay as they are: they have no backwards to wait for.
+        """
+        self._request = replace(request, placement=self.placement)
+        self._schedules, self._timelines = {schedule.microbatches: schedule}, {}
+        self._programs = {key: program for key, program in self._programs.items() if key[1]}
+        self.first, self._first_programs = schedule, proved
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
         schedule = self._schedule(num_microbatches, forward_only)

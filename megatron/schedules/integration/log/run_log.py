@@ -1,0 +1,183 @@
+"""Bubble, peak and slowest stage of each logged iteration: measured on all ranks, added to stock's line and writers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.log.memory import PeakWatch
+from megatron.schedules.planning.iteration import (
+    Iteration,
+    RankTimes,
+    measured_iteration,
+    planned_iteration,
+    rank_times,
+)
+from megatron.schedules.planning.slowness import Slow, SlowWatch
+from megatron.schedules.runtime.engine import Observer
+from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
+
+_GIB = 2**30
+
+
+class Logged(NamedTuple):
+    """What a logged iteration came to.
+
+    Args:
+        measured, planned: both; stages' times in milliseconds and in the unit of the plan's costs.
+        peak: bytes on the rank that held most; None where nothing counted them.
+        planned_peak: bytes by the model's arithmetic; None where its sizes are not known.
+        slowest_rank: of the pipeline, that of the slowest stage.
+        slow: ranks that have become slow by now.
+        since: when those were quicker.
+    """
+
+    measured: Iteration
+    planned: Iteration
+    peak: float | None
+    planned_peak: float | None
+    slowest_rank: int
+    slow: Sequence[Slow] = ()
+    since: str = ""
+
+    def words(self) -> str:
+        """What is added to stock's line."""
+        measured, planned = self.measured, self.planned
+        stage, beyond = measured.slowest
+        held = [] if self.peak is None else [amount(self.peak)]
+        held += [] if self.planned_peak is None else [f"planned {amount(self.planned_peak)}"]
+        peak = f" peak activations: {', '.join(held)} |" if held else ""
+        return (
+            f" pipeline bubble: {100 * measured.bubble:.1f} % (planned {100 * planned.bubble:.1f} %) |{peak}"
+            f" slowest stage: {stage} (rank {self.slowest_rank}, {_above(beyond)} over mean,"
+            f" planned {_above(planned.stages[stage] * len(planned.stages) / sum(planned.stages) - 1)}) |"
+        )
+
+    def warnings(self) -> list[str]:
+        """A line for each rank that has become slow."""
+        return [
+            f"WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as {self.since}"
+            for rank, ratio in self.slow
+        ]
+
+    def scalars(self) -> dict[str, float]:
+        """What writers get, by name; bytes in GiB."""
+        found = {
+            "pipeline/bubble": self.measured.bubble,
+            "pipeline/planned-bubble": self.planned.bubble,
+            "pipeline/slowest-stage": float(self.measured.slowest.stage),
+            "pipeline/slowest-stage-beyond-mean": self.measured.slowest.beyond_mean,
+        }
+        if self.peak is not None:
+            found["pipeline/peak-activations-gib"] = self.peak / _GIB
+        if self.planned_peak is not None:
+            found["pipeline/planned-peak-activations-gib"] = self.planned_peak / _GIB
+        return found
+
+
+def _above(share: float) -> str:
+    return f"{100 * share:+.0f} %"
+
+
+def amount(number: float) -> str:
+    """So many bytes, for people."""
+    return f"{number / _GIB:.2f} GiB" if number >= 0.1 * _GIB else f"{number / 2**20:.2f} MiB"
+
+
+class RunLog:
+    """Records the iterations that stock will log, and says what they came to when it does.
+
+    Nothing waits for the device: what is said is of the last iteration that all of it has passed. Stock itself waits
+    for the device before it logs, so that is the logged one.
+
+    Args:
+        planner: knows what was planned.
+        args: the job's; :attr:`curr_iteration` and :attr:`log_interval` say which iterations are logged.
+        bytes_of_microbatch: what a microbatch's activations take in an average rank's layers, where that is known.
+
+    Attributes:
+        slow: tells which ranks have become slow.
+    """
+
+    def __init__(self, planner: Planner, args: Any, bytes_of_microbatch: float | None) -> None:
+        self._planner, self._args, self._each = planner, args, bytes_of_microbatch
+        self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
+        self._peak = PeakWatch()
+        self.slow = SlowWatch(planner.placement.rank_of)
+        self._calls, self._recording, self._within = 0, False, False
+        self._microbatches = planner.first.microbatches
+        self._last: RankTimes | None = None
+
+    def begin(self, program: Program) -> Sequence[Observer]:
+        """See :class:`.watcher.CallWatcher`."""
+        self._recording = self._due()
+        self._calls += 1
+        self._microbatches = program.microbatches
+        self._peak.begin()
+        if not self._recording:
+            return ()
+        self._recorder.begin()
+        return (self._recorder,)
+
+    def end(self) -> None:
+        """See :class:`.watcher.CallWatcher`."""
+        if self._recording:
+            self._recorder.end()
+        self._peak.end()
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """While stock makes its line."""
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
+
+    def logged(self, counted: int) -> Logged | None:
+        """What the iteration came to that is being logged; collective. None outside of stock's log, or with no record.
+
+        Args:
+            counted: bytes of activations that were counted on this rank, 0 where none were.
+        """
+        if not self._within:
+            return None
+        placement = self._planner.placement
+        while (spans := self._recorder.take()) is not None:
+            self._last = rank_times(spans, placement.stages)
+        peak = max(counted, self._peak.bytes or 0)
+        last = self._last or RankTimes(0.0, 0.0, (0.0,) * placement.stages)
+        until_last, worst, *stages = reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
+        busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
+        if not ranks:
+            return None
+        timeline = self._planner.timeline_of(self._microbatches)
+        measured = measured_iteration(busy, round(ranks), until_last, stages)
+        return Logged(
+            measured,
+            planned_iteration(timeline),
+            worst or None,
+            None if self._each is None else timeline.peak * self._each,
+            placement.rank_of[measured.slowest.stage],
+            self.slow.add(measured.stages),
+            self.slow.since,
+        )
+
+    def _due(self) -> bool:
+        """Whether stock logs the iteration that begins: at its interval, and a job's first."""
+        iteration = getattr(self._args, "curr_iteration", 0) + 1
+        return not self._calls or iteration % self._args.log_interval == 0
+
+
+def reduced(values: Sequence[float], how: Any) -> list[float]:
+    """``values`` over all ranks of the job, in one small message."""
+    tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
+    dist.all_reduce(tensor, how)
+    return [float(value) for value in tensor.tolist()]

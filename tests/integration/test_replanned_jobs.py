@@ -1,0 +1,88 @@
+"""Jobs that plan again: all ranks switch at one iteration, losses are the same to the bit, failures change nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.integration.results import MODEL, UNTIED
+
+JOB = [*MODEL, *UNTIED, *"--global-batch-size 8 --pipeline-model-parallel-size 2 --train-iters 9 --lr 1e-2".split()]
+NAMED = [*JOB, "--pipeline-schedule", "v-half"]
+# Measured in iterations 3 to 8 where nobody says when.
+EARLY = ["--pipeline-profile-iterations", "2-3"]
+ADAPTIVE = [*JOB, *"--pipeline-schedule adaptive --pipeline-search-seconds 0.1 --pipeline-schedule-chunks 2".split()]
+
+
+def said(ranks: Any) -> list[str]:
+    """What the first rank said of it."""
+    return re.findall(r"^(?:WARNING: .*plan.*|replanned: .*|pipeline memory limit: .*)$", ranks[0][2], re.MULTILINE)
+
+
+def switches(ranks: Any, iterations: int) -> set[tuple[int, ...]]:
+    """After how many iterations each rank began to run another program, all ranks' together."""
+    found = set()
+    for programs, _, _ in ranks:
+        assert len(programs) == iterations
+        found.add(tuple(at for at in range(1, iterations) if programs[at] != programs[at - 1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def before(megatron: Any) -> list[float]:
+    """The losses of a job that plans once."""
+    losses: list[float] = megatron("replanned", 2, NAMED)[-1][1]
+    assert len(losses) == 9
+    return losses
+
+
+@pytest.mark.parametrize(("flags", "at"), [(EARLY, 4), pytest.param([], 9, marks=pytest.mark.full_matrix)])
+def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
+    megatron: Any, before: list[float], flags: list[str], at: int
+) -> None:
+    """The plan begins at the boundary after the profile's end, is there at the next, and runs in the one after that."""
+    more = [] if flags else ["--train-iters", "11", "--lr-decay-iters", "9"]
+    ranks = megatron("replanned", 2, [*NAMED, *flags, "--pipeline-replan", *more], ["v-zb"])
+    assert switches(ranks, 11 if more else 9) == {(at + 1,)}
+    assert ranks[-1][1][:9] == before
+    assert len(said(ranks)) == 1
+    assert said(ranks)[0].startswith("replanned: iteration 20.0 -> 10.0 ms expected, bubble 20.0 -> 10.0 %; ")
+
+
+def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(megatron: Any, before: list[float]) -> None:
+    ranks = megatron("replanned", 2, [*NAMED, *EARLY, "--pipeline-replan"], ["v-zb"], 1)
+    assert switches(ranks, 9) == {()}
+    assert ranks[-1][1] == before
+    assert said(ranks) == [
+        "WARNING: a new plan is not taken over, and the one that runs goes on: "
+        "rank 1: MemoryError: no room for programs"
+    ]
+
+
+def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any) -> None:
+    """The device has room for not quite two microbatches of a rank, of which a twentieth is kept free."""
+    ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *EARLY], [], None, 300_000)
+    first = re.search(r"adaptive, within ([\d.]+) of 1F1B's memory", ranks[0][2])
+    limit, replanned = said(ranks)
+    found = re.match(r"pipeline memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
+    assert first is not None and found is not None
+    assert float(first[1]) < 0.6 < float(found[1])
+    # Of 1F1B's two microbatches, up to the digits that are said.
+    assert float(found[1]) * 2 * float(found[2]) * 2**20 == pytest.approx(0.95 * 300_000, rel=0.05)
+    assert replanned.startswith("replanned: iteration ")
+    assert f"within {found[1]} of 1F1B's memory" in replanned
+    assert switches(ranks, 9) == {(5,)}
+
+
+@pytest.mark.full_matrix
+def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatron: Any) -> None:
+    """Slow from iteration 7 on, named in 9, measured from 12 to 17, planned for in 18, switched in 19."""
+    job = [*NAMED, *EARLY, "--pipeline-replan", "--train-iters", "20"]
+    ranks = megatron("replanned", 2, job, ["v-zb", "v-min"], None, 0, 7)
+    named = re.findall(r"WARNING: pipeline rank (\d) takes [\d.]+ x as long for its passes as when", ranks[-1][2])
+    assert named[:1] == ["1"]
+    assert re.findall(r"as measured in iterations (\d+-\d+)", ranks[0][2]) == ["3-3", "13-17"]
+    assert [line.split(":")[0] for line in said(ranks)] == ["replanned", "replanned"]
+    assert switches(ranks, 20) == {(5, 19)}
