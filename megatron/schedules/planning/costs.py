@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import KINDS, RELIEF, Doing, Kind, Share, stages_doing
 from megatron.schedules.planning.loads import ModelLoads, Part
+from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 
@@ -47,6 +48,8 @@ class StageCosts:
             comes, and what is away from O to L, where these come.
         standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
         one_way: whether a rank copies to the host and from it by turns, not both at once.
+        attention: of ``times``, what attention takes.
+        loads: how much of all this each microbatch has; None where they are alike.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -55,6 +58,8 @@ class StageCosts:
     held: Mapping[Share, tuple[float, ...]]
     standing: tuple[float, ...] = ()
     one_way: bool = False
+    attention: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    loads: MicrobatchLoads | None = None
 
     def doing(self, placement: Placement) -> Doing:
         """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
@@ -77,12 +82,26 @@ class StageCosts:
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
         """Kind -> duration by stage; a whole takes as long as its parts, and what is not done none."""
+        return self._with_wholes(self.times)
+
+    @cached_property
+    def of_attention(self) -> Mapping[Kind, tuple[float, ...]]:
+        """What of :attr:`durations` attention takes."""
+        return self._with_wholes(self.attention)
+
+    def _with_wholes(self, times: Mapping[Kind, tuple[float, ...]]) -> Mapping[Kind, tuple[float, ...]]:
         none = (0.0,) * len(self.activation)
         parts = {kind: row.parts or (kind,) for kind, row in KINDS.items()}
-        times = {
-            kind: zip(*(self.times.get(part, none) for part in found), strict=True) for kind, found in parts.items()
-        }
-        return {kind: tuple(map(sum, found)) for kind, found in times.items()}
+        found = {kind: zip(*(times.get(part, none) for part in each), strict=True) for kind, each in parts.items()}
+        return {kind: tuple(map(sum, each)) for kind, each in found.items()}
+
+    def durations_of(self, passes: Iterable[Pass]) -> list[float]:
+        """How long each of ``passes`` takes."""
+        durations, loads = self.durations, self.loads
+        if loads is None:
+            return [durations[kind][stage] for stage, kind, _ in passes]
+        attention = self.of_attention
+        return [loads.time(durations[kind][stage], attention[kind][stage], m) for stage, kind, m in passes]
 
     @cached_property
     def changes(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -107,6 +126,8 @@ class StageCosts:
                 for index, (stage, kind, m) in enumerate(row):
                     if kind is Kind.F and (stage, m) in stages:
                         found[index] -= spared[stage]
+        if self.loads is not None:
+            found = [self.loads.held(change, m) for change, (_, _, m) in zip(found, row, strict=True)]
         return found
 
     def least(self, placement: Placement) -> float:
@@ -150,7 +171,7 @@ class StageCosts:
             held += kept[stage] + sum(
                 self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared
             )
-        return most
+        return most if self.loads is None else most * max(self.loads.tokens)
 
 
 @dataclass(frozen=True)
@@ -175,6 +196,8 @@ class Costs:
     layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
     ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
     a time.
+    ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
+    sequence's length where microbatches have lengths (:mod:`.microbatch_loads`).
     """
 
     forward: float = 1.0
@@ -195,6 +218,7 @@ class Costs:
     copy: float = 0.0
     one_way: bool = False
     again: float = 1.0
+    attention: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -297,7 +321,9 @@ class Costs:
                 times | self._shared_times(self.model, placement),
                 held | self._shared_held(self.model, placement),
             )
-        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way)
+        standing = self._standing(placement, parts)
+        attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
+        return StageCosts(times, activation, self.comm, held, standing, self.one_way, attention)
 
     def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
         """How many decoder layers each stage has; None where the model is not known."""
@@ -342,6 +368,17 @@ class Costs:
             )
             for kind, time in times.items()
         }
+
+    def _attention(
+        self, placement: Placement, parts: Sequence[Part] | None, again: Sequence[float]
+    ) -> dict[Kind, tuple[float, ...]]:
+        """What attention takes of F, I and R; of layers alone, where the model is known."""
+        forward, input_grad = self.attention
+        both = input_grad * self.input_grad + forward * self.recompute * self.forward
+        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + self.recompute * self.forward), Kind.R: forward}
+        layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
+        layers[Kind.R] = tuple(again)
+        return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
 
     def _held(
         self, placement: Placement, parts: Sequence[Part] | None

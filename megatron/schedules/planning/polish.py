@@ -53,8 +53,11 @@ def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progres
 
 
 def finished(split: Schedule, costs: StageCosts) -> Schedule:
-    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be."""
-    return merge_backward(simulate(in_microbatch_order(split), costs))
+    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be.
+
+    Where microbatches are not alike they are in turn already, see :func:`.tasks.tasks_of`.
+    """
+    return merge_backward(simulate(in_microbatch_order(split) if costs.loads is None else split, costs))
 
 
 def merge_backward(timeline: Timeline) -> Schedule:

@@ -133,7 +133,8 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
     passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
-    rank_of, durations, before = placement.rank_of, costs.durations, _before(schedule, passes, costs.comm)
+    rank_of, durations = placement.rank_of, costs.durations_of(passes)
+    before = _before(schedule, passes, costs.comm, in_turn=costs.loads is not None)
     steady = flags(())
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
@@ -142,7 +143,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     tasks = Tasks(
         first=whole(accumulate(map(len, schedule.order), initial=0)),
         rank=whole(rank_of[stage] for stage, _, _ in passes),
-        duration=fractions(0.0 if kind in copies else durations[kind][stage] for stage, kind, _ in passes),
+        duration=fractions(0.0 if work.kind in copies else time for work, time in zip(passes, durations, strict=True)),
         change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
         filler=flags(KINDS[kind].filler for _, kind, _ in passes),
         steady=steady,
@@ -152,7 +153,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
             else -1
             for stage, kind, _ in passes
         ),
-        copying=fractions(durations[kind][stage] if kind in copies else 0.0 for stage, kind, _ in passes),
+        copying=fractions(time if work.kind in copies else 0.0 for work, time in zip(passes, durations, strict=True)),
         opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
         before=before,
         after=before.turned(),
@@ -160,8 +161,12 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     return tasks, passes
 
 
-def _before(schedule: Schedule, passes: Sequence[Pass], comm: float) -> Links:
-    """What each of ``passes`` waits for."""
+def _before(schedule: Schedule, passes: Sequence[Pass], comm: float, *, in_turn: bool) -> Links:
+    """What each of ``passes`` waits for.
+
+    Where it is to come ``in_turn``, also for the one of its kind and stage on the microbatch before: such as are not
+    alike cannot be renumbered later (:func:`.schedule.in_microbatch_order`).
+    """
     places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, comm, own=True)
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     for index, (stage, kind, m) in enumerate(passes):
@@ -173,5 +178,8 @@ def _before(schedule: Schedule, passes: Sequence[Pass], comm: float) -> Links:
             if found is not None:
                 tasks.append(found)
                 delays.append(delay)
+        if in_turn and m and (found := number[places[kind][stage] + m - 1]) is not None:
+            tasks.append(found)
+            delays.append(0.0)
         start.append(len(tasks))
     return Links(start, tasks, delays)
