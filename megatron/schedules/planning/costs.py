@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import KINDS, RELIEF, Doing, Kind, Share, stages_doing
-from megatron.schedules.planning.loads import ModelLoads, Part
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
+from megatron.schedules.planning.kinds import KINDS, Resource
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
 

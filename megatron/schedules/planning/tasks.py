@@ -16,7 +16,7 @@ from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Rows, Schedule, awaited, slots
+from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
 
 
 def whole(numbers: Iterable[int]) -> array[int]:
@@ -165,21 +165,34 @@ def _before(schedule: Schedule, passes: Sequence[Pass], comm: float, *, in_turn:
     """What each of ``passes`` waits for.
 
     Where it is to come ``in_turn``, also for the one of its kind and stage on the microbatch before: such as are not
-    alike cannot be renumbered later (:func:`.schedule.in_microbatch_order`).
+    alike cannot be renumbered later (:func:`.schedule.in_microbatch_order`). Nor does a rank complete its stages'
+    gradients in another order then: replicas, each with microbatches of its own, reduce them together.
     """
     places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, comm, own=True)
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     for index, (stage, kind, m) in enumerate(passes):
         number[places[kind][stage] + m] = index
     start, tasks, delays = whole([0]), whole(()), fractions(())
-    for stage, kind, m in passes:
+    completed = _completed_before(schedule) if in_turn else {}
+    for index, (stage, kind, m) in enumerate(passes):
         for place, delay in needed[kind][stage]:
             found = number[place + m]
             if found is not None:
                 tasks.append(found)
                 delays.append(delay)
-        if in_turn and m and (found := number[places[kind][stage] + m - 1]) is not None:
-            tasks.append(found)
-            delays.append(0.0)
+        if in_turn:
+            last = number[places[kind][stage] + m - 1] if m else None
+            own = [each for each in (last, completed.get(index)) if each is not None]
+            tasks.extend(own)
+            delays.extend([0.0] * len(own))
         start.append(len(tasks))
     return Links(start, tasks, delays)
+
+
+def _completed_before(schedule: Schedule) -> dict[int, int]:
+    """Of the passes that complete a stage's gradients, by number, the one that does so before it on its rank."""
+    found: dict[int, int] = {}
+    for first, row in zip(accumulate(map(len, schedule.order), initial=0), schedule.order, strict=False):
+        completing = sorted(first + index for index in gradients_complete(row).values())
+        found |= {later: earlier for earlier, later in pairwise(completing)}
+    return found
