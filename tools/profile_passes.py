@@ -43,6 +43,7 @@ _LEFT_OUT = {
     "--pipeline-memory-limit": 1,
     "--pipeline-search-seconds": 1,
     "--pipeline-offload": 1,
+    "--pipeline-plan-lengths": 0,
     "--pipeline-model-parallel-layout": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,

@@ -41,11 +41,13 @@ from tests.integration import (
     counted_forwards,
     fake_wandb,
     low_rank,
+    ordered_samples,
     plain_attention,
     standing_step,
     stock_script,
 )
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
@@ -55,6 +57,8 @@ from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
+__all__ = ["reads_ahead", "train"]  # what the server is asked for by name, among others
+
 
 def train(
     world: int,
@@ -62,15 +66,17 @@ def train(
     samples: str = "plain",
     adapters: bool = False,
     attention: str = "stock",
+    orders: Sequence[Sequence[Sequence[int]]] = (),
     timeout: float = 180.0,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
     Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
     "conversations". With ``adapters`` only low-rank ones beside every linear are trained. ``attention`` is stock's
-    local one, or "plain": see :mod:`.plain_attention`.
+    local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank takes the microbatches of
+    each iteration in its own: see :mod:`.ordered_samples`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
     last = ranks[-1]
     return Result(
         last["losses"],
@@ -81,6 +87,7 @@ def train(
         [rank["shapes"] for rank in ranks],
         last["iterations"],
         last["loss_scales"],
+        [rank["orders"] for rank in ranks],
     )
 
 
@@ -355,9 +362,14 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
     return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
 
 
-def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dict[str, Any]:
+def _rank(
+    flags: list[str], samples: str, adapters: bool, attention: str, orders: Sequence[Sequence[Sequence[int]]]
+) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
+    ordered_samples.note(seen["orders"])
+    if orders:
+        ordered_samples.put_in_place(orders)
     fake_wandb.put_in_place()
     # Whatever is read or given back too soon is nonsense.
     offload.copies_on = lambda *args, **named: LateCopies()
@@ -392,7 +404,7 @@ def _rank_without_us(flags: list[str]) -> dict[str, Any]:
 
 
 def _nothing_seen() -> dict[str, Any]:
-    lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales")}
+    lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales", "orders")}
     return lists | {"shares": False, "pipeline": 0, "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
 
 

@@ -1,4 +1,4 @@
-"""tools/benchmarks/emulated.py, relief.py, lengths.py: every engine runs, a failing rank says why, and verdicts follow the rows."""
+"""tools/benchmarks: every engine runs, a failing rank says why, and verdicts follow the rows."""
 
 from __future__ import annotations
 

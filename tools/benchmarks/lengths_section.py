@@ -65,7 +65,8 @@ def _claims(simulated: Sequence[Row], emulated: Sequence[Row]) -> list[str]:
         f"**{_held(less >= _LESS)}**",
         f"At least {_LESS_AT_WORST:.0%} less at the worst: {less_at_worst:.1%} in the least ({_who(worst)}), "
         f"**{_held(less_at_worst >= _LESS_AT_WORST)}**",
-        f"Planned in under a second: {slow['processor_seconds_worst']:.2f} s of one core in the slowest of {sets} ({_who(slow)}), "
+        f"Planned in under a second: {slow['processor_seconds_worst']:.2f} s of one core in the slowest of {sets} "
+        f"({_who(slow)}), "
         f"**{_held(slow['processor_seconds_worst'] < _SECONDS)}**",
     ]
     if emulated:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
@@ -34,6 +36,7 @@ from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.lengths.beside import LengthsBeside
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
@@ -111,10 +114,17 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
+                lengths=_lengths(session.planner, session.args),
             )
         return session.function
 
     return get_forward_backward_func
+
+
+def _lengths(planner: Planner, args: Any) -> LengthsBeside | None:
+    if not args.pipeline_plan_lengths:
+        return None
+    return LengthsBeside(planner, attention_of(args), timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:

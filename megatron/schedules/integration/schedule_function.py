@@ -19,6 +19,7 @@ from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.layers.losses import LossRelay
+from megatron.schedules.integration.lengths.beside import LengthsBeside, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.messages import Messages
@@ -53,6 +54,7 @@ class ScheduleFunction:
         stall_seconds: how long a call may stand still before the process ends with a line about it; 0 for ever.
         report_memory: measure and report every rank's peak in the first training call.
         observers: told of every action.
+        lengths: plans training iterations for their microbatches' lengths.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
     """
 
@@ -66,10 +68,11 @@ class ScheduleFunction:
         stall_seconds: float = 0.0,
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
+        lengths: LengthsBeside | None = None,
         copies: CopySpeed | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
-        self._messages, self._observers = messages, observers
+        self._messages, self._observers, self._lengths = messages, observers, lengths
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
@@ -118,7 +121,11 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
-        program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+        planned = None
+        if self._lengths is not None and not forward_only:
+            planned = self._lengths.begin(iterators, Sizes(num_microbatches, seq_length, micro_batch_size))
+        program = planned and planned.program
+        program = program or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
@@ -163,6 +170,8 @@ class ScheduleFunction:
                 self._report(measured)
             if timers is not None:
                 timers("forward-backward").stop()
+        if planned is not None:
+            losses = in_loaders_order(losses, planned.order)
         return losses if self._rank == last_rank else []
 
     def count_next_call(self) -> None:

@@ -13,6 +13,7 @@ from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
+from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
@@ -85,6 +86,7 @@ def _checked(args: Any) -> Planned | None:
             "leave the flag out to run without a pipeline"
         )
     stall_seconds(args)  # refused before anything is announced
+    check_plan_lengths(args)
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     request = _request(args)

@@ -23,6 +23,7 @@ FLAGS = {
     "shared_vocabulary": "--pipeline-vocabulary-parallel",
     "again": "--pipeline-recompute",
     "offload": "--pipeline-offload",
+    "plan_lengths": "--pipeline-plan-lengths",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
 }
@@ -118,6 +119,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "then does its part for every microbatch. Give it where the vocabulary is large: where the output layer takes "
         "longer than a rank's layers can make up for, or the two ends lack memory for their tables. Results stay the "
         "same to rounding, checkpoints fit any other setting.",
+    )
+    group.add_argument(
+        "--pipeline-plan-lengths",
+        action="store_true",
+        help="Plan every iteration for the lengths of its own microbatches: in which order they come, and when each "
+        "pass runs, beside the iteration before. Give it where samples are packed from documents "
+        "(--sft, --dataloader-inter-document-masking) or differ in length, above all in long contexts. Gradients of a "
+        "step are then added up in the planned order; samples and losses stay those of the step.",
     )
     group.add_argument(
         "--pipeline-schedule-stall-seconds",

@@ -1,0 +1,73 @@
+"""Iterations planned for their lengths: stock's gradients in the planned order, stock's losses, and no sample lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.integration.test_same_result import differing, under
+
+PACKED = ("--dataloader-inter-document-masking", "--train-iters", "3", "--global-batch-size")
+SETTINGS = {
+    "PP2": (2, "8", "--pipeline-model-parallel-size 2"),
+    "PP2 DP2 overlapped": (4, "12", "--pipeline-model-parallel-size 2 --overlap-grad-reduce"),
+    "PP2 TP2 sequence parallel": (
+        4,
+        "6",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "PP4": (4, "8", "--pipeline-model-parallel-size 4"),
+}
+USUAL = [("PP2 DP2 overlapped", "v-half")]
+PLANNED = "--pipeline-plan-lengths"
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        pytest.param(setting, schedule, marks=() if (setting, schedule) in USUAL else pytest.mark.full_matrix)
+        for setting in SETTINGS
+        for schedule in ("v-half", "1f1b", "adaptive", "interleaved-1f1b")
+    ],
+)
+def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, setting, schedule):
+    world, batch, flags = SETTINGS[setting]
+    job = (*PACKED, batch, *flags.split())
+    ours = train(world, *job, *under(schedule), PLANNED, samples="packed")
+    assert all(len(of_rank) == 3 for of_rank in ours.orders)
+    in_order = [tuple(sorted(order)) == order for of_rank in ours.orders for order in of_rank]
+    assert not all(in_order)
+    if "DP2" in setting:  # each replica has samples, and so plans, of its own
+        assert len({tuple(of_rank) for of_rank in ours.orders}) == 2
+    else:
+        assert len({tuple(of_rank) for of_rank in ours.orders}) == 1
+    ordered = train(world, *job, samples="packed", orders=ours.orders)
+    assert differing(ours, ordered) == []
+    assert ours.weights.keys() == ordered.weights.keys()
+    assert [key for key, value in ordered.weights.items() if not torch.equal(value, ours.weights[key])] == []
+    assert ours.losses == pytest.approx(ordered.losses, abs=1e-6)
+    stock = train.stock(world, *job, samples="packed")
+    assert ours.losses[0] == stock.losses[0]
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-5)
+    assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-5)
+
+
+def test_no_sample_is_lost_at_a_checkpoint(train, tmp_path):
+    world, batch, flags = SETTINGS["PP2"]
+    job = ("--dataloader-inter-document-masking", "--train-iters", "4", "--global-batch-size", batch, *flags.split())
+    job += (*under("v-half"), PLANNED, "--save", str(tmp_path), "--save-interval", "2")
+    whole = train(world, *job, samples="packed")
+    rest = train.resume(world, *job, load=tmp_path, iteration=2, samples="packed")
+    assert [of_rank[2:] for of_rank in whole.orders] == rest.orders
+    assert whole.losses[2:] == rest.losses
+
+
+def test_what_is_read_ahead_is_handed_out_once_in_the_order_asked_for(megatron):
+    found = megatron("reads_ahead")
+    assert found["read"] == [[1, 2, 3, 4], [1, 2, 3]] and found["same"]
+    assert found["upcoming"] == [4, 5]
+    assert found["handed out"] == [3, 1, 2, 4, 5]
+    assert found["at the end"] == [6, 7, 8, 9] == found["after it"]
+    assert found["lengths"] == [[3, 4, 9], [12, 12], [5]]
+    assert "neither cu_seqlens nor tokens" in found["other samples"]
+    assert "reads ahead under Megatron's own iterators" in found["other iterators"]
