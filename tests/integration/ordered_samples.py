@@ -17,9 +17,10 @@ from megatron.schedules.integration.lengths.read_ahead import lengths_of, under
 
 
 def note(seen: list[tuple[int, ...]]) -> None:
-    """Write down the order of each iteration that is planned for lengths, attention taking as much as in a long context.
+    """Write down the order of each iteration that is planned for lengths.
 
-    In that of these small models it takes so little that hardly any other order would be shorter.
+    Attention takes as much as in a long context: in that of these small models it takes so little that hardly any other
+    order would be shorter.
     """
     hooks.attention_of = lambda args: (0.6, 0.75)
     begin = LengthsBeside.begin
