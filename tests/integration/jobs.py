@@ -71,10 +71,10 @@ def train(
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
-    "conversations". With ``adapters`` only low-rank ones beside every linear are trained. ``attention`` is stock's
-    local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank takes the microbatches of
-    each iteration in its own: see :mod:`.ordered_samples`.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
+    with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
+    ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`.
     """
     ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
     last = ranks[-1]
@@ -379,6 +379,8 @@ def _rank(
         low_rank.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
+    if samples == "cut":
+        ordered_samples.cut()
     if samples in ("packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
         _attend_to_packed(seen["shapes"])

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training
 
+import pretrain_gpt
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.lengths.beside import LengthsBeside
+from megatron.schedules.integration.lengths.beside import LengthsBeside, in_loaders_order
 from megatron.schedules.integration.lengths.read_ahead import lengths_of, under
 
 
@@ -49,6 +50,30 @@ def put_in_place(orders: Sequence[Sequence[Sequence[int]]]) -> None:
     training.train_step = ordered
 
 
+def cut() -> None:
+    """Have samples come from the data loader in different numbers and lengths of rows."""
+    made, parse = RerunDataIterator.__init__, pretrain_gpt.parse_and_validate_args
+
+    def init(self: Any, samples: Any) -> None:
+        made(self, map(_cut, samples))
+
+    def parse_and_validate_args(*args: Any, **kwargs: Any) -> Any:
+        parsed = parse(*args, **kwargs)
+        parsed.variable_seq_lengths = True  # stock has no flag for it, and turns it off when it validates
+        return parsed
+
+    RerunDataIterator.__init__, pretrain_gpt.parse_and_validate_args = init, parse_and_validate_args
+
+
+def _cut(sample: dict[str, Any]) -> dict[str, Any]:
+    number = int(sample["tokens"][0, 1])
+    rows, length = 1 + number % 2, 4 * (1 + number % 4)
+    return {
+        name: value[:rows, :, :length, :length] if value.dim() == 4 else value[:rows, :length]
+        for name, value in sample.items()
+    }
+
+
 def reads_ahead() -> dict[str, Any]:
     """What an iterator hands out that is read ahead of, and the lengths that samples tell."""
     iterator = RerunDataIterator(iter(range(10)))
@@ -58,8 +83,12 @@ def reads_ahead() -> dict[str, Any]:
     below.hand_out([2, 0, 1])
     found["upcoming"] = below.read(2)
     found["handed out"] = [next(iterator) for _ in range(5)]
+    below.hand_out([1, 0])
+    found["not read before"] = [next(iterator), next(iterator)]
+    below.hand_out([3, 2, 1, 0])  # of the two that are left
     found["at the end"] = below.read(9)
     found["after it"] = list(islice(below, 9))
+    found["losses"] = in_loaders_order("cab", (2, 0, 1))
     bounds = torch.tensor([[0, 3, 7, 16, 16, 16]])
     samples = [
         {"tokens": torch.zeros(1, 16), "cu_seqlens": bounds},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from megatron.training import print_rank_0
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.lengths.read_ahead import ReadAhead, lengths_of, under
 from megatron.schedules.planning.lengths.compiled import compiled_climb
-from megatron.schedules.planning.lengths.plan import LengthsPlanner
+from megatron.schedules.planning.lengths.plan import LengthsPlan, LengthsPlanner
 from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
@@ -120,9 +121,26 @@ class LengthsBeside:
         planner: LengthsPlanner = self._of_size(n, self._attention)
         loads = MicrobatchLoads.of(lengths, sizes.sequence, sizes.rows)
         found, usual = planner.plan(loads), planner.usual(loads)
+        self._agree(found)
         programs = lower(found.schedule, found.timeline.costs)
         check(programs)
         return Planned(programs[self._rank], found.order, 1 - found.timeline.makespan / usual.timeline.makespan)
+
+    def _agree(self, found: LengthsPlan) -> None:
+        """All ranks of the replica have this plan.
+
+        Raises:
+            RuntimeError: where one has another.
+        """
+        digest = hashlib.sha256(repr((found.order, found.schedule.order)).encode()).digest()[:8]
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, self._group)
+        if any(each != mine for each in every):
+            raise RuntimeError(
+                "--pipeline-plan-lengths: ranks of one pipeline have planned an iteration differently: their Python, "
+                "numba or version of this package differ; give all the same"
+            )
 
     def _say_once(self) -> None:
         if self._said:

@@ -38,10 +38,12 @@ class ReadAhead:
             return [self._read[at] for at in range(min(count, len(self._read)))]
 
     def hand_out(self, order: Sequence[int]) -> None:
-        """Hand out, next, the first ``len(order)`` of those read: the one that ``order`` says first, first."""
+        """Hand out, next, the next ``len(order)``: the one that ``order`` says first, first; fewer as they come."""
+        missing = len(self.read(len(order))) < len(order)
         with self._reading:
-            samples = [self._read.popleft() for _ in order]
-            self._handed_out.extend(samples[m] for m in order)
+            if not missing:
+                samples = [self._read.popleft() for _ in order]
+                self._handed_out.extend(samples[m] for m in order)
 
     def __iter__(self) -> Iterator[Any]:
         return self
