@@ -68,6 +68,7 @@ def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, 
     assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-5)
 
 
+@pytest.mark.full_matrix
 def test_no_sample_is_lost_at_a_checkpoint(train, tmp_path):
     world, batch, flags = SETTINGS["PP2"]
     job = ("--dataloader-inter-document-masking", "--train-iters", "4", "--global-batch-size", batch, *flags.split())

@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 _RANKS, _CONTEXT, _SHORTEST = 8, 131_072, 64
 # Llama-3-8B at that context.
 _MODEL = Shape(32, 4096, 32, _CONTEXT, 128_256, groups=8, inner=14_336, gated=True, masks=(False, False))
-# Tokens of a document: log-normal, its median and the deviation of its logarithm. Packed one after another into
-# microbatches of a context each, a document going on in no other; or one a microbatch.
-_DRAWS = {
-    "packed, median 2,000": (2_000, 2.0, True),
-    "packed, median 8,000": (8_000, 2.0, True),
-    "one a microbatch, median 16,000": (16_000, 1.5, False),
-}
+# Tokens of a document: log-normal, by its median; the deviation of its logarithm. Packed one after another into
+# microbatches of a context each, a document going on in no other. Or one a microbatch, evenly from the least on.
+_PACKED, _DEVIATION = {"packed, median 2,000": 2_000, "packed, median 8,000": 8_000}, 2.0
+_ALONE, _LEAST = "one a microbatch, a quarter of a context or more", _CONTEXT // 4
+_DRAWS = (*_PACKED, _ALONE)
 _SCHEDULES = ("1f1b", "v-half", "v-zb", "adaptive 0.5", "adaptive 1")
 _EMULATED = ("v-zb", "1f1b", "v-half", "adaptive 1")
 _SETS, _QUICK_SETS, _REPETITIONS = 40, 5, 3
@@ -57,26 +55,27 @@ class _Setting(NamedTuple):
 def measure(quick: bool, say: Say) -> Iterator[Row]:
     """A simulated row for each schedule, size and way of drawing, and emulated ones of a few iterations."""
     for n in (16,) if quick else (16, 32):
-        for drawn in list(_DRAWS)[: 1 if quick else None]:
+        for drawn in _DRAWS[: 1 if quick else None]:
             for name in _EMULATED if quick else _SCHEDULES:
                 say(f"lengths: {name}, {n} microbatches, {drawn}")
                 yield _simulated(_setting(name, n, drawn), n, drawn, _QUICK_SETS if quick else _SETS)
-    for drawn in list(_DRAWS)[: 1 if quick else None]:
+    for drawn in _DRAWS[: 1 if quick else None]:
         yield from _emulated(drawn, 1 if quick else _REPETITIONS, say)
 
 
 def lengths_of(n: int, drawn: str, draw: random.Random) -> list[list[int]]:
     """The lengths of the sequences of each of ``n`` microbatches."""
-    median, deviation, packed = _DRAWS[drawn]
+    if drawn == _ALONE:
+        return [[draw.randint(_LEAST, _CONTEXT)] for _ in range(n)]
 
     def document() -> int:
-        return max(_SHORTEST, min(_CONTEXT, round(draw.lognormvariate(math.log(median), deviation))))
+        return max(_SHORTEST, min(_CONTEXT, round(draw.lognormvariate(math.log(_PACKED[drawn]), _DEVIATION))))
 
     found = []
     for _ in range(n):
         sequences: list[int] = []
         left = _CONTEXT
-        while left and (packed or not sequences):
+        while left:
             sequences.append(min(document(), left))
             left -= sequences[-1]
         found.append(sequences)

@@ -10,15 +10,15 @@ _LESS, _LESS_AT_WORST, _WITHIN, _SECONDS = 0.07, 0.12, 0.03, 1.0
 
 _HOW = """\
 8 ranks; Llama-3-8B's layers at 131,072 tokens, by arithmetic: attention is 70 % of a whole context's forward and 85 %
-of its input gradient. Lengths are drawn, not taken from a corpus: documents are log-normal, with the median named and
-a deviation of the logarithm of 2 (1.5 where there is one a microbatch), 64 tokens at least and a context at most.
-Packed, they fill microbatches of one context each, the last one cut at its end; attention sees only its own document.
-"For equal ones" is the schedule planned for equal microbatches that take as long as those drawn do on average, run on
-them as they come; "for the lengths" is the same placement within the same memory. Times are over the work of an
-average rank, so 1 is no bubble. Planning takes one core, with machine code that is kept: its own seconds, and in
-brackets the longest by the clock, beside whatever else the machine did. Emulated: as above, 40 ms where the cost is 1,
-one drawn iteration, both plans in turn in the same processes; the simulator is given one P2P latency, fitted to all
-rows of a table."""
+of its input gradient. Lengths are drawn, not taken from a corpus: packed documents are log-normal, with the median
+named and a deviation of the logarithm of 2, 64 tokens at least and a context at most, and fill microbatches of one
+context each, the last one cut at its end; attention sees only its own document. One a microbatch, they are evenly
+distributed from a quarter of a context to all of it. "For equal ones" is the schedule planned for equal microbatches
+that take as long as those drawn do on average, run on them as they come; "for the lengths" is the same placement
+within the same memory. Times are over the work of an average rank, so 1 is no bubble. Planning takes one core, with
+machine code that is kept: its own seconds, and in brackets the longest by the clock, beside whatever else the machine
+did. Emulated: as above, 40 ms where the cost is 1, one drawn iteration, both plans in turn in the same processes; the
+simulator is given one P2P latency, fitted to all rows of a table."""
 
 
 def section(rows: Sequence[Row]) -> str:
