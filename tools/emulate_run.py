@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.schedules.ending import emit, run
 from megatron.schedules.planning.clocks import aligned, gaps, hops
-from megatron.schedules.planning.costs import Costs, StageCosts
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.runtime.program import Program
 

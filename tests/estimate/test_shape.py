@@ -97,3 +97,11 @@ def test_without_dropout_no_masks_are_held(tmp_path: Path):
     }
     scores = 8 * 256 / 512
     assert list(held.values()) == [34, 32, 34 + 5 * scores, 32 + 2 * scores]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_is_what_a_longer_sequence_adds(fused: bool):
+    long, short = (Shape(4, 256, 8, sequence, 0, groups=2, gated=True, fused=fused) for sequence in (8192, 4096))
+    for share, longer, shorter in zip(long.attention, long.loads.mean, short.loads.mean, strict=False):
+        assert share == pytest.approx(2 * (longer - shorter) / longer)
+    assert 0 < short.attention[0] < long.attention[0] < 1

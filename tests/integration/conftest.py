@@ -35,25 +35,30 @@ class Training:
         samples: str = "plain",
         adapters: bool = False,
         attention: str = "stock",
+        orders: Sequence[Sequence[Sequence[int]]] = (),
     ) -> Result:
         """Train with ``flags`` on ``world`` ranks.
 
         Args:
             tied: whether embedding and output layer share their weights.
             model: those flags that say what parameters there are.
-            samples, adapters, attention: as :func:`.jobs.train` knows them.
+            samples, adapters, attention, orders: as :func:`.jobs.train` knows them.
         """
         start = self._load(tied, (*_layers(flags), *model), attention)
-        others = {"samples": samples, "adapters": adapters, "attention": attention}
+        others = {"samples": samples, "adapters": adapters, "attention": attention, "orders": orders}
         return self._run(world, *flags, *model, *start, tied=tied, **others)
 
-    def resume(self, world: int, *flags: str, load: Path, iteration: int, tied: bool = False) -> Result:
+    def resume(
+        self, world: int, *flags: str, load: Path, iteration: int, tied: bool = False, samples: str = "plain"
+    ) -> Result:
         """Go on with ``flags`` from what another job saved in ``load`` after ``iteration``.
 
         Raises:
             AssertionError: where Megatron has begun afresh instead, as it does when it finds nothing to load.
         """
-        result = self._run(world, *flags, "--load", str(load), "--ckpt-step", str(iteration), tied=tied)
+        result = self._run(
+            world, *flags, "--load", str(load), "--ckpt-step", str(iteration), tied=tied, samples=samples
+        )
         assert result.iterations[:1] == [iteration + 1], f"did not go on after {iteration}: {result.iterations}"
         return result
 

@@ -45,12 +45,14 @@ from tests.integration import (
     held_in_jobs,
     kernel_attention,
     low_rank,
+    ordered_samples,
     plain_attention,
     standing_step,
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
@@ -60,6 +62,8 @@ from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
+__all__ = ["reads_ahead", "train"]  # what the server is asked for by name, among others
+
 
 def train(
     world: int,
@@ -67,15 +71,17 @@ def train(
     samples: str = "plain",
     adapters: bool = False,
     attention: str = "stock",
+    orders: Sequence[Sequence[Sequence[int]]] = (),
     timeout: float = 180.0,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
-    Its samples are "plain", "varied" in size from microbatch to microbatch, "packed" with documents, or with
-    "conversations". With ``adapters`` only low-rank ones beside every linear are trained. ``attention`` is stock's
-    local one, or "plain": see :mod:`.plain_attention`.
+    Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
+    with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
+    ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
     last = ranks[-1]
     return Result(
         last["losses"],
@@ -86,6 +92,7 @@ def train(
         [rank["shapes"] for rank in ranks],
         last["iterations"],
         last["loss_scales"],
+        [rank["orders"] for rank in ranks],
     )
 
 
@@ -422,9 +429,14 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
     return made.cu_seqlens_q.tolist(), made.cu_seqlens_kv.tolist(), made.max_seqlen_q, made.max_seqlen_kv
 
 
-def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dict[str, Any]:
+def _rank(
+    flags: list[str], samples: str, adapters: bool, attention: str, orders: Sequence[Sequence[Sequence[int]]]
+) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
+    ordered_samples.note(seen["orders"])
+    if orders:
+        ordered_samples.put_in_place(orders)
     fake_wandb.put_in_place()
     # Whatever is read or given back too soon is nonsense.
     offload.copies_on = lambda *args, **named: LateCopies()
@@ -434,6 +446,8 @@ def _rank(flags: list[str], samples: str, adapters: bool, attention: str) -> dic
         low_rank.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
+    if samples == "cut":
+        ordered_samples.cut()
     if samples in ("packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
         _attend_to_packed(seen["shapes"])
@@ -459,7 +473,7 @@ def _rank_without_us(flags: list[str]) -> dict[str, Any]:
 
 
 def _nothing_seen() -> dict[str, Any]:
-    lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales")}
+    lists: dict[str, Any] = {name: [] for name in ("losses", "evaluations", "iterations", "loss_scales", "orders")}
     return lists | {"shares": False, "pipeline": 0, "gradients": {}, "weights": {}, "peak": 0, "shapes": set()}
 
 

@@ -41,6 +41,7 @@ class Result(NamedTuple):
             of a packed sample's documents.
         iterations: the number Megatron gives each of the iterations, which goes on counting after a resume.
         loss_scales: what the loss was multiplied by in each of the iterations.
+        orders: by rank, the order of the microbatches in each of the iterations that was planned for their lengths.
     """
 
     losses: list[float]
@@ -51,3 +52,4 @@ class Result(NamedTuple):
     shapes: list[set[tuple[int, ...]]]
     iterations: list[int]
     loss_scales: list[float]
+    orders: list[list[tuple[int, ...]]]

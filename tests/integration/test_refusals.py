@@ -110,6 +110,30 @@ REFUSED = {
         "with --pipeline-vocabulary-parallel has 98 words as padded, which do not divide by tensor x pipeline "
         "parallel = 4",
     ),
+    "plans for lengths without a schedule": (
+        "--pipeline-plan-lengths",
+        "--pipeline-plan-lengths goes with --pipeline-schedule: name one of 1f1b",
+    ),
+    "plans for lengths where replicas share experts": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --expert-model-parallel-size 2",
+        "--pipeline-plan-lengths does not go with --expert-model-parallel-size above 1",
+    ),
+    "plans for lengths of a data loader of one's own": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --dataloader-type external",
+        "--pipeline-plan-lengths does not go with --dataloader-type external",
+    ),
+    "plans for lengths across phases": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --phase-transition-iterations 5",
+        "--pipeline-plan-lengths does not go with --phase-transition-iterations",
+    ),
+    "plans for lengths and a shared vocabulary": (
+        "--pipeline-schedule 1f1b --pipeline-plan-lengths --pipeline-vocabulary-parallel",
+        "--pipeline-plan-lengths does not go with --pipeline-vocabulary-parallel",
+    ),
+    "plans for lengths and relief": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-plan-lengths --pipeline-recompute auto",
+        "--pipeline-plan-lengths does not go with --pipeline-recompute so far",
+    ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),

@@ -1,4 +1,4 @@
-"""tools/benchmarks/emulated.py, relief.py: every engine runs, a failing rank says why, and verdicts follow the rows."""
+"""tools/benchmarks: every engine runs, a failing rank says why, and verdicts follow the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from tools.benchmarks import emulated, relief, relief_section
+from tools.benchmarks import emulated, lengths_section, relief, relief_section
 from tools.benchmarks.emulated_section import KEY, section
 
 ENGINES = {
@@ -22,13 +22,15 @@ ENGINES = {
 
 JOB = """
 import json
-from tools.benchmarks import emulated, relief
+from tools.benchmarks import emulated, lengths, relief
 from tools.benchmarks.emulated_ranks import RankError, run_ranks
 
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
 rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
 relief.UNIT_S, relief.SEARCH_SECONDS = 0.002, 0.05
 relieved = list(relief.setting(2, 4, [0.375], 1, lambda text: None))
+lengths._RANKS, lengths._UNIT_S, lengths._QUICK_SETS, lengths._EMULATED = 2, 0.002, 1, ("v-zb", "1f1b")
+by_length = list(lengths.measure(True, lambda text: None))
 
 def fail():
     import torch.distributed as dist
@@ -39,23 +41,23 @@ def fail():
 try:
     run_ranks(2, fail, timeout=60)
 except RankError as error:
-    print(json.dumps([rows, relieved, str(error)]))
+    print(json.dumps([rows, relieved, by_length, str(error)]))
 """
 
 
 @pytest.fixture(scope="module")
-def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """The rows of both, and what is said of a rank that fails."""
+def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], str]:
+    """The rows of all three, and what is said of a rank that fails."""
     # In a process of its own: ranks are forked, and the tests' process may have threads.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    emulated, relieved, error = json.loads(done.stdout.splitlines()[-1])
-    return emulated, relieved, error
+    emulated, relieved, by_length, error = json.loads(done.stdout.splitlines()[-1])
+    return emulated, relieved, by_length, error
 
 
 def test_every_engine_runs_and_a_failing_rank_says_why(job):
-    rows, _, error = job
+    rows, _, _, error = job
     assert "rank 1 failed" in error and "ValueError: what went wrong" in error
     assert {engine: {r["schedule"] for r in rows if r["engine"] == engine} for engine in ENGINES} == ENGINES
     assert (rows[0]["engine"], rows[0]["schedule"], rows[0]["speedup_over_stock_1f1b"]) == ("megatron-core", "1F1B", 1)
@@ -71,7 +73,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
 
 
 def test_what_is_relieved_runs_and_holds_what_is_planned(job):
-    _, rows, _ = job
+    _, rows, _, _ = job
     stock = [row for row in rows if row["engine"] == "megatron-core"]
     ours = {(row["schedule"], row["relief"]): row for row in rows if row["engine"] == "ours"}
     assert [row["relief"] for row in stock] == list(relief.STOCK)
@@ -87,6 +89,25 @@ def test_what_is_relieved_runs_and_holds_what_is_planned(job):
     assert full < core < everything and full < other < everything
     assert stock[1]["time_over_stock_1f1b"] > 1
     assert "not held" in relief_section.section([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
+
+
+def test_iterations_of_different_lengths_run_as_planned_for_both(job):
+    *_, rows, _ = job
+    simulated, emulated = ([row for row in rows if row["what"] == what] for what in ("simulated", "emulated"))
+    assert [row["schedule"] for row in simulated] == ["v-zb", "1f1b"]
+    for row in simulated:
+        assert 1 < row["planned_mean"] <= row["planned_worst"] < row["usual_mean"] <= row["usual_worst"]
+    assert [(row["schedule"], row["planned_for"]) for row in emulated] == [
+        (name, planned) for name in ("v-zb", "1f1b") for planned in ("equal", "lengths")
+    ]
+    assert all(0.5 * row["simulated_seconds"] < row["seconds"] < 5 for row in emulated)
+    assert emulated[1]["simulated_seconds"] < emulated[0]["simulated_seconds"]
+    over_work = {"usual_mean": 1.4, "usual_worst": 1.6, "planned_mean": 1.1, "planned_worst": 1.2}
+    good = [*({**row, **over_work} for row in simulated), *({**row, "error": 0.01} for row in emulated)]
+    assert "not held" not in lengths_section.section(good)
+    for worse in ({"planned_mean": 1.4}, {"processor_seconds_worst": 1.2}, {"planned_worst": 1.5}):
+        assert lengths_section.section([{**good[0], **worse}, *good[1:]]).count("not held") == 1
+    assert lengths_section.section([*good[:-1], {**good[-1], "error": -0.04}]).count("not held") == 1
 
 
 @pytest.mark.parametrize("costs", ["1,1", "1,1,x", "1,1,0", "1,1,1,0.05"])

@@ -12,10 +12,19 @@ from typing import Any
 import click
 
 from megatron.schedules.ending import run
-from tools.benchmarks import emulated, memory, recording, relief, split, tables, vocabulary
+from tools.benchmarks import emulated, lengths, memory, recording, relief, split, tables, vocabulary
 from tools.benchmarks.parts import Kept, Part, Row, Say
 
-PARTS = (emulated.PART, relief.PART, vocabulary.PART, split.PART, memory.PART, recording.PART, tables.PART)
+PARTS = (
+    emulated.PART,
+    relief.PART,
+    vocabulary.PART,
+    lengths.PART,
+    split.PART,
+    memory.PART,
+    recording.PART,
+    tables.PART,
+)
 _PAGE, _SAMPLE = Path("docs"), Path(".benchmark/quick")
 
 
@@ -78,7 +87,7 @@ def _plain(part: Part, text: str | None) -> None:
         _run(part, lambda say: part.measure(quick, say), quick, as_json, whole=True)
 
 
-for _module in (relief, vocabulary, split, memory, recording):
+for _module in (relief, vocabulary, lengths, split, memory, recording):
     _plain(_module.PART, _module.__doc__)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,14 @@ def fitted_latency(measured: Sequence[tuple[Schedule, Costs, float]], most: floa
         most: seconds.
     """
 
+    return fitted([(partial(simulated, schedule, costs), seconds) for schedule, costs, seconds in measured], most)
+
+
+def fitted(measured: Sequence[tuple[Callable[[float], float], float]], most: float) -> float:
+    """The same of what is simulated for a latency, and the seconds that it took."""
+
     def wrong(latency: float) -> float:
-        return sum((seconds / simulated(schedule, costs, latency) - 1) ** 2 for schedule, costs, seconds in measured)
+        return sum((seconds / expected(latency) - 1) ** 2 for expected, seconds in measured)
 
     low, high = 0.0, most
     for _ in range(_FIT_STEPS):  # each leaves out the worse third

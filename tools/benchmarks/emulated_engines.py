@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.check import check
@@ -33,12 +34,14 @@ class Contestant(NamedTuple):
         engine, name: whose it is, and what they call it.
         schedule: its order, for the simulator.
         start: called on each rank, gives what runs one iteration.
+        loads: what its microbatches cost; None where they are alike.
     """
 
     engine: str
     name: str
     schedule: Schedule
     start: Callable[[Passes], Callable[[], None]]
+    loads: MicrobatchLoads | None = None
 
 
 def ours(request: Request) -> list[Contestant]:
@@ -111,7 +114,7 @@ def _on_a_rank(
     emulated_ours.settle(lower(schedule), Passes(own.on(schedule.placement), around))
     runs = []
     for contestant, own in zip(found, costs, strict=True):
-        passes = Passes(own.on(contestant.schedule.placement), around)
+        passes = Passes(replace(own.on(contestant.schedule.placement), loads=contestant.loads), around)
         runs.append(contestant.start(passes))
         passes.pace = _WARM_UP_PACE
         begin_together()

@@ -81,6 +81,7 @@ class _Stages(Stages):
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
         x = torch.zeros(SHAPE) if activation is None else activation.requires_grad_()
+        self._layers[stage].microbatch = microbatch
         output = self._layers[stage](x)
         self._open[stage, microbatch] = x, output
         return output
@@ -92,11 +93,12 @@ class _Stages(Stages):
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         x, output = self._open.pop((stage, microbatch))
+        self._layers[stage].microbatch = microbatch
         torch.autograd.backward(output.sum() if gradient is None else output, gradient)
         return x.grad
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        self._passes.run(Kind.W, stage)
+        self._passes.run(Kind.W, stage, microbatch)
 
     def reduce_gradients(self, stage: int) -> None: ...
 
@@ -163,4 +165,4 @@ class _Timed(_Stages):
     def _timing(self, kind: Kind, stage: int) -> Iterator[None]:
         begin = time.monotonic()
         yield
-        self.longer[kind].append(time.monotonic() - begin - self._passes.seconds[kind][stage])
+        self.longer[kind].append(time.monotonic() - begin - self._passes.seconds(kind, stage))

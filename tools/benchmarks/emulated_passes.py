@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.stage_costs import StageCosts
 
 SHAPE = (16, 1, 64)
 """Of every message: sequence, batch, hidden."""
@@ -25,17 +26,21 @@ class Passes:
     """
 
     def __init__(self, costs: StageCosts, around: dict[Kind, float]) -> None:
-        self.costs, self.seconds, self.around = costs, costs.durations, around
+        self.costs, self.around = costs, around
         self.pace = 1.0
         """Times are multiplied by this: a warm-up need not last long."""
 
-    def run(self, kind: Kind, stage: int) -> None:
+    def seconds(self, kind: Kind, stage: int, microbatch: int = 0) -> float:
+        """How long a pass takes; without lengths all microbatches are alike."""
+        return self.costs.durations_of([Pass(stage, kind, microbatch)])[0]
+
+    def run(self, kind: Kind, stage: int, microbatch: int = 0) -> None:
         """Sleep for the pass's time."""
-        time.sleep(max(self.seconds[kind][stage] * self.pace - self.around[kind], 0.0))
+        time.sleep(max(self.seconds(kind, stage, microbatch) * self.pace - self.around[kind], 0.0))
 
     def fill(self, kind: Kind, stage: int, begun: float) -> None:
         """Sleep for what is left of the pass's time since ``begun``, by :func:`time.monotonic`."""
-        time.sleep(max(begun + self.seconds[kind][stage] * self.pace - time.monotonic(), 0.0))
+        time.sleep(max(begun + self.seconds(kind, stage) * self.pace - time.monotonic(), 0.0))
 
 
 class Layers(nn.Module):
@@ -44,6 +49,8 @@ class Layers(nn.Module):
     def __init__(self, passes: Passes, stage: int, backward: Kind) -> None:
         super().__init__()
         self.passes, self.stage, self.kind = passes, stage, backward
+        self.microbatch = 0
+        """Whose pass comes next, where they differ."""
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,10 +61,10 @@ class _Sleeping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layers: Layers) -> Tensor:
         ctx.layers = layers
-        layers.passes.run(Kind.F, layers.stage)
+        layers.passes.run(Kind.F, layers.stage, layers.microbatch)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.layers.passes.run(ctx.layers.kind, ctx.layers.stage)
+        ctx.layers.passes.run(ctx.layers.kind, ctx.layers.stage, ctx.layers.microbatch)
         return gradient.clone(), torch.zeros(()), None

@@ -102,7 +102,7 @@ def _on_a_rank(
             taken[way].append((begin, time.monotonic()))
     spans = [recorder.take() or [] for _ in range(repetitions)]
     found = rank_measured(dist.get_rank(), [tuple(span) for each in spans for span in each], [], [], {})  # type: ignore[misc]
-    errors = [times.median / (1e3 * passes.seconds[kind][stage]) - 1 for (stage, kind), times in found.times.items()]
+    errors = [times.median / (1e3 * passes.seconds(kind, stage)) - 1 for (stage, kind), times in found.times.items()]
     return taken, errors, [[(span.start, span.end) for span in each] for each in spans]
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import Kind, Share
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
 from megatron.schedules.runtime.again import Again, do_again
 from megatron.schedules.runtime.copies import ThreadCopies

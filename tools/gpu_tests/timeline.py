@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, Kind, Share
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.program import Action
 
 

@@ -13,10 +13,10 @@ from itertools import accumulate
 
 from megatron.schedules.estimate.activations import Activations, Kept, whole
 from megatron.schedules.estimate.parameters import Count
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.host import taken
 from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.stage_costs import StageCosts
 
 # Megatron's names for what it may recompute alone, and the parts of a layer that each stands for.
 _MODULES: Mapping[str, tuple[str, ...]] = {"moe": ("router", "moe_act", "moe", "shared_experts")}

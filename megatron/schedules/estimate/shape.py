@@ -85,6 +85,13 @@ class Shape:
         )
 
     @cached_property
+    def attention(self) -> tuple[float, float]:
+        """The shares of an average layer's F and I that are attention's, of a sample that is one sequence."""
+        scores, mean = self.layer().scores.flops, self.loads.mean
+        backward = FUSED_BACKWARD if self.fused else _KEPT_BACKWARD
+        return scores / mean.forward, backward * scores / mean.input_grad
+
+    @cached_property
     def loads(self) -> ModelLoads:
         """What each part costs for one token: times in multiplications and additions, bytes at half precision."""
         dense, expert = (self._part(experts=experts) for experts in (False, True))

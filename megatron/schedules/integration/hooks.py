@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
 from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.relief import bytes_of_a_rank
 from megatron.schedules.integration.flags.replan import measures_limit, replans
@@ -38,6 +40,7 @@ from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.lengths.beside import LengthsBeside
 from megatron.schedules.integration.log import line
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.memory_left import can_be_measured
@@ -128,6 +131,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=stall_seconds(session.args),
                 report_memory=session.args.pipeline_schedule_report_memory,
                 observers=[ProfilerRanges()] if session.args.profile else (),
+                lengths=_lengths(session.planner, session.args),
                 watchers=[session.log],
                 profiler=profiler_of(session.planner, session.args),
             )
@@ -142,6 +146,12 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
 def _bytes_of_microbatch(args: Any) -> float | None:
     shape = shape_of(args)
     return None if shape is None else bytes_of_a_rank(args, shape)
+
+
+def _lengths(planner: Planner, args: Any) -> LengthsBeside | None:
+    if not args.pipeline_plan_lengths:
+        return None
+    return LengthsBeside(planner, attention_of(args), timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:

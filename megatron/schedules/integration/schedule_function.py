@@ -19,6 +19,7 @@ from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.layers.losses import LossRelay
+from megatron.schedules.integration.lengths.beside import LengthsBeside, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.log.watcher import CallWatcher
@@ -56,6 +57,7 @@ class ScheduleFunction:
         report_memory: measure and report every rank's peak in the first training call.
         observers: told of every action.
         watchers: told of every training call, of whose actions they may observe some.
+        lengths: plans training iterations for their microbatches' lengths.
         copies: how fast those of O and L are where a CPU stands for the device, and whether they go both ways at once.
         profiler: told of every training call; None for none.
 
@@ -74,12 +76,13 @@ class ScheduleFunction:
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
         watchers: Sequence[CallWatcher] = (),
+        lengths: LengthsBeside | None = None,
         copies: CopySpeed | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._watchers = messages, observers, watchers
-        self.profiler = profiler
+        self.profiler, self._lengths = profiler, lengths
         self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
@@ -129,9 +132,13 @@ class ScheduleFunction:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
+        planned = None
         if not forward_only:
             self.between()
-        program = self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+            if self._lengths is not None:
+                planned = self._lengths.begin(iterators, Sizes(num_microbatches, seq_length, micro_batch_size))
+        program = planned and planned.program
+        program = program or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
@@ -158,7 +165,8 @@ class ScheduleFunction:
             try:
                 with events_in(timers), self._late_checks.at_the_end():
                     watchers = () if forward_only else self._watchers
-                    watching = [observer for watcher in watchers for observer in watcher.begin(program)]
+                    own_plan = planned and planned.timeline
+                    watching = [observer for watcher in watchers for observer in watcher.begin(program, own_plan)]
                     run(program, stages, transport, [*self._watching(profiled, offloads), *watching], self._place)
                     for watcher in watchers:
                         watcher.end()
@@ -186,6 +194,8 @@ class ScheduleFunction:
                 self.profiler.end()
             if timers is not None:
                 timers("forward-backward").stop()
+        if planned is not None:
+            losses = in_loaders_order(losses, planned.order)
         return losses if self._rank == last_rank else []
 
     def count_next_call(self) -> None:

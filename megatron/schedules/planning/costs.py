@@ -1,17 +1,16 @@
-"""Costs: how long each pass takes, and what it holds, per stage."""
+"""Costs: how long passes over half a rank's layers take and what they hold, from which those of stages follow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, RELIEF, Doing, Kind, Share, stages_doing
-from megatron.schedules.planning.loads import ModelLoads, Part
-from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.kinds import Kind, Share
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.stage_costs import StageCosts
 
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
 _LEAST, _MOST = 1e-100, 1e100
@@ -29,134 +28,6 @@ def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
     if any(0 < value < math.inf for value in wrong):
         return f"from {_LEAST:g} to {_MOST:g}"
     return what if wrong else ""
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """What each stage of one placement costs.
-
-    Args:
-        times: by kind, for those that are not made of others, the time of each stage's pass, any unit. Where all ranks
-            share the vocabulary there are times of S and T, too.
-        activation: what one microbatch on each stage holds from the start of F to the end of W, in
-            microbatches' worth of the activations of an average rank's layers (1 / chunks on each stage where layers
-            are spread evenly, and the ends hold nothing of their own).
-        comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
-        held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
-            what I leaves to W, and, on the last stage of each rank, what S leaves to T; what R makes again, where it
-            comes, and what is away from O to L, where these come.
-        standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
-        one_way: whether a rank copies to the host and from it by turns, not both at once.
-        hops: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
-    """
-
-    times: Mapping[Kind, tuple[float, ...]]
-    activation: tuple[float, ...]
-    comm: float
-    held: Mapping[Share, tuple[float, ...]]
-    standing: tuple[float, ...] = ()
-    one_way: bool = False
-    hops: Mapping[tuple[int, int], float] = field(default_factory=dict)
-
-    def latency(self, source: int, to: int) -> float:
-        """The time of a message from rank ``source`` to rank ``to``; none within a rank."""
-        return 0.0 if source == to else self.hops.get((source, to), self.comm)
-
-    def doing(self, placement: Placement) -> Doing:
-        """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
-        return {
-            kind: [
-                stage for stage in stages_doing(kind, placement) if kind not in RELIEF or self._relieved(kind, stage)
-            ]
-            for kind in KINDS
-            if kind in self.times
-        }
-
-    @property
-    def relieved(self) -> bool:
-        """Whether any stage's activations may be recomputed or offloaded."""
-        return any(kind in self.times for kind in RELIEF)
-
-    def _relieved(self, kind: Kind, stage: int) -> bool:
-        return any(self.held[share][stage] for share in KINDS[kind].takes + KINDS[kind].gives)
-
-    @cached_property
-    def durations(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Kind -> duration by stage; a whole takes as long as its parts, and what is not done none."""
-        none = (0.0,) * len(self.activation)
-        parts = {kind: row.parts or (kind,) for kind, row in KINDS.items()}
-        times = {
-            kind: zip(*(self.times.get(part, none) for part in found), strict=True) for kind, found in parts.items()
-        }
-        return {kind: tuple(map(sum, found)) for kind, found in times.items()}
-
-    @cached_property
-    def changes(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
-        return {
-            kind: tuple(more - less for more, less in zip(self._sum(row.takes), self._sum(row.gives), strict=True))
-            for kind, row in KINDS.items()
-        }
-
-    def _sum(self, shares: Sequence[Share]) -> tuple[float, ...]:
-        """By stage, all of ``shares``."""
-        return tuple(map(sum, zip((0.0,) * len(self.activation), *(self.held[share] for share in shares), strict=True)))
-
-    def changes_of(self, row: Sequence[Pass]) -> list[float]:
-        """The memory that each pass of a rank's order takes or, negative, gives back; a forward less where R comes."""
-        changes = self.changes
-        found = [changes[kind][stage] for stage, kind, _ in row]
-        for relief in RELIEF:
-            spared = self._sum(KINDS[relief].spares)
-            stages = {(stage, m) for stage, kind, m in row if kind is relief} if any(spared) else ()
-            if stages:
-                for index, (stage, kind, m) in enumerate(row):
-                    if kind is Kind.F and (stage, m) in stages:
-                        found[index] -= spared[stage]
-        return found
-
-    def least(self, placement: Placement) -> float:
-        """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        return max(self._least(placement, rank) for rank in range(placement.ranks))
-
-    def limits(self, placement: Placement, limit: float) -> list[float]:
-        """What each rank may hold where an average one may hold ``limit``.
-
-        Less by what its parameters hold beyond those of an average rank, though never less than one microbatch takes.
-        """
-        beyond = enumerate(self._beyond(placement))
-        return [min(limit, max(limit - more, self._least(placement, rank))) if more else limit for rank, more in beyond]
-
-    def within(self, placement: Placement, peaks: Sequence[float]) -> float:
-        """The least that an average rank must be let hold for ranks to hold ``peaks``."""
-        beyond = enumerate(self._beyond(placement))
-        return max(
-            peak + more * (peak > self._least(placement, rank))
-            for peak, (rank, more) in zip(peaks, beyond, strict=True)
-        )
-
-    def _beyond(self, placement: Placement) -> list[float]:
-        """How much more each rank's parameters hold than those of an average one."""
-        if not self.standing:
-            return [0.0] * placement.ranks
-        own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
-        return [max(0.0, each - sum(own) / placement.ranks) for each in own]
-
-    def _least(self, placement: Placement, rank: int) -> float:
-        doing = self.doing(placement)
-        spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
-        kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
-        passing = self._sum((Share.AGAIN, Share.AWAY))
-        # That of the output layer is there from the last stage's F until its I, and perhaps longer.
-        shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
-        held = most = 0.0
-        for stage in placement.stages_of(rank):
-            # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-            most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
-            held += kept[stage] + sum(
-                self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared
-            )
-        return most
 
 
 @dataclass(frozen=True)
@@ -182,6 +53,8 @@ class Costs:
     ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
     a time.
     ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
+    ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
+    sequence's length where microbatches have lengths (:mod:`.microbatch_loads`).
     """
 
     forward: float = 1.0
@@ -203,6 +76,7 @@ class Costs:
     one_way: bool = False
     again: float = 1.0
     hops: tuple[tuple[int, int, float], ...] = ()
+    attention: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -309,7 +183,9 @@ class Costs:
                 held | self._shared_held(self.model, placement),
             )
         hops = {(source, to): time for source, to, time in self.hops}
-        return StageCosts(times, activation, self.comm, held, self._standing(placement, parts), self.one_way, hops)
+        standing = self._standing(placement, parts)
+        attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
+        return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
 
     def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
         """How many decoder layers each stage has; None where the model is not known."""
@@ -354,6 +230,17 @@ class Costs:
             )
             for kind, time in times.items()
         }
+
+    def _attention(
+        self, placement: Placement, parts: Sequence[Part] | None, again: Sequence[float]
+    ) -> dict[Kind, tuple[float, ...]]:
+        """What attention takes of F, I and R; of layers alone, where the model is known."""
+        forward, input_grad = self.attention
+        both = input_grad * self.input_grad + forward * self.recompute * self.forward
+        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + self.recompute * self.forward), Kind.R: forward}
+        layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
+        layers[Kind.R] = tuple(again)
+        return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
 
     def _held(
         self, placement: Placement, parts: Sequence[Part] | None

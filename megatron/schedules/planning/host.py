@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.stage_costs import StageCosts
 
 # A block much larger than what is asked for is left to who needs so much.
 _MOST_SPARE = 2

@@ -9,11 +9,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.planning.costs import LAYER_INPUT, Costs, StageCosts
+from megatron.schedules.planning.costs import LAYER_INPUT, Costs
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.profile_facts import CopyRates, Facts, copy_time
+from megatron.schedules.planning.stage_costs import StageCosts
 
 
 class Measured(NamedTuple):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import Costs, StageCosts
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import KINDS, WHOLES, everywhere, followers
 from megatron.schedules.planning.list_scheduling import Policy
 from megatron.schedules.planning.passes import Pass
@@ -18,6 +18,7 @@ from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.reorder import improve
 from megatron.schedules.planning.schedule import Schedule, in_microbatch_order, slots
 from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 
 # Scheduling a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan
 # of any size is scheduled forward, backward and forward again, which keeps the time linear.
@@ -53,8 +54,11 @@ def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progres
 
 
 def finished(split: Schedule, costs: StageCosts) -> Schedule:
-    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be."""
-    return merge_backward(simulate(in_microbatch_order(split), costs))
+    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be.
+
+    Where microbatches are not alike they are in turn already, see :func:`.tasks.tasks_of`.
+    """
+    return merge_backward(simulate(in_microbatch_order(split) if costs.loads is None else split, costs))
 
 
 def merge_backward(timeline: Timeline) -> Schedule:

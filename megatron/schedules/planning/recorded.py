@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import read_text
 from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.simulate import Copy, Timeline, simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.planning.textforms import from_record, to_record
 
 Steps = tuple[tuple[float, float], ...]

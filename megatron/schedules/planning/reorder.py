@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.list_scheduling import EPSILON, Policy, list_schedule
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks, simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.planning.tasks import Tasks, tasks_of, whole
 
 # Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.

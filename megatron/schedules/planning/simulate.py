@@ -11,18 +11,18 @@ place, and the pass that needs it waits. So what is held follows from the order 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
+from megatron.schedules.planning.kinds import KINDS, Resource
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
+from megatron.schedules.planning.stage_costs import StageCosts
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -82,8 +82,8 @@ class Timeline:
     @cached_property
     def recomputed(self) -> float:
         """The share of computing that does forwards again, in passes of their own; the papers count the rest."""
-        lengths = self.costs.durations
-        again = sum(lengths[work.kind][work.stage] for _, work in self.schedule.passes() if KINDS[work.kind].spares)
+        redone = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
+        again = sum(self.costs.durations_of(redone))
         return again / (self.ideal * self.schedule.ranks)
 
     @property
@@ -171,13 +171,14 @@ class Sweep(NamedTuple):
 
 def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
-    lengths = costs.durations if costs else dict.fromkeys(KINDS, (0.0,) * schedule.placement.stages)
+    lengths = [costs.durations_of(row) if costs else [0.0] * len(row) for row in schedule.order]
     places = slots(schedule.placement, schedule.microbatches)
     works = {
-        kind: list(zip(needs, lengths[kind], places[kind], strict=True))
+        kind: list(zip(needs, places[kind], strict=True))
         for kind, needs in awaited(schedule, costs.latency if costs else _at_once, own=False).items()
     }
-    channels = [_Channels(row, lengths, bool(costs and costs.one_way)) for row in _with_copies(schedule)]
+    copied = zip(_with_copies(schedule), lengths, strict=False)
+    channels = [_Channels(row, times, bool(costs and costs.one_way)) for row, times in copied]
     ended: list[float | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     starts: list[list[float]] = [[] for _ in schedule.order]
     ends: list[list[float]] = [[] for _ in schedule.order]
@@ -190,10 +191,10 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     while ready:
         rank = ready.popleft()
         row, now, copying = schedule.order[rank], clock[rank], channels[rank] if channels else None
-        begun, over, turn = starts[rank], ends[rank], turns[rank]
+        begun, over, turn, times = starts[rank], ends[rank], turns[rank], lengths[rank]
         for index in range(len(over), len(row)):
             stage, kind, m = row[index]
-            needs, length, slot = works[kind][stage]
+            needs, slot = works[kind][stage]
             begin = now
             for base, latency in needs:
                 arrived = ended[base + m]
@@ -204,7 +205,7 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
                     begin = arrived + latency
             else:
                 if copying is None:
-                    now = begin + length
+                    now = begin + times[index]
                 else:
                     begin, now = copying.took(row[index], begin)
                 begun.append(begin)
@@ -237,13 +238,13 @@ class _Channels:
 
     Args:
         row: all of them.
-        lengths: by kind, how long each stage's pass takes.
+        lengths: how long each of them takes.
         one_way: whether there is one channel for both directions.
     """
 
-    def __init__(self, row: Sequence[Pass], lengths: Mapping[Kind, Sequence[float]], one_way: bool) -> None:
+    def __init__(self, row: Sequence[Pass], lengths: Sequence[float], one_way: bool) -> None:
         self.copies: list[Copy] = []
-        self._lengths = lengths
+        self._lengths = dict(zip(row, lengths, strict=True))
         self._channel = dict.fromkeys(Resource, Resource.TO_HOST) if one_way else {each: each for each in Resource}
         self._free = dict.fromkeys(Resource, 0.0)
         # By the pass that it waits for, each copy that begins as soon as it can.
@@ -268,7 +269,7 @@ class _Channels:
         else:
             for loaded in _LOADED_FOR.get(kind, ()):
                 begin = max(begin, self._ends.pop(Pass(stage, loaded, m), 0.0))
-            end = begin + self._lengths[kind][stage]
+            end = begin + self._lengths[work]
         following = self._at_once.get(work)
         if following is not None:
             self._copy(following, end)
@@ -277,7 +278,7 @@ class _Channels:
     def _copy(self, work: Pass, earliest: float) -> None:
         channel = self._channel[KINDS[work.kind].resource]
         start = max(earliest, self._free[channel])
-        self._ends[work] = self._free[channel] = start + self._lengths[work.kind][work.stage]
+        self._ends[work] = self._free[channel] = start + self._lengths[work]
         self.copies.append(Copy(work, start, self._free[channel]))
 
 

@@ -16,7 +16,7 @@ from itertools import permutations
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, placements
-from megatron.schedules.planning.costs import Costs, StageCosts
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.placement import Placement
@@ -24,6 +24,7 @@ from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.registry import Request, placement, plan, planned_makespan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.stage_costs import StageCosts
 
 Spread = tuple[int, ...]
 """Decoder layers of each stage, in model order."""

@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Rows, Schedule, awaited, slots
+from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
+from megatron.schedules.planning.stage_costs import StageCosts
 
 
 def whole(numbers: Iterable[int]) -> array[int]:
@@ -133,7 +133,8 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
     passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
-    rank_of, durations, before = placement.rank_of, costs.durations, _before(schedule, passes, costs)
+    rank_of, durations = placement.rank_of, costs.durations_of(passes)
+    before = _before(schedule, passes, costs)
     steady = flags(())
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
@@ -142,7 +143,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
     tasks = Tasks(
         first=whole(accumulate(map(len, schedule.order), initial=0)),
         rank=whole(rank_of[stage] for stage, _, _ in passes),
-        duration=fractions(0.0 if kind in copies else durations[kind][stage] for stage, kind, _ in passes),
+        duration=fractions(0.0 if work.kind in copies else time for work, time in zip(passes, durations, strict=True)),
         change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
         filler=flags(KINDS[kind].filler for _, kind, _ in passes),
         steady=steady,
@@ -152,7 +153,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
             else -1
             for stage, kind, _ in passes
         ),
-        copying=fractions(durations[kind][stage] if kind in copies else 0.0 for stage, kind, _ in passes),
+        copying=fractions(time if work.kind in copies else 0.0 for work, time in zip(passes, durations, strict=True)),
         opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
         before=before,
         after=before.turned(),
@@ -161,17 +162,37 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
 
 
 def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:
-    """What each of ``passes`` waits for."""
+    """What each of ``passes`` waits for.
+
+    Where microbatches differ, also for the one of its kind and stage on the microbatch before: such as are not alike
+    cannot be renumbered later (:func:`.schedule.in_microbatch_order`). Nor does a rank complete its stages' gradients
+    in another order then: replicas, each with microbatches of its own, reduce them together.
+    """
     places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, costs.latency, own=True)
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
     for index, (stage, kind, m) in enumerate(passes):
         number[places[kind][stage] + m] = index
     start, tasks, delays = whole([0]), whole(()), fractions(())
-    for stage, kind, m in passes:
+    completed = _completed_before(schedule) if costs.loads is not None else {}
+    for index, (stage, kind, m) in enumerate(passes):
         for place, delay in needed[kind][stage]:
             found = number[place + m]
             if found is not None:
                 tasks.append(found)
                 delays.append(delay)
+        if costs.loads is not None:
+            last = number[places[kind][stage] + m - 1] if m else None
+            own = [each for each in (last, completed.get(index)) if each is not None]
+            tasks.extend(own)
+            delays.extend([0.0] * len(own))
         start.append(len(tasks))
     return Links(start, tasks, delays)
+
+
+def _completed_before(schedule: Schedule) -> dict[int, int]:
+    """Of the passes that complete a stage's gradients, by number, the one that does so before it on its rank."""
+    found: dict[int, int] = {}
+    for first, row in zip(accumulate(map(len, schedule.order), initial=0), schedule.order, strict=False):
+        completing = sorted(first + index for index in gradients_complete(row).values())
+        found |= {later: earlier for earlier, later in pairwise(completing)}
+    return found

@@ -21,11 +21,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.planning.costs import Costs, StageCosts
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.kinds import KINDS
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Schedule, gradients_complete
 from megatron.schedules.planning.simulate import sweep
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.program import (
     COLLECTIVES,
     MESSAGES,

@@ -13,6 +13,7 @@ from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import memory_limit
+from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.relief import check_host, with_relief
@@ -94,6 +95,7 @@ def _checked(args: Any) -> Planned | None:
         )
     stall_seconds(args)  # refused before anything is announced
     profile_asked(args)
+    check_plan_lengths(args)
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(args)

@@ -23,6 +23,7 @@ FLAGS = {
     "shared_vocabulary": "--pipeline-vocabulary-parallel",
     "again": "--pipeline-recompute",
     "offload": "--pipeline-offload",
+    "plan_lengths": "--pipeline-plan-lengths",
     "stall_seconds": "--pipeline-schedule-stall-seconds",
     "report_memory": "--pipeline-schedule-report-memory",
     "profile_iterations": "--pipeline-profile-iterations",
@@ -127,6 +128,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "same to rounding, checkpoints fit any other setting.",
     )
     group.add_argument(
+        "--pipeline-plan-lengths",
+        action="store_true",
+        help="Plan every iteration for the lengths of its own microbatches: in which order they come, and when each "
+        "pass runs, beside the iteration before. Give it where samples are packed from documents "
+        "(--sft, --dataloader-inter-document-masking) or differ in length, above all in long contexts. Gradients of a "
+        "step are then added up in the planned order; samples and losses stay those of the step.",
+    )
+    group.add_argument(
         "--pipeline-schedule-stall-seconds",
         metavar="S",
         help="How long a rank may stand at one pass or message before the job ends with a line that says where; 120 "
@@ -205,6 +214,7 @@ STOCK: megatron_flags.Flags = {
     "--context-parallel-size": (int, 1),
     "--cuda-graph-impl": (str, "none"),
     "--dataloader-inter-document-masking": (None, False),
+    "--dataloader-type": (str, None),
     "--decoder-first-pipeline-num-layers": (int, None),
     "--decoder-last-pipeline-num-layers": (int, None),
     "--defer-embedding-wgrad-compute": (None, False),
@@ -227,6 +237,7 @@ STOCK: megatron_flags.Flags = {
     "--overlap-dispatch-backward-with-experts-wgrad": (None, False),
     "--overlap-moe-expert-parallel-comm": (None, False),
     "--padded-vocab-size": (int, None),
+    "--phase-transition-iterations": (str, None),
     "--pipeline-model-parallel-layout": (str, None),
     "--pipeline-model-parallel-size": (int, 1),
     "--recompute-granularity": (str, None),

@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron.schedules.integration.flags.check import Planned, planned
+from megatron.schedules.planning.adaptive.plan import limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.forward_only import forward_only
+from megatron.schedules.planning.lengths.plan import LengthsPlanner
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
@@ -143,6 +145,18 @@ class Planner:
         self._schedules, self._timelines = {schedule.microbatches: schedule}, {}
         self._programs = {key: program for key, program in self._programs.items() if key[1]}
         self.first, self._first_programs = schedule, proved
+
+    def for_lengths(self, num_microbatches: int, attention: tuple[float, float]) -> LengthsPlanner:
+        """What plans iterations of so many microbatches that differ in length.
+
+        Args:
+            num_microbatches: n.
+            attention: the shares of F and I that attention takes.
+        """
+        request = self._request
+        limit = limit_in_microbatches(request) if request.schedule == "adaptive" else None
+        base = self._schedule(num_microbatches, evaluating=False)
+        return LengthsPlanner(base, replace(request.costs, attention=attention), limit)
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
         schedule = self._schedule(num_microbatches, forward_only)

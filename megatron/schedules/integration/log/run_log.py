@@ -19,6 +19,7 @@ from megatron.schedules.planning.iteration import (
     planned_iteration,
     rank_times,
 )
+from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.slowness import Slow, SlowWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
@@ -113,13 +114,14 @@ class RunLog:
         self.slow = SlowWatch(planner.placement.rank_of)
         self._calls, self._recording, self._within = 0, False, False
         self._microbatches = planner.first.microbatches
+        self._planned: Timeline | None = None
         self._last: RankTimes | None = None
 
-    def begin(self, program: Program) -> Sequence[Observer]:
+    def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
         """See :class:`.watcher.CallWatcher`."""
         self._recording = self._due()
         self._calls += 1
-        self._microbatches = program.microbatches
+        self._microbatches, self._planned = program.microbatches, planned
         self._peak.begin()
         if not self._recording:
             return ()
@@ -158,7 +160,7 @@ class RunLog:
         busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)
         if not ranks:
             return None
-        timeline = self._planner.timeline_of(self._microbatches)
+        timeline = self._planned or self._planner.timeline_of(self._microbatches)
         measured = measured_iteration(busy, round(ranks), until_last, stages)
         return Logged(
             measured,

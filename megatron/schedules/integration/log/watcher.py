@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 
@@ -12,8 +13,13 @@ from megatron.schedules.runtime.program import Program
 class CallWatcher(Protocol):
     """Told of each training call of the schedule function; evaluations are none of its business."""
 
-    def begin(self, program: Program) -> Sequence[Observer]:
-        """A call is about to run ``program``; whoever is to hear of its actions."""
+    def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
+        """A call is about to run ``program``; whoever is to hear of its actions.
+
+        Args:
+            program: of this rank.
+            planned: how, where this iteration has a plan of its own.
+        """
         ...
 
     def end(self) -> None:

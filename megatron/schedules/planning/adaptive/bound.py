@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import Kind, Share, stages_doing
 from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.stage_costs import StageCosts
 
 
 def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limit: float) -> float:

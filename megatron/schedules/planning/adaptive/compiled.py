@@ -1,4 +1,4 @@
-"""The inner loop as machine code, compiled once on a machine and kept where plans are kept."""
+"""Inner loops as machine code, compiled once on a machine and kept where plans are kept."""
 
 from __future__ import annotations
 
@@ -24,31 +24,51 @@ _log = logging.getLogger(__name__)
 
 @cache
 def compiled() -> Callable[..., float]:
-    """:func:`.list_scheduling.list_schedule`, compiled for arrays, for one signature only.
+    """:func:`.list_scheduling.list_schedule`, compiled for arrays, for one signature only."""
+    import numba
+
+    ints, floats = numba.int64[::1], numba.float64[::1]
+    return kept_code(list_schedule, numba.float64(tasks_type(), ints, floats, policy_type(), ints, floats, ints))
+
+
+def tasks_type() -> Any:
+    """numba's type of tasks on arrays."""
+    import numba
+
+    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
+    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats)
+    return numba.types.NamedTuple(of_tasks, Instance)
+
+
+def policy_type() -> Any:
+    """numba's type of a policy."""
+    import numba
+
+    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64)
+    return numba.types.NamedTuple(choices, Policy)
+
+
+def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """``function`` compiled for one signature, or its machine code as it was kept.
 
     numba keeps its code in files that it trusts. So they are read and written by one process at a time, and only as
     they were written: what has changed since is thrown away, compiled again, and the log says so.
     """
     import numba
 
-    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats)
-    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64)
-    tasks, policy = numba.types.NamedTuple(of_tasks, Instance), numba.types.NamedTuple(choices, Policy)
-    signature = numba.float64(tasks, ints, floats, policy, ints, floats, ints)
     kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
     with locked(kept) as lock:
         if lock is None:
-            made: Callable[..., float] = numba.njit(signature, nogil=True)(list_schedule)
+            made: Callable[..., Any] = numba.njit(signature, nogil=True)(function)
             return made
         if kept.exists() and _read_sums(kept) != _sums(kept):
             _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
             shutil.rmtree(kept, ignore_errors=True)
         try:
             with _kept_in(kept):
-                made = numba.njit(signature, nogil=True, cache=True)(list_schedule)
+                made = numba.njit(signature, nogil=True, cache=True)(function)
         except OSError:  # a full disk
-            made = numba.njit(signature, nogil=True)(list_schedule)
+            made = numba.njit(signature, nogil=True)(function)
         else:
             if _read_sums(kept) != _sums(kept):
                 write_whole(kept / _SUMS, json.dumps(_sums(kept)))

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.schedules.planning.adaptive.compiled import scheduled
-from megatron.schedules.planning.costs import StageCosts
 from megatron.schedules.planning.kinds import KINDS, RELIEF, SPLIT, Doing, Kind, everywhere, in_dependency_order
 from megatron.schedules.planning.list_scheduling import EPSILON, Instance, Policy
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.planning.tasks import tasks_of
 
 TaskOrder = NDArray[np.int64]

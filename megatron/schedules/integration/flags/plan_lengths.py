@@ -1,0 +1,63 @@
+"""What ``--pipeline-plan-lengths`` does not go with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.replan import measures_limit
+from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.planning.errors import PlanError
+
+_FLAG = FLAGS["plan_lengths"]
+# What of stock's it does not go with, and why.
+_NOT_WITH = {
+    "iterations_to_skip": "samples are read an iteration ahead; leave one of the two out",
+    "hybrid_context_parallel": "it deals sequences out itself; leave one of the two out",
+    "phase_transition_iterations": "samples of the next phase cannot be read ahead; leave one of the two out",
+}
+
+
+def check_plan_lengths(args: Any) -> None:
+    """Refuse the flag where it cannot work.
+
+    Raises:
+        PlanError: naming what it does not go with.
+    """
+    if not args.pipeline_plan_lengths:
+        return
+    for name, why in _NOT_WITH.items():
+        if getattr(args, name, None):
+            raise PlanError(f"{_FLAG} does not go with --{name.replace('_', '-')}: {why}")
+    if getattr(args, "dataloader_type", None) == "external":
+        raise PlanError(f"{_FLAG} does not go with --dataloader-type external: its state would be an iteration ahead")
+    if (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
+        raise PlanError(
+            f"{_FLAG} does not go with --expert-model-parallel-size above 1: replicas that share experts would run "
+            "different orders; leave one of the two out"
+        )
+    if args.pipeline_vocabulary_parallel:
+        raise PlanError(
+            f"{_FLAG} does not go with {FLAGS['shared_vocabulary']}: ranks meet over microbatches of one shape; leave "
+            "one of the two out"
+        )
+    for part in ("again", "offload"):
+        if (getattr(args, FLAGS[part][2:].replace("-", "_")) or "none") != "none":
+            raise PlanError(f"{_FLAG} does not go with {FLAGS[part]} so far: leave one of the two out")
+    for part in ("profile_iterations", "timeline", "replan"):
+        if getattr(args, FLAGS[part][2:].replace("-", "_")):
+            raise PlanError(
+                f"{_FLAG} does not go with {FLAGS[part]}: every iteration has a plan of its own; measure a job of even "
+                f"lengths, and give what it saved to {FLAGS['costs_file']}"
+            )
+    if measures_limit(args):
+        raise PlanError(f"{_FLAG} does not go with {FLAGS['memory_limit']} auto: give a number")
+    if shape_of(args) is None:
+        raise PlanError(f"{_FLAG} needs the model's sizes, to know what attention takes: give their flags")
+
+
+def attention_of(args: Any) -> tuple[float, float]:
+    """The shares of an average layer's F and I that attention takes at the full sequence length."""
+    shape = shape_of(args)
+    assert shape is not None, "checked before"
+    return shape.attention

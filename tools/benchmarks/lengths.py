@@ -1,0 +1,192 @@
+"""Microbatches of different lengths: planned for equal ones, and planned for their lengths; simulated and emulated."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.lengths.plan import LengthsPlan, LengthsPlanner
+from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
+from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.simulate import simulate
+from tools.benchmarks.emulated import fitted
+from tools.benchmarks.lengths_section import section
+from tools.benchmarks.parts import Part, Row, Say, Spread
+
+if TYPE_CHECKING:
+    from tools.benchmarks.emulated_engines import Contestant
+
+_RANKS, _CONTEXT, _SHORTEST = 8, 131_072, 64
+# Llama-3-8B at that context.
+_MODEL = Shape(32, 4096, 32, _CONTEXT, 128_256, groups=8, inner=14_336, gated=True, masks=(False, False))
+# Tokens of a document: log-normal, by its median; the deviation of its logarithm. Packed one after another into
+# microbatches of a context each, a document going on in no other. Or one a microbatch, evenly from the least on.
+_PACKED, _DEVIATION = {"packed, median 2,000": 2_000, "packed, median 8,000": 8_000}, 2.0
+_ALONE, _LEAST = "one a microbatch, a quarter of a context or more", _CONTEXT // 4
+_DRAWS = (*_PACKED, _ALONE)
+_SCHEDULES = ("1f1b", "v-half", "v-zb", "adaptive 0.5", "adaptive 1")
+_EMULATED = ("v-zb", "1f1b", "v-half", "adaptive 1")
+_SETS, _QUICK_SETS, _REPETITIONS = 40, 5, 3
+_UNIT_S, _HOP_S = 0.040, 0.001
+
+
+class _Setting(NamedTuple):
+    """One schedule for one way of drawing lengths.
+
+    Args:
+        name: of the schedule.
+        costs: of a microbatch that is one whole context.
+        planner: of iterations.
+    """
+
+    name: str
+    costs: Costs
+    planner: LengthsPlanner
+
+
+def measure(quick: bool, say: Say) -> Iterator[Row]:
+    """A simulated row for each schedule, size and way of drawing, and emulated ones of a few iterations."""
+    for n in (16,) if quick else (16, 32):
+        for drawn in _DRAWS[: 1 if quick else None]:
+            for name in _EMULATED if quick else _SCHEDULES:
+                say(f"lengths: {name}, {n} microbatches, {drawn}")
+                yield _simulated(_setting(name, n, drawn), n, drawn, _QUICK_SETS if quick else _SETS)
+    for drawn in _DRAWS[: 1 if quick else None]:
+        yield from _emulated(drawn, 1 if quick else _REPETITIONS, say)
+
+
+def lengths_of(n: int, drawn: str, draw: random.Random) -> list[list[int]]:
+    """The lengths of the sequences of each of ``n`` microbatches."""
+    if drawn == _ALONE:
+        return [[draw.randint(_LEAST, _CONTEXT)] for _ in range(n)]
+
+    def document() -> int:
+        return max(_SHORTEST, min(_CONTEXT, round(draw.lognormvariate(math.log(_PACKED[drawn]), _DEVIATION))))
+
+    found = []
+    for _ in range(n):
+        sequences: list[int] = []
+        left = _CONTEXT
+        while left:
+            sequences.append(min(document(), left))
+            left -= sequences[-1]
+        found.append(sequences)
+    return found
+
+
+def _sets(n: int, drawn: str, count: int) -> list[MicrobatchLoads]:
+    draw = random.Random(f"{n} {drawn}")
+    return [MicrobatchLoads.of(lengths_of(n, drawn, draw), _CONTEXT) for _ in range(count)]
+
+
+@cache
+def _setting(name: str, n: int, drawn: str) -> _Setting:
+    """The schedule planned for equal microbatches that take as long as those drawn do on average."""
+    scores, mean = _MODEL.layer().scores.flops, _MODEL.loads.mean
+    shares = scores / mean.forward, 2.5 * scores / mean.input_grad
+    costs = Costs(*_MODEL.loads.ratio, _HOP_S / _UNIT_S, attention=shares)
+    every = _sets(n, drawn, 200)
+    tokens, squares = (statistics.fmean(x for each in every for x in getattr(each, of)) for of in ("tokens", "squares"))
+    parts = [(1 - share) * tokens + share * squares for share in (*shares, 0.0)]
+    forward, input_grad, weight_grad = (time * part for time, part in zip(_MODEL.loads.ratio, parts, strict=True))
+    word, _, limit = name.partition(" ")
+    alike = Costs(forward, input_grad, weight_grad, costs.comm)
+    request = Request(word, _RANKS, n, alike, memory_limit=float(limit) if limit else None)
+    return _Setting(name, costs, LengthsPlanner(plan(request), costs, float(limit) * _RANKS if limit else None))
+
+
+def _simulated(setting: _Setting, n: int, drawn: str, count: int) -> Row:
+    planner = setting.planner
+    planner.plan(_sets(n, drawn, 1)[0], 1)  # machine code is read or made once
+    usual, planned, seconds, processor = [], [], [], []
+    for loads in _sets(n, drawn, count):
+        begin, ticks = time.monotonic(), time.thread_time()
+        found = planner.plan(loads)
+        seconds.append(time.monotonic() - begin)
+        processor.append(time.thread_time() - ticks)
+        usual.append(_over_work(planner.usual(loads)))
+        planned.append(_over_work(found))
+    return {
+        "what": "simulated",
+        "schedule": setting.name,
+        "microbatches": n,
+        "drawn": drawn,
+        "sets": count,
+        "usual_mean": round(statistics.fmean(usual), 4),
+        "usual_worst": round(max(usual), 4),
+        "planned_mean": round(statistics.fmean(planned), 4),
+        "planned_worst": round(max(planned), 4),
+        "seconds_mean": round(statistics.fmean(seconds), 3),
+        "seconds_worst": round(max(seconds), 3),
+        "processor_seconds_worst": round(max(processor), 3),
+    }
+
+
+def _over_work(found: LengthsPlan) -> float:
+    return found.timeline.makespan / found.timeline.ideal
+
+
+def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
+    from tools.benchmarks.emulated_engines import measure as timed  # Megatron, which --help need not wait for
+
+    n = 2 * _RANKS
+    (loads,) = _sets(n, drawn, 1)
+    found: list[tuple[str, Costs, LengthsPlan]] = []
+    for name in _EMULATED:
+        setting = _setting(name, n, drawn)
+        times = {field: getattr(setting.costs, field) * _UNIT_S for field in ("forward", "input_grad", "weight_grad")}
+        seconds = replace(setting.costs, comm=_HOP_S, **times)
+        found += [("equal", seconds, setting.planner.usual(loads)), ("lengths", seconds, setting.planner.plan(loads))]
+    contestants = [_contestant(name, planned, costs, loads) for name, (_, costs, planned) in _named(found)]
+    expected = sum(_seconds(planned, costs, loads, _HOP_S) for _, costs, planned in found)
+    say(f"lengths: emulated, {drawn}, about {expected * repetitions:.0f} s")
+    taken = timed(contestants, [costs for _, costs, _ in found], repetitions, 4 * expected * repetitions + 180)
+    spreads = [Spread.of(each) for each in taken]
+    pairs = [
+        (lambda hop, costs=costs, planned=planned: _seconds(planned, costs, loads, hop), spread.median)
+        for (_, costs, planned), spread in zip(found, spreads, strict=True)
+    ]
+    hop = fitted(pairs, _UNIT_S / 4)
+    for (name, (planned_for, costs, planned)), spread in zip(_named(found), spreads, strict=True):
+        simulated = _seconds(planned, costs, loads, hop)
+        yield {
+            "what": "emulated",
+            "schedule": name,
+            "planned_for": planned_for,
+            "microbatches": n,
+            "drawn": drawn,
+            "repetitions": repetitions,
+            "hop_seconds": hop,
+            "seconds": round(spread.median, 4),
+            "low": round(spread.low, 4),
+            "high": round(spread.high, 4),
+            "simulated_seconds": round(simulated, 4),
+            "error": round(spread.median / simulated - 1, 4),
+        }
+
+
+def _named[T](found: Sequence[T]) -> list[tuple[str, T]]:
+    """Each with the name of its schedule: two of every one in turn."""
+    return [(_EMULATED[at // 2], each) for at, each in enumerate(found)]
+
+
+def _contestant(name: str, planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads) -> Contestant:
+    from tools.benchmarks.emulated_engines import of_ours
+
+    return of_ours(name, planned.schedule, costs)._replace(loads=loads.in_order(planned.order))
+
+
+def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, hop: float) -> float:
+    own = replace(costs, comm=hop).on(planned.schedule.placement)
+    return simulate(planned.schedule, replace(own, loads=loads.in_order(planned.order))).makespan
+
+
+PART = Part("lengths", "Microbatches of different lengths", measure, section)
