@@ -181,14 +181,20 @@ def test_the_drawings_in_docs_are_what_draw_draws(path, capsys):
     assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
 
 
-def test_the_run_in_docs_is_drawn_and_told_as_recorded(capsys):
-    path, arguments = "docs/images/timeline.svg", ["draw", "--recorded", str(ROOT / "docs" / "recorded.json")]
+@pytest.mark.parametrize(("drawing", "run"), [("timeline.svg", "recorded.json"), ("cured.svg", "recorded-cured.json")])
+def test_the_runs_in_docs_are_drawn_as_recorded(drawing, run, capsys):
+    path, arguments = f"docs/images/{drawing}", ["draw", "--recorded", str(ROOT / "docs" / run)]
     assert main(arguments) == 0
     drawn = capsys.readouterr().out
     assert (ROOT / path).read_text() == drawn, f"draw it anew: megatron-schedules {' '.join(arguments)} --output {path}"
-    text = (ROOT / "docs" / "timeline.md").read_text()
+
+
+def test_the_run_in_docs_is_told_as_recorded():
+    text, cures = ((ROOT / "docs" / name).read_text() for name in ("timeline.md", "bubble.md"))
     recorded = read_recorded(ROOT / "docs" / "recorded.json")
-    assert f"planned at {percent(recorded.planned.bubble)} and came to {percent(recorded.timeline.bubble)}" in text
+    planned, measured = percent(recorded.planned.bubble), percent(recorded.timeline.bubble)
+    assert f"planned at {planned} and came to {measured}" in text
+    assert f"takes {recorded.timeline.makespan:.0f} ms, its bubble is {measured} where {planned} was planned" in cures
     for rank in idle(recorded.timeline):
         whole = recorded.timeline.makespan
         shares = [percent(time / whole) for time in (rank.total, *rank.phases.values())]

@@ -4,7 +4,8 @@
     python tools/emulate_run.py --slow 2=1.5 --output timeline
 
 The engine, its messages and its recorder are those of a training; each rank is a process, and sleeping takes no core.
-What comes out is what --pipeline-timeline writes: to see what a slow stage does to a schedule before there is one.
+What comes out is what --pipeline-timeline writes: to see what a slow stage does to a schedule,
+and what helps against it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from megatron.schedules.planning.clocks import aligned, gaps, hops
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.registry import Request, placement, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planning.spread import spread_layers
 from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.runtime.program import Program
 
 _WARM_UP = 2  # iterations before the one that is recorded
+_LAYERS_A_STAGE = 4
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,41 +45,110 @@ _WARM_UP = 2  # iterations before the one that is recorded
 @click.option("--microbatches", type=int, default=8, help="Of one iteration; 8 without it.")
 @click.option("--costs", metavar="F,I,W", default="1,1.1,0.75", help="Times over half a rank's layers.")
 @click.option("--unit-ms", type=float, default=20.0, help="Milliseconds of one unit of these; 20 without it.")
-@click.option("--slow", metavar="STAGE=FACTOR", help="A stage that takes so many times as long as planned.")
+@click.option("--slow", metavar="STAGE=FACTOR", help="A stage whose layers take so many times as long as planned.")
+@click.option(
+    "--cure",
+    type=click.Choice(["order", "layers"]),
+    help="Then plan for the times that were measured, and carry that out instead: another order, as "
+    "--pipeline-replan does, or other layers on each stage too, as --pipeline-schedule-layers auto does.",
+)
 @click.option("--output", metavar="DIR", type=Path, required=True, help="Where to write.")
 def _emulate(
-    schedule: str, pipeline_size: int, microbatches: int, costs: str, unit_ms: float, slow: str | None, output: Path
+    schedule: str,
+    pipeline_size: int,
+    microbatches: int,
+    costs: str,
+    unit_ms: float,
+    slow: str | None,
+    cure: str | None,
+    output: Path,
 ) -> None:
     """Run one iteration of a schedule with passes that sleep, and write its timeline."""
     request = Request(schedule, pipeline_size, microbatches, Costs.parse(costs))
-    recorded = emulated(request, unit_ms, *_slow(slow))
+    true = slowed(request, *_slow(slow))
+    recorded = emulated(request, true, unit_ms)
+    if cure is not None:
+        request = cured(request, recorded, layers=cure == "layers")
+        true = replace(true, layers=request.costs.layers)
+        _say("before", recorded)
+        recorded = emulated(request, true, unit_ms)
     try:
         names = write_run(recorded, output)
     except OSError as error:
         raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
+    _say(f"written to {output}: {', '.join(names)}", recorded)
+
+
+def _say(what: str, recorded: Recorded) -> None:
     bubbles = [f"{100 * each.bubble:.2f} %" for each in (recorded.planned, recorded.timeline)]
-    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]}; written to {output}: {', '.join(names)}\n", None)
+    length = recorded.timeline.makespan
+    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]} of {length:.0f} ms; {what}\n", None)
 
 
-def emulated(request: Request, unit_ms: float, stage: int = 0, factor: float = 1.0) -> Recorded:
-    """One iteration as it went with passes that sleep for their planned times, those of ``stage`` longer.
+def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:
+    """The costs of ``request`` where the layers that ``stage`` has when spread evenly take ``factor`` times as long."""
+    stages = _stages(request)
+    if not 0 <= stage < stages:
+        raise PlanError(f"--slow {stage}={factor:g}: there are stages 0 to {stages - 1}")
+    return _with_layers(request.costs, [factor if each == stage else 1.0 for each in range(stages)])
+
+
+def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
+    """``request`` for the times of stages that were measured; with ``layers`` these are placed for them, too."""
+    planned, measured = _busy(recorded.planned), _busy(recorded.timeline)
+    times = [now / before for before, now in zip(planned, measured, strict=True)]
+    usual = statistics.median(times)
+    found = replace(request, costs=_with_layers(request.costs, [time / usual for time in times]))
+    return spread_layers(found) if layers else found
+
+
+def _with_layers(costs: Costs, times: Sequence[float]) -> Costs:
+    """``costs`` where the layers of each stage take so many times as long; all hold alike."""
+    layers = [Part(split=Load(time, time, time, 1.0)) for time in times for _ in range(_LAYERS_A_STAGE)]
+    mean = statistics.fmean(times)
+    scaled = replace(
+        costs,
+        forward=mean * costs.forward,
+        input_grad=mean * costs.input_grad,
+        weight_grad=mean * costs.weight_grad,
+    )
+    return replace(scaled, model=ModelLoads(Part(), tuple(layers), Part()))
+
+
+def _stages(request: Request) -> int:
+    where = placement(request)
+    if where is None:
+        raise PlanError(
+            f"--schedule {request.schedule} has no stages before it is planned: name one that has", "schedule"
+        )
+    return where.stages
+
+
+def _busy(timeline: Timeline) -> list[float]:
+    """By stage, the time of all of its passes."""
+    busy = [0.0] * timeline.schedule.placement.stages
+    for row, starts, ends in zip(timeline.schedule.order, timeline.start, timeline.end, strict=True):
+        for work, start, end in zip(row, starts, ends, strict=True):
+            busy[work.stage] += end - start
+    return busy
+
+
+def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
+    """One iteration as it went with passes that sleep.
 
     Args:
-        request: the schedule, and the times of its passes in units.
-        unit_ms: of these.
-        stage, factor: which stage takes how many times as long.
+        request: the schedule, and the times of its passes as planned.
+        true: how long they sleep.
+        unit_ms: of both, in milliseconds.
     """
     from megatron.schedules.runtime.check import check
     from megatron.schedules.runtime.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 
     schedule = plan(request)
-    planned = request.costs.on(schedule.placement)
-    if not 0 <= stage < schedule.placement.stages:
-        raise PlanError(f"--slow {stage}={factor:g}: there are stages 0 to {schedule.placement.last_stage}")
-    slow = [unit_ms * (factor if each == stage else 1.0) for each in range(schedule.placement.stages)]
-    times = {kind: tuple(t * s for t, s in zip(each, slow, strict=True)) for kind, each in planned.times.items()}
-    measured = replace(planned, times=times)
+    planned, sleeping = (costs.on(schedule.placement) for costs in (request.costs, true))
+    times = {kind: tuple(unit_ms * time for time in each) for kind, each in sleeping.times.items()}
+    measured = replace(sleeping, times=times)
     programs = lower(schedule, planned)
     check(programs)
     found = run_ranks(request.ranks, partial(_on_a_rank, programs, measured), timeout=600)

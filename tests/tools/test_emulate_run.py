@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import Request
+from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.report.idle import idle
 from megatron.schedules.report.views import slowest_stage
-from tools.emulate_run import emulated
+from tools.emulate_run import cured, emulated, slowed
 
 REQUEST = Request("v-half", 2, 4, Costs(1, 1.25, 0.75))
 
 
 @pytest.mark.full_matrix  # some seconds of starting processes
 def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
-    recorded = emulated(REQUEST, unit_ms=15, stage=1, factor=2)
+    true = slowed(REQUEST, stage=1, factor=2)
+    recorded = emulated(REQUEST, true, unit_ms=15)
     timeline = recorded.timeline
     slow = slowest_stage(timeline)
     assert (slow.stage, slow.rank) == (1, 1)
@@ -27,8 +31,22 @@ def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
     assert first.total > 2 * second.total and first.for_ranks[0][0] == 1
     # The simulator knows as much of what was made slow.
     assert simulate(timeline.schedule, timeline.costs).makespan == pytest.approx(timeline.makespan, rel=0.1)
+    # And so does a plan for what was measured, whose layers are elsewhere: it is shorter in truth, not only planned so.
+    better = cured(REQUEST, recorded, layers=True)
+    again = emulated(better, replace(true, layers=better.costs.layers), unit_ms=15)
+    assert again.timeline.makespan < 0.95 * timeline.makespan
 
 
 def test_a_stage_that_is_none_is_refused():
     with pytest.raises(PlanError, match="there are stages 0 to 3"):
-        emulated(REQUEST, 1, stage=9)
+        slowed(REQUEST, stage=9, factor=2)
+
+
+def test_layers_are_placed_for_what_was_measured():
+    """A plan for the times of a run in which stage 1 took twice as long is shorter under the true ones."""
+    schedule, costs = plan(REQUEST), slowed(REQUEST, 1, 2)
+    planned, true = (simulate(schedule, each.on(schedule.placement)) for each in (REQUEST.costs, costs))
+    better = cured(REQUEST, Recorded(true, planned, 1, "simulated"), layers=True)
+    found = plan(better)
+    cure = simulate(found, replace(costs, layers=better.costs.layers).on(found.placement))
+    assert cure.makespan < 0.95 * true.makespan
