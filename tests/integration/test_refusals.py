@@ -134,6 +134,18 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-plan-lengths --pipeline-recompute auto",
         "--pipeline-plan-lengths does not go with --pipeline-recompute so far",
     ),
+    "plans for lengths and a plan made again": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --pipeline-replan",
+        "--pipeline-plan-lengths does not go with --pipeline-replan",
+    ),
+    "plans for lengths and a profile": (
+        "--pipeline-schedule v-half --pipeline-plan-lengths --pipeline-profile-iterations 2-4",
+        "--pipeline-plan-lengths does not go with --pipeline-profile-iterations",
+    ),
+    "plans for lengths in what memory is left": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit auto --pipeline-plan-lengths",
+        "--pipeline-plan-lengths does not go with --pipeline-memory-limit auto",
+    ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
     "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),
