@@ -94,8 +94,8 @@ def _checked(args: Any) -> Planned | None:
             "leave the flag out to run without a pipeline"
         )
     stall_seconds(args)  # refused before anything is announced
-    profile_asked(args)
     check_plan_lengths(args)
+    profile_asked(args)
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(args)
