@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import RerunDataIterator, destroy_rerun_state_machine
 from megatron.training import training
 
 import pretrain_gpt
@@ -76,6 +76,13 @@ def _cut(sample: dict[str, Any]) -> dict[str, Any]:
 
 def reads_ahead() -> dict[str, Any]:
     """What an iterator hands out that is read ahead of, and the lengths that samples tell."""
+    try:
+        return _read_ahead()
+    finally:
+        destroy_rerun_state_machine()  # made by the first question to it, and in the way of jobs that start from here
+
+
+def _read_ahead() -> dict[str, Any]:
     iterator = RerunDataIterator(iter(range(10)))
     next(iterator)
     below = under(iterator)

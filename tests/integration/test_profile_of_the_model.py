@@ -64,8 +64,10 @@ def test_another_models_profile_is_refused(tmp_path, facts, why):
 
 def test_only_the_first_node_must_have_the_folder(tmp_path, monkeypatch):
     file = tmp_path / "none" / "costs.json"
-    args = argparse.Namespace(pipeline_profile_iterations="2-4", pipeline_save_costs=str(file), train_iters=None)
+    args = argparse.Namespace(
+        pipeline_profile_iterations="2-4", pipeline_save_costs=str(file), train_iters=None, pipeline_timeline=None
+    )
     with pytest.raises(PlanError, match="cannot be written: name a file in a folder that is there"):
         profile_asked(args)
     monkeypatch.setenv("GROUP_RANK", "1")
-    assert profile_asked(args) == (2, 4, file)
+    assert profile_asked(args) == (2, 4, file, None)
