@@ -25,6 +25,7 @@ from megatron.schedules.ending import emit, run
 from megatron.schedules.planning.clocks import aligned, gaps, hops
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.recorded import Recorded
@@ -95,7 +96,7 @@ def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:
 
 def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
     """``request`` for the times of stages that were measured; with ``layers`` these are placed for them, too."""
-    planned, measured = _busy(recorded.planned), _busy(recorded.timeline)
+    planned, measured = (iteration_of(each).stages for each in (recorded.planned, recorded.timeline))
     times = [now / before for before, now in zip(planned, measured, strict=True)]
     usual = statistics.median(times)
     found = replace(request, costs=_with_layers(request.costs, [time / usual for time in times]))
@@ -122,15 +123,6 @@ def _stages(request: Request) -> int:
             f"--schedule {request.schedule} has no stages before it is planned: name one that has", "schedule"
         )
     return where.stages
-
-
-def _busy(timeline: Timeline) -> list[float]:
-    """By stage, the time of all of its passes."""
-    busy = [0.0] * timeline.schedule.placement.stages
-    for row, starts, ends in zip(timeline.schedule.order, timeline.start, timeline.end, strict=True):
-        for work, start, end in zip(row, starts, ends, strict=True):
-            busy[work.stage] += end - start
-    return busy
 
 
 def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:

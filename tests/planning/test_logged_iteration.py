@@ -7,8 +7,8 @@ import pytest
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.iteration import (
     Iteration,
+    iteration_of,
     measured_iteration,
-    planned_iteration,
     rank_times,
 )
 from megatron.schedules.planning.kinds import Kind
@@ -43,21 +43,21 @@ def as_it_ran(planned: Timeline, replicas: int = 1) -> Iteration:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_what_runs_as_planned_comes_to_what_was_planned(costs: Costs, replicas: int) -> None:
     planned = timeline(costs)
-    assert planned_iteration(planned).bubble == planned.bubble > 0
+    assert iteration_of(planned).bubble == planned.bubble > 0
     found = as_it_ran(planned, replicas)
     assert found.bubble == pytest.approx(planned.bubble)
-    assert found.stages == pytest.approx(planned_iteration(planned).stages)
+    assert found.stages == pytest.approx(iteration_of(planned).stages)
 
 
 def test_the_slowest_stage_is_held_against_the_mean() -> None:
-    stage, beyond = planned_iteration(timeline(Costs(1, 1, 1, stage_weights=(1, 1, 2, 1)))).slowest
+    stage, beyond = iteration_of(timeline(Costs(1, 1, 1, stage_weights=(1, 1, 2, 1)))).slowest
     assert (stage, beyond) == (2, pytest.approx(2 / 1.25 - 1))
 
 
 def test_the_output_layer_of_all_ranks_is_no_stages() -> None:
     planned = timeline(SHARED)
     assert {Kind.S, Kind.T} <= planned.schedule.kinds
-    assert planned_iteration(planned).slowest.beyond_mean == pytest.approx(0)
+    assert iteration_of(planned).slowest.beyond_mean == pytest.approx(0)
 
 
 def test_a_job_that_has_computed_nothing_has_no_bubble() -> None:

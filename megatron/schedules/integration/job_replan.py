@@ -19,7 +19,7 @@ from megatron.schedules.integration.memory_left import bytes_left
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.planning.adaptive.plan import least_limit
-from megatron.schedules.planning.iteration import planned_iteration
+from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.job_profile import JobProfile
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.simulate import simulate
@@ -93,7 +93,7 @@ class JobReplan:
             self._measures_limit = False
             request = replace(request, memory_limit=self._limit(request, profile))
         running = simulate(self._planner.running, costs.on(self._planner.placement))
-        self._slow.expect(planned_iteration(running).stages)
+        self._slow.expect(iteration_of(running).stages)
         self._idle.expect()
         self._replanner.start(request)
 

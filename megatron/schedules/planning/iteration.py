@@ -38,8 +38,8 @@ class Iteration:
         return Slowest(self.stages.index(most), most / mean - 1 if mean else 0.0)
 
 
-def planned_iteration(timeline: Timeline) -> Iteration:
-    """``timeline`` in these numbers, in the unit of its costs."""
+def iteration_of(timeline: Timeline) -> Iteration:
+    """``timeline``, planned or measured, in these numbers, in the unit of its costs."""
     schedule = timeline.schedule
     stages = [0.0] * schedule.placement.stages
     for row, start, end in zip(schedule.order, timeline.start, timeline.end, strict=True):

@@ -136,7 +136,7 @@ def _cards(shown: Sequence[View], unit: str) -> str:
         (
             f"Slowest stage, {last.label}",
             f"stage {slow.stage}",
-            f"on rank {slow.rank}: {_time(slow.time, unit)} a microbatch, {percent(slow.times_average - 1, 0)} over "
+            f"on rank {slow.rank}: {_time(slow.time, unit)} a microbatch, {percent(slow.beyond_mean, 0)} over "
             "the average",
         )
     )

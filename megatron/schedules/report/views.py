@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import sub
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Resource
+from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.recorded import Recorded, Steps
 from megatron.schedules.planning.simulate import Copy, Timeline
 from megatron.schedules.report.figures import number
@@ -82,25 +81,24 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
     )
 
 
-class Slowest(NamedTuple):
-    """The stage that computes longest: its rank, how long a microbatch takes on it, and over the average stage's."""
+class SlowestStage(NamedTuple):
+    """The stage that computes longest: its rank, how long a microbatch takes on it, and by what share that is more.
+
+    Than on the mean of all stages, as logs have it (:mod:`megatron.schedules.planning.iteration`).
+    """
 
     stage: int
     rank: int
     time: float
-    times_average: float
+    beyond_mean: float
 
 
-def slowest_stage(timeline: Timeline) -> Slowest:
-    """The stage whose passes took longest in all; copies and what all ranks share are left out."""
+def slowest_stage(timeline: Timeline) -> SlowestStage:
+    """That of ``timeline``."""
+    found = iteration_of(timeline)
+    stage, beyond = found.slowest
     placement, n = timeline.schedule.placement, timeline.schedule.microbatches
-    time = [0.0] * placement.stages
-    for row, starts, ends in zip(timeline.schedule.order, timeline.start, timeline.end, strict=True):
-        for work, length in zip(row, map(sub, ends, starts), strict=True):
-            if KINDS[work.kind].resource is Resource.COMPUTE and not KINDS[work.kind].of_ranks:
-                time[work.stage] += length / n
-    stage = time.index(max(time))
-    return Slowest(stage, placement.rank_of[stage], time[stage], time[stage] * len(time) / sum(time))
+    return SlowestStage(stage, placement.rank_of[stage], found.stages[stage] / n, beyond)
 
 
 def extent(shown: Sequence[View]) -> float:

@@ -15,8 +15,8 @@ from megatron.schedules.integration.log.memory import PeakWatch
 from megatron.schedules.planning.iteration import (
     Iteration,
     RankTimes,
+    iteration_of,
     measured_iteration,
-    planned_iteration,
     rank_times,
 )
 from megatron.schedules.planning.simulate import Timeline
@@ -164,7 +164,7 @@ class RunLog:
         measured = measured_iteration(busy, round(ranks), until_last, stages)
         return Logged(
             measured,
-            planned_iteration(timeline),
+            iteration_of(timeline),
             worst or None,
             None if self._each is None else timeline.peak * self._each,
             placement.rank_of[measured.slowest.stage],
