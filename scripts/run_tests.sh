@@ -35,13 +35,35 @@ step "ruff format" ruff format --check .
 step "mypy" mypy
 step "import-linter" lint-imports
 
-echo "== pytest"
+# told <name> <begun> <status>: says in one line how it went.
+told() {
+  if (($3 == 0)); then
+    echo "== $1: passed ($((SECONDS - $2)) s)"
+  else
+    echo "== $1: FAILED ($((SECONDS - $2)) s)"
+    failed+=("$1")
+  fi
+}
+
 begun=$SECONDS
-if python -m pytest "$@"; then
-  echo "== pytest: passed ($((SECONDS - begun)) s)"
+if (($#)); then
+  echo "== pytest"
+  python -m pytest "$@"
+  told pytest "$begun" $?
 else
-  echo "== pytest: FAILED ($((SECONDS - begun)) s)"
-  failed+=(pytest)
+  # Jobs of several ranks mostly wait for one another: all other tests run beside them, and are shown after them.
+  others=$(mktemp)
+  trap 'rm -f "$others"' EXIT
+  trap 'kill 0' INT TERM
+  python -m pytest -p no:cacheprovider tests --ignore=tests/integration >"$others" 2>&1 &
+  echo "== pytest: tests/integration, beside all others"
+  python -m pytest tests/integration
+  told "pytest of tests/integration" "$begun" $?
+  wait $!
+  status=$?
+  echo "== pytest: all others"
+  cat "$others"
+  told "pytest of all others" "$begun" "$status"
 fi
 
 if ((${#failed[@]})); then
