@@ -17,12 +17,11 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.planning.job_profile_text import to_text
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.measured import Conditions, RankMeasured, held_over_time, profile_of, rank_measured
-from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.measured import Conditions, RankMeasured, profile_of, rank_measured
 from megatron.schedules.planning.placement import Placement, sequential, v_shape
 from megatron.schedules.planning.profile_facts import CopyRates, Facts
 from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planning.simulate import held_over_time, simulate
 from tests.planning.made_schedules import examples
 
 MS = st.floats(0.01, 100)
@@ -186,6 +185,5 @@ def test_a_backward_that_was_always_whole_is_halved_as_planned():
 
 
 def test_what_is_held_follows_the_passes():
-    works = [(Pass.parse("0F0"), 1.0, 2.0), (Pass.parse("0I0"), 3.0, 4.0), (Pass.parse("0W0"), 4.0, 5.0)]
-    changes = {Pass.parse("0F0"): 100.0, Pass.parse("0I0"): -25.0, Pass.parse("0W0"): -75.0}
-    assert held_over_time(works, changes) == ((0.0, 0.0), (1.0, 100.0), (4.0, 75.0), (5.0, 0.0))
+    start, end = (1.0, 3.0, 4.0), (2.0, 4.0, 5.0)  # of F, I and W
+    assert held_over_time((100.0, -25.0, -75.0), start, end) == ((0.0, 0.0), (1.0, 100.0), (4.0, 75.0), (5.0, 0.0))

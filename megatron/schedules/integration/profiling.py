@@ -34,14 +34,13 @@ from megatron.schedules.planning.measured import (
     Conditions,
     RankMeasured,
     Timed,
-    held_over_time,
     profile_of,
     rank_measured,
 )
 from megatron.schedules.planning.profile_facts import Facts
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Copy, Timeline, simulate
+from megatron.schedules.planning.simulate import Copy, Timeline, held_over_time, simulate
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.byte_counter import ByteCounter
@@ -229,7 +228,7 @@ def _recorded(
         for rank, shift in zip(ranks, shifts, strict=True)
     )
     held = tuple(
-        held_over_time(list(zip(order, *times, strict=True)), change)
+        held_over_time([change.get(work, 0.0) for work in order], *times)
         for order, change, *times in zip(schedule.order, changes, start, end, strict=True)
     )
     return Recorded(

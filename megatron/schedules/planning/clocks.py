@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, sources
-from megatron.schedules.planning.schedule import Schedule, slots
+from megatron.schedules.planning.kinds import KINDS
+from megatron.schedules.planning.schedule import Schedule, awaited_elsewhere, slots
 from megatron.schedules.planning.simulate import Times
 
 Gaps = Mapping[tuple[int, int], float]
@@ -57,24 +57,15 @@ def _moved(rows: Sequence[Sequence[float]], by: Sequence[float]) -> Times:
 def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Gaps:
     """Between all pairs of ranks of which one waits for the other. Times as :func:`aligned` takes them."""
     placement = schedule.placement
-    rank_of, places = placement.rank_of, slots(placement, schedule.microbatches)
+    places, needs = slots(placement, schedule.microbatches), awaited_elsewhere(schedule)
     ended = [0.0] * (len(KINDS) * placement.stages * schedule.microbatches)
     for row, times in zip(schedule.order, end, strict=True):
         for (stage, kind, m), at in zip(row, times, strict=True):
             ended[places[kind][stage] + m] = at
-    needs = {
-        (kind, stage): [
-            (rank_of[source], places[kinds[0]][source])
-            for source, kinds in sources(kind, stage, placement, schedule.kinds)
-            if rank_of[source] != rank_of[stage]
-        ]
-        for kind in schedule.kinds
-        for stage in range(placement.stages)
-    }
     found: dict[tuple[int, int], float] = {}
     for rank, (row, times) in enumerate(zip(schedule.order, start, strict=True)):
         for (stage, kind, m), at in zip(row, times, strict=True):
-            for source, place in needs[kind, stage]:
+            for source, place in needs[stage, kind]:
                 gap, pair = at - ended[place + m], (source, rank)
                 found[pair] = min(gap, found.get(pair, gap))
     return found

@@ -187,19 +187,3 @@ def _rates(stages: Sequence[StageProfile]) -> CopyRates | None:
 def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
     """For a model of which only the layers are known."""
     return even(layers, placement.stages)
-
-
-def held_over_time(order: Sequence[Timed], changes: Mapping[Pass, float]) -> tuple[tuple[float, float], ...]:
-    """The bytes that a rank holds, as steps (milliseconds, bytes from then on).
-
-    Args:
-        order: its passes as they were timed.
-        changes: by how many bytes more is held after each.
-    """
-    held, steps = 0.0, [(0.0, 0.0)]
-    for work, start, end in order:
-        change = changes.get(work, 0.0)
-        held += change
-        if change:
-            steps.append((start if change > 0 else end, held))
-    return tuple(steps)

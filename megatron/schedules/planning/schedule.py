@@ -92,6 +92,21 @@ def awaited(
     }
 
 
+def awaited_elsewhere(schedule: Schedule) -> dict[StageKind, list[tuple[int, int]]]:
+    """By stage and kind, the rank and the place (:func:`slots`, of microbatch 0) of all that is awaited from others."""
+    placement = schedule.placement
+    rank_of, places = placement.rank_of, slots(placement, schedule.microbatches)
+    return {
+        (stage, kind): [
+            (rank_of[source], places[kinds[0]][source])
+            for source, kinds in sources(kind, stage, placement, schedule.kinds)
+            if rank_of[source] != rank_of[stage]
+        ]
+        for kind in schedule.kinds
+        for stage in range(placement.stages)
+    }
+
+
 def in_microbatch_order(schedule: Schedule) -> Schedule:
     """The same schedule with its microbatches renumbered so that every stage does them in ascending order.
 

@@ -11,7 +11,7 @@ place, and the pass that needs it waits. So what is held follows from the order 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -105,13 +105,7 @@ class Timeline:
 
         An activation is held from the start of its F to the end of its W (or B), less what its I gives back.
         """
-        held, steps = 0.0, [(0.0, 0.0)]
-        changes = self.costs.changes_of(self.schedule.order[rank])
-        for change, start, end in zip(changes, self.start[rank], self.end[rank], strict=True):
-            held += change
-            if change:
-                steps.append((start if change > 0 else end, held))
-        return tuple(steps)
+        return held_over_time(self.costs.changes_of(self.schedule.order[rank]), self.start[rank], self.end[rank])
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -135,6 +129,23 @@ class Timeline:
     def peak(self) -> float:
         """Peak activation memory of the worst rank; 1F1B's is d, where there are so many microbatches."""
         return max(self.peaks)
+
+
+def held_over_time(
+    changes: Iterable[float], start: Iterable[float], end: Iterable[float]
+) -> tuple[tuple[float, float], ...]:
+    """What a rank holds, as steps (time, held from then on): a pass takes at its start, and gives back at its end.
+
+    Args:
+        changes: of each of its passes, in order, by how much more is held after it.
+        start, end: of the same passes.
+    """
+    held, steps = 0.0, [(0.0, 0.0)]
+    for change, begun, over in zip(changes, start, end, strict=True):
+        held += change
+        if change:
+            steps.append((begun if change > 0 else over, held))
+    return tuple(steps)
 
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:

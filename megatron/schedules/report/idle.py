@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource, Result, sources
+from megatron.schedules.planning.kinds import KINDS, Resource, Result
 from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import slots
+from megatron.schedules.planning.schedule import awaited_elsewhere, slots
 from megatron.schedules.planning.simulate import Timeline
 
 
@@ -134,35 +134,25 @@ class _Ended:
 
     def __init__(self, timeline: Timeline) -> None:
         schedule = timeline.schedule
-        placement, latency = schedule.placement, timeline.costs.latency
-        rank_of = placement.rank_of
-        self._places = slots(placement, schedule.microbatches)
+        self._rank_of, self._latency = schedule.placement.rank_of, timeline.costs.latency
+        self._places = slots(schedule.placement, schedule.microbatches)
         self.where: dict[int, tuple[int, int]] = {
             self._places[kind][stage] + m: (rank, index)
             for rank, row in enumerate(schedule.order)
             for index, (stage, kind, m) in enumerate(row)
         }
         self._end = timeline.end
-        # By kind and stage: where microbatch 0 of what is needed stands, and the latency after it.
-        self._needs: dict[tuple[Kind, int], list[tuple[int, float]]] = {
-            (kind, stage): [
-                (self._places[kinds[0]][source], latency(rank_of[source], rank_of[stage]))
-                for source, kinds in sources(kind, stage, placement, schedule.kinds)
-                if rank_of[source] != rank_of[stage]
-            ]
-            for kind in schedule.kinds
-            for stage in range(placement.stages)
-        }
+        self._needs = awaited_elsewhere(schedule)
         self._copied = [{work: end for work, _, end in copies} for copies in timeline.copies]
 
     def last(self, work: Pass) -> tuple[float, float, tuple[int, int]] | None:
         """Of the passes on other ranks that ``work`` needs, the one that comes last: its end, latency, and place."""
         stage, kind, m = work
         found: tuple[float, float, tuple[int, int]] | None = None
-        for base, latency in self._needs[kind, stage]:
+        for source, base in self._needs[stage, kind]:
             at = self.where.get(base + m)
             if at is not None:
-                end = self._end[at[0]][at[1]]
+                end, latency = self._end[at[0]][at[1]], self._latency(source, self._rank_of[stage])
                 if found is None or end + latency > found[0] + found[1]:
                     found = end, latency, at
         return found

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from megatron.schedules.planning.adaptive.plan import default_seconds
+from megatron.schedules.planning.adaptive.plan import search_seconds
 from megatron.schedules.planning.beside import Beside, BesideError
 from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.replanning import Proposal, digest, moved, read_rows
@@ -77,9 +77,8 @@ class Replanner:
         self._request, self._started, self._round = request, self._now, self._round + 1
         if not self._first:
             return
-        seconds = request.search_seconds or default_seconds(request.ranks, request.microbatches)
         try:
-            self._beside = Beside(request, self._plans.running, _AT_LEAST_S + _PATIENCE * seconds)
+            self._beside = Beside(request, self._plans.running, _AT_LEAST_S + _PATIENCE * search_seconds(request))
         except OSError as error:
             self._fault = f"no process can be started to plan: {error}"
         self._post("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -68,7 +67,7 @@ def check(args: Any) -> Planned | None:
 
 def refuse(message: str) -> NoReturn:
     """End this process with status 2; the first rank says why, in one line."""
-    if _is_first():
+    if is_first():
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(message)}\n")
     raise SystemExit(2)
 
@@ -115,7 +114,7 @@ def _checked(args: Any) -> Planned | None:
 @lru_cache(maxsize=2)
 def spread(request: Request) -> Request:
     """The request with its layers placed; the first rank says how far the search for that is."""
-    with shown("placing layers", sys.stdout if _is_first() else None) as progress:
+    with shown("placing layers", sys.stdout if is_first() else None) as progress:
         return kept_spread(request, progress)
 
 
@@ -123,7 +122,7 @@ def spread(request: Request) -> Request:
 def settled(request: Request) -> Request:
     """The request with what is recomputed and offloaded; the first rank says how far the search for that is."""
     limit_in_microbatches(request)  # refused before anything is announced
-    with shown("choosing what to relieve", sys.stdout if _is_first() else None) as progress:
+    with shown("choosing what to relieve", sys.stdout if is_first() else None) as progress:
         return kept_relief(request, progress)
 
 
@@ -156,10 +155,10 @@ def planned(request: Request) -> Schedule:
     else:
         said = f"planned anew unless {folder()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"
-    if said and _is_first():
+    if said and is_first():
         sys.stdout.write(f"{what}: {said}\n")
         sys.stdout.flush()
-    with shown(what, sys.stdout if _is_first() else None) as progress:
+    with shown(what, sys.stdout if is_first() else None) as progress:
         return kept_plan(request, progress)
 
 
@@ -172,10 +171,6 @@ def stall_seconds(args: Any) -> float:
     text = args.pipeline_schedule_stall_seconds
     seconds = not_negative(FLAGS["stall_seconds"], text, "a number of seconds, or 0 for no limit,")
     return _STALL_SECONDS if seconds is None else seconds
-
-
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _request(args: Any) -> Request:

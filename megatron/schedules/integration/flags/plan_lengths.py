@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.replan import measures_limit
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.planning.errors import PlanError
@@ -41,11 +41,10 @@ def check_plan_lengths(args: Any) -> None:
             f"{_FLAG} does not go with {FLAGS['shared_vocabulary']}: ranks meet over microbatches of one shape; leave "
             "one of the two out"
         )
-    for part in ("again", "offload"):
-        if (getattr(args, FLAGS[part][2:].replace("-", "_")) or "none") != "none":
+    for part in given(args):
+        if part in ("again", "offload"):
             raise PlanError(f"{_FLAG} does not go with {FLAGS[part]} so far: leave one of the two out")
-    for part in ("profile_iterations", "timeline", "replan"):
-        if getattr(args, FLAGS[part][2:].replace("-", "_")):
+        if part in ("profile_iterations", "timeline", "replan"):
             raise PlanError(
                 f"{_FLAG} does not go with {FLAGS[part]}: every iteration has a plan of its own; measure a job of even "
                 f"lengths, and give what it saved to {FLAGS['costs_file']}"
