@@ -6,13 +6,21 @@ import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.device_memory import Held, Numbers, Recompute, memory
+from megatron.schedules.estimate.device_memory import (
+    NOTHING,
+    Numbers,
+    RankMemory,
+    Recompute,
+    memory,
+    model_memory,
+)
 from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.shape import Experts, Shape
 from megatron.schedules.estimate.transformer import Latent
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import peaks
 
 HIDDEN, HEADS, SEQUENCE, LAYERS = 512, 8, 256, 8
@@ -83,16 +91,21 @@ def test_for_w_linears_keep_their_inputs_and_the_gradients_of_what_comes_out_of_
     assert whole(layer).weights / HIDDEN == 2 * (1 + 1 + 1 + 4) + 2 * (3 + 1 + 4 + 1)
 
 
-def held(of: Build, counts: tuple[int, ...], **more: object) -> Held:
-    return Held(activations(of), SEQUENCE, counts, **more)  # type: ignore[arg-type]
+def costs(of: Build, counts: tuple[int, ...], recompute: Recompute = NOTHING, **more: object) -> Costs:
+    """What a plan of ``of`` is made for, so many layers on each stage."""
+    return Costs(model=of.shape.loads, layers=counts, memory=model_memory(of, SEQUENCE, recompute), **more)  # type: ignore[arg-type]
 
 
-def ranks(schedule: str, kept: Held, size: int = 4, numbers: Numbers | None = None) -> list[float]:
+def ranks(schedule: str, of: Costs, size: int = 4) -> list[float]:
     """Bytes of activations on each rank, parameters aside."""
-    made, costs = plan(Request(schedule, size, 2 * size)), Costs()
-    on = costs.on(made.placement)
-    found = memory(made, on, kept, [Count()] * size, numbers or Numbers(2, 4, 12), [0.0] * size)
-    return [rank.activations for rank in found]
+    made = plan(Request(schedule, size, 2 * size))
+    return [rank.activations for rank in in_bytes(made, of, Count(), Numbers(2, 4, 12))]
+
+
+def in_bytes(made: Schedule, of: Costs, count: Count, numbers: Numbers) -> tuple[RankMemory, ...]:
+    assert of.memory is not None and of.layers is not None
+    size = made.ranks
+    return memory(made, of.on(made.placement), of.memory, of.layers, [count] * size, numbers, [0.0] * size)
 
 
 def test_bytes_are_a_plans_microbatches_times_those_of_one():
@@ -100,12 +113,12 @@ def test_bytes_are_a_plans_microbatches_times_those_of_one():
     one = SEQUENCE * whole(activations(of).layers[0]).forward * LAYERS / 4
     made = plan(Request("1f1b", 4, 8))
     inner = [peak * one for peak in peaks(made, Costs().on(made.placement))][1:-1]
-    assert ranks("1f1b", held(of, (2,) * 4))[1:-1] == pytest.approx(inner)
+    assert ranks("1f1b", costs(of, (2,) * 4))[1:-1] == pytest.approx(inner)
 
 
 def test_an_unequal_layer_is_on_the_rank_that_has_it():
     of = build(GPT)
-    even, moved = (ranks("1f1b", held(of, counts)) for counts in ((2, 2, 2, 2), (1, 3, 2, 2)))
+    even, moved = (ranks("1f1b", costs(of, counts)) for counts in ((2, 2, 2, 2), (1, 3, 2, 2)))
     assert moved[0] < even[0]
     assert moved[1] == pytest.approx(1.5 * even[1])
     assert moved[2:] == even[2:]
@@ -115,7 +128,7 @@ def test_layers_that_keep_their_input_alone_hold_little_but_one_of_them_as_a_who
     of, counts = build(GPT), (2,) * 4
     layer, tokens = activations(of).layers[0], SEQUENCE
     for together, inputs in ((1, 2), (2, 1)):
-        found = ranks("1f1b", held(of, counts, recompute=Recompute(layers=None, together=together)))[1]
+        found = ranks("1f1b", costs(of, counts, Recompute(layers=None, together=together)))[1]
         assert found == pytest.approx(tokens * (3 * inputs * activations(of).input + together * whole(layer).forward))
 
 
@@ -131,9 +144,8 @@ def test_what_goes_to_the_host_is_there_and_not_on_the_device():
         )
     )
     made = plan(Request("file", 4, 1, csv=text))
-    away = held(of, counts, away=(2, 2, 2, 1))
-    on = Costs(offloaded=(1.0,) * 4).on(made.placement)
-    found = memory(made, on, away, [Count(1e6)] * 4, Numbers(2, 4, 12, on_host=0.5), [0.0] * 4)
+    away = costs(of, counts, offloaded=(1.0, 1.0, 1.0, 0.5))
+    found = in_bytes(made, away, Count(1e6), Numbers(2, 4, 12, on_host=0.5))
     layer = SEQUENCE * whole(activations(of).layers[0]).forward
     assert found[1].activations == pytest.approx(2 * layer)
     assert [rank.host - 6e6 for rank in found[1:]] == pytest.approx([2 * layer, 2 * layer, layer], rel=0.05)

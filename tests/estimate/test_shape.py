@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.parameters import parameters as of_build
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.planning.errors import PlanError
 
@@ -25,8 +27,8 @@ DEEPSEEK_V3 = """--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --
 
 
 def parameters(shape: Shape) -> float:
-    loads = shape.loads
-    return sum(part.parameters for part in (loads.first, *loads.layers, loads.last))
+    found = of_build(Build(shape, shape.hidden // shape.heads, biases=False, two_norms=False, experts=256))
+    return sum(layer.all for layer in found.layers) + 2 * found.table.all
 
 
 def written(folder: Path, text: str) -> Path:

@@ -21,10 +21,10 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     """The estimate for the command line of this process, or what it is where attention is one kernel."""
     hooks.install()
     args = arguments.parse_args()
-    asked = check(args)
-    assert asked is not None
     if one_kernel:  # said of Transformer Engine's layers
         args.transformer_impl = "transformer_engine"
+    asked = check(args)
+    assert asked is not None
     return estimated(args, asked, Planner(asked)).ranks
 
 

@@ -231,11 +231,10 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit half",
         "neither a fraction such as 0.5 nor such as 20GiB",
     ),
-    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.3056 is the smallest"),
-    "too few GiB": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.00003GiB", "0.3056 is the smallest"),
-    "no room for messages": (
+    "too little memory": ("--pipeline-schedule adaptive --pipeline-memory-limit 0.1", "0.2856 is the smallest"),
+    "too few GiB": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB",
-        "--pipeline-memory-limit 0.00001GiB is less than what messages between ranks take",
+        "--pipeline-memory-limit 0.00001GiB is too small for this model on 4 ranks: 0.01GiB is the smallest that works",
     ),
     "no time to search": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 0",
@@ -416,7 +415,6 @@ NEED_MEGATRON = {
     "a layout that is none",
     "steps of batch size that are none",
     "steps of batch size that do not divide",
-    "too few GiB",
 }
 EARLY = """
 import contextlib, io, json, os, sys

@@ -16,9 +16,9 @@ from megatron.schedules.planning.placement import sequential, v_shape, zigzag
 from megatron.schedules.planning.registry import NAMES, Request, plan
 from megatron.schedules.planning.simulate import simulate
 
-LAYER = Part(split=Load(10, 12, 8, 100), parameters=1000)
-EMBEDDING = Part(whole=Load(1, 1, 0, 5), parameters=3000)
-OUTPUT = Part(whole=Load(20, 18, 16, 400), parameters=3000)
+LAYER = Part(split=Load(10, 12, 8, 100))
+EMBEDDING = Part(whole=Load(1, 1, 0, 5))
+OUTPUT = Part(whole=Load(20, 18, 16, 400))
 
 
 def model(layers: int, first: Part = EMBEDDING, last: Part = OUTPUT) -> ModelLoads:

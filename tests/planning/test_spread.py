@@ -14,6 +14,7 @@ from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.spread import Spread, as_layout, microbatches_held, spread_layers
@@ -120,11 +121,12 @@ def test_adaptive_is_never_longer_than_with_even_layers():
 def test_what_the_parameters_of_the_ends_take_is_not_there_for_activations():
     """Both tables are on the V's first rank, and take as much there as two microbatches of its layers would."""
     request = asked("adaptive", 4, 6, 8, memory_limit=1.0)
-    assert request.costs.model is not None
-    tables = request.costs.model.last._replace(parameters=400.0)
-    model = replace(request.costs.model, last=tables, parameter_held=1.0)
-    heavy = replace(request, costs=replace(request.costs, model=model))
-    light, found = timed(request), timed(heavy)
+    layers = (LayerMemory(100.0, 100.0, 100.0),) * 8
+    light, heavy = (
+        replace(request, costs=replace(request.costs, memory=ModelMemory(layers, 0.0, EndMemory(), last)))
+        for last in (EndMemory(100.0, 100.0), EndMemory(100.0, 100.0, parameters=400.0))
+    )
+    light, found = timed(light), timed(heavy)
     # 400 are two microbatches of a rank's layers: one and a half more than the average rank has of them.
     assert found.peaks[0] <= 4 - 1.5 + 1e-9 < light.peaks[0]
     assert max(found.peaks) <= found.limit + 1e-9 <= 4 + 1e-9

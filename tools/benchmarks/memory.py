@@ -77,7 +77,7 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
             yield memory_row(schedule, size, found, baseline)
             if (schedule, size) == (_BASELINE, memory_relief.RANKS):
                 inner = [rank.one for rank in found[1:-1]]  # which have decoder layers only
-                yield from memory_relief.measure(_model(), share, round(sum(inner) / len(inner)), quick, say)
+                yield from memory_relief.measure(_model(), round(sum(inner) / len(inner)), quick, say)
 
 
 def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Sequence[Peaks]) -> dict[str, Any]:

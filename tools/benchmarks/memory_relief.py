@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,12 +40,11 @@ class Held(NamedTuple):
     host: int
 
 
-def measure(model: Sequence[str], share: float, one: int, quick: bool, say: Say) -> Iterator[Row]:
+def measure(model: Sequence[str], one: int, quick: bool, say: Say) -> Iterator[Row]:
     """A row for each limit and what may be done to keep within it.
 
     Args:
         model: its flags.
-        share: of a layer's activations, what waits from I to W.
         one: bytes that a microbatch takes in an average rank's decoder layers.
         quick: a sample.
         say: is told what goes on.
@@ -56,7 +54,7 @@ def measure(model: Sequence[str], share: float, one: int, quick: bool, say: Say)
     for limit in LIMITS[1:2] if quick else LIMITS:
         for relief in list(RELIEFS)[:2] if quick else RELIEFS:
             say(f"memory: {relief} within {limit} on {RANKS} ranks")
-            found = run_ranks(RANKS, partial(_train, model, limit, relief, share), 300)
+            found = run_ranks(RANKS, partial(_train, model, limit, relief), 300)
             yield relief_row(limit, relief, one, found)
 
 
@@ -79,7 +77,7 @@ def relief_row(limit: str, relief: str, one: int, found: Sequence[Held]) -> dict
     }
 
 
-def _train(model: Sequence[str], limit: str, relief: str, share: float) -> Held:
+def _train(model: Sequence[str], limit: str, relief: str) -> Held:
     """One iteration of training on this rank."""
     import torch.distributed as dist
     from megatron.training import get_args
@@ -88,7 +86,6 @@ def _train(model: Sequence[str], limit: str, relief: str, share: float) -> Held:
     from megatron.schedules.integration.flags.relief import check_host
     from megatron.schedules.integration.schedule_function import ScheduleFunction
     from megatron.schedules.planning.host import taken
-    from megatron.schedules.planning.kinds import Share
     from megatron.schedules.planning.simulate import peaks
 
     tell_megatron()
@@ -99,10 +96,9 @@ def _train(model: Sequence[str], limit: str, relief: str, share: float) -> Held:
         self.count_next_call()
         losses = step(self, **asked)
         schedule, costs, rank = self._planner.first, self._planner.timeline.costs, dist.get_rank()
-        waiting = {Share.WEIGHTS: tuple(share * each for each in costs.held[Share.WEIGHTS])}
-        planned = peaks(schedule, replace(costs, held={**costs.held, **waiting}))[rank]
+        planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
-        said = check_host(get_args(), max(blocks))
+        said = check_host(get_args(), self._planner.costs, max(blocks))
         seen.append(Held(planned, self.peak_activation_bytes, blocks[rank], said, self.host_bytes))
         return losses
 

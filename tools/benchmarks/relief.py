@@ -134,7 +134,7 @@ def _in_seconds(costs: Costs) -> Costs:
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
-    from megatron.schedules.integration.flags.recompute import with_recompute
+    from megatron.schedules.integration.flags.recompute import recomputed_share
     from tools.benchmarks.relief_ranks import start_stock
 
     for relief, (granularity, modules, layer) in STOCK.items():
@@ -143,12 +143,24 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
             recompute_method="uniform",
             recompute_num_layers=1,
             recompute_modules=modules,
-            hidden_size=_HIDDEN,
         )
-        costs = with_recompute(COSTS, flags, layer, layers_a_stage=STOCK_LAYERS)
+        costs = replace(
+            COSTS,
+            recompute=recomputed_share(flags, layer, layers_a_stage=STOCK_LAYERS),
+            kept=_kept(granularity, modules, layer),
+            weight_share=1.0 if granularity is None else 1 - layer.scores.held / layer.whole.held,
+        )
         order = kept_plan(Request("1f1b", d, n, costs))
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
         yield Entry("megatron-core", "1F1B", relief, None, order, _in_seconds(costs), start)
+
+
+def _kept(granularity: str | None, modules: Sequence[str], layer: Layer) -> float:
+    """The part of a layer's activations that stock's forward leaves."""
+    if granularity == "full":
+        return 2.0 * _HIDDEN / layer.whole.held
+    parts = {"core_attn": layer.scores, "mlp": layer.mlp, "layernorm": layer.norms}
+    return 1 - sum(parts[module].held for module in modules) / layer.whole.held
 
 
 def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:

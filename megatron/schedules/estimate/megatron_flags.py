@@ -74,7 +74,7 @@ def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[st
     for flag, (kind, default) in flags.items():
         options: dict[str, Any] = {"dest": (otherwise or {}).get(flag, attribute(flag)), "default": default}
         if kind is None:
-            parser.add_argument(flag, action="store_true", **options)
+            parser.add_argument(flag, action="store_false" if default else "store_true", **options)
         elif kind is list:
             parser.add_argument(flag, nargs="+", **options)
         else:

@@ -97,17 +97,14 @@ class Shape:
         dense, expert = (self._part(experts=experts) for experts in (False, True))
         where = self.experts.where if self.experts else (False,) * self.layers
         layers = tuple(expert if each else dense for each in where)
-        ends = float(self.hidden * self.vocabulary)
-        last = self._output()._replace(parameters=ends)
+        last = self._output()
         for _ in range(self.ahead):
             # Two streams are joined by a projection before the layer, and its logits are computed beside the model's.
             joined = _products(4.0 * self.hidden**2, 2 * 2.0 * self.hidden)
-            ahead = Part(
-                layers[-1].split.plus(joined), self._output().whole, layers[-1].parameters + 2 * self.hidden**2
-            )
+            ahead = Part(layers[-1].split.plus(joined), self._output().whole)
             last = last.plus(ahead)
         looked_up = _BALANCE * 4.0 * self.hidden
-        first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.masks[1] * self.hidden), parameters=ends)
+        first = Part(whole=Load(looked_up, looked_up, 0.0, 1.0 * self.masks[1] * self.hidden))
         # Every rank keeps the hidden states, and for its words what the loss says of each, at half precision.
         kept = 2.0 * self.hidden, 2.0 * self.vocabulary
         return ModelLoads(first, layers, last, kept_for_output=kept)
@@ -122,19 +119,13 @@ class Shape:
         parts, inner = self.layer(experts=experts), self._inner(experts=experts)
         products, scores = parts.projections.flops + parts.mlp.flops, parts.scores.flops
         forward, backward = moved(self.hidden, inner)
-        parameters = products / 2
-        if experts and self.experts is not None:
-            # All experts of the device instead of those that one token goes through.
-            others = self.experts.inner * (self.experts.number - self.experts.chosen)
-            parameters += (3 if self.gated else 2) * self.hidden * others
         return Part(
             split=Load(
                 products + scores + _BALANCE * forward,
                 products + (FUSED_BACKWARD if self.fused else _KEPT_BACKWARD) * scores + _BALANCE * backward,
                 products,
                 parts.whole.held,
-            ),
-            parameters=parameters,
+            )
         )
 
     def _output(self) -> Part:

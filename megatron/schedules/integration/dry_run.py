@@ -6,11 +6,10 @@ import sys
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.schedules.estimate.activations import activations
-from megatron.schedules.estimate.device_memory import Held, RankMemory, memory
+from megatron.schedules.estimate.device_memory import RankMemory, memory
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.as_built import as_built, numbers, recompute, tokens
+from megatron.schedules.integration.flags.as_built import as_built, numbers
 from megatron.schedules.integration.flags.check import Planned, refuse
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.memory_limit import message_bytes
@@ -57,29 +56,19 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
     Raises:
         PlanError: where flags leave the model's sizes to a checkpoint.
     """
-    shape, placement = shape_of(args), planner.placement
-    counts = asked.request.costs.layers_on(placement)
-    if shape is None or counts is None:
+    shape, placement, costs = shape_of(args), planner.placement, asked.request.costs
+    counts = costs.layers_on(placement)
+    if shape is None or counts is None or costs.memory is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
     shared = shares(args)
     if shared:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
     build = as_built(args, shape)
-    again = planner.layers_again
-    held = Held(
-        activations(build),
-        tokens(args),
-        counts,
-        ahead=shape.ahead,
-        again=None if again is None else tuple(map(len, again)),
-        away=planner.layers_away,
-        recompute=recompute(args),
-        shared=shared,
-    )
     found = memory(
         planner.first,
         planner.timeline.costs,
-        held,
+        costs.memory,
+        counts,
         parameters(build).by_stage(counts, placement.rank_of, shared),
         numbers(args),
         [count * message_bytes(args) for count in planner.messages],

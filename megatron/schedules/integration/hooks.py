@@ -31,7 +31,6 @@ from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, 
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.relief import bytes_of_a_rank
 from megatron.schedules.integration.flags.replan import measures_limit, replans
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
@@ -122,7 +121,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
             return stock(*args, **kwargs)
         if session.function is None:
             training.print_rank_0(f"{session.planner.summary()}\n{found()}")
-            session.log = RunLog(session.planner, session.args, _bytes_of_microbatch(session.args))
+            session.log = RunLog(session.planner, session.args)
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,
@@ -141,11 +140,6 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
         return session.function
 
     return get_forward_backward_func
-
-
-def _bytes_of_microbatch(args: Any) -> float | None:
-    shape = shape_of(args)
-    return None if shape is None else bytes_of_a_rank(args, shape)
 
 
 def _lengths(planner: Planner, args: Any) -> LengthsBeside | None:

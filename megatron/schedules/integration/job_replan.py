@@ -14,7 +14,7 @@ from megatron.training import print_rank_0, print_rank_last
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.integration.flags.replan import measures_limit
-from megatron.schedules.integration.log.run_log import Logged, amount, reduced
+from megatron.schedules.integration.log.run_log import Logged, reduced
 from megatron.schedules.integration.memory_left import bytes_left
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
@@ -24,6 +24,7 @@ from megatron.schedules.planning.job_profile import JobProfile
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.slowness import IdleWatch, SlowWatch, slow_hops
+from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.notices import Notices
 from megatron.schedules.runtime.replanner import Replanner
 
@@ -100,7 +101,8 @@ class JobReplan:
     def _limit(self, request: Request, profile: JobProfile) -> float:
         """The memory limit that what devices have left allows, as a fraction of 1F1B's: the least of all ranks."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        each = profile.model.held_by_one_of(request.ranks)
+        assert request.costs.memory is not None, "the job has a model"
+        each = request.costs.memory.of_rank(request.ranks)
         peak = simulate(self._planner.running, request.costs.on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)

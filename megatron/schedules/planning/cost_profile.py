@@ -17,6 +17,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import read_text
 from megatron.schedules.planning.job_profile_text import VERSION, from_data
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.model_memory import ModelMemory
 from megatron.schedules.planning.profile_facts import (
     MOST_LAYERS,
     CopyRates,
@@ -99,6 +100,18 @@ class CostProfile:
             return costs
         again, layer_input = self.again
         return replace(costs, again=again, layer_input=layer_input)
+
+    def memory(self, planned: ModelMemory) -> ModelMemory:
+        """See :class:`.profile_facts.Profile`."""
+        if not self.layer_bytes:
+            return planned
+        return planned.measured(
+            (self.layer_bytes,) * len(planned.layers),
+            self.weight_bytes / self.activation_bytes,
+            None if self.again is None else self.again[1] * self.layer_bytes,
+            None if self.ends is None else (self.ends[0].held, self.ends[1].held),
+            recomputed=self.facts.recompute is not None,
+        )
 
 
 def read_profile(path: Path) -> Profile:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.model_memory import ModelMemory, StageMemory
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.stage_costs import StageCosts
 
@@ -53,6 +54,8 @@ class Costs:
     ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
     a time.
     ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
+    ``memory`` (optional, with ``model``) says in bytes what the parts of the model keep. Every share of memory among
+    the other fields then counts for nothing: what is kept, waits for W, is recomputed or offloaded follows from it.
     ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
     sequence's length where microbatches have lengths (:mod:`.microbatch_loads`).
     """
@@ -77,6 +80,7 @@ class Costs:
     again: float = 1.0
     hops: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
+    memory: ModelMemory | None = None
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -183,7 +187,7 @@ class Costs:
                 held | self._shared_held(self.model, placement),
             )
         hops = {(source, to): time for source, to, time in self.hops}
-        standing = self._standing(placement, parts)
+        standing = self._standing(placement)
         attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
 
@@ -192,6 +196,17 @@ class Costs:
         if self.model is None:
             return None
         return self.model.evenly(placement.stages) if self.layers is None else self.layers
+
+    def memory_on(self, placement: Placement) -> list[StageMemory] | None:
+        """What each stage keeps of a microbatch, in bytes; None where nobody says it."""
+        counts = self.layers_on(placement)
+        if self.memory is None or counts is None or self.stage_activations is not None:
+            return None
+        recomputed, offloaded = (
+            [round(share * count) for share, count in zip(_given(shares, placement, what), counts, strict=True)]
+            for what, shares in self.relief.items()
+        )
+        return self.memory.by_stage(counts, recomputed, offloaded)
 
     def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
@@ -245,6 +260,9 @@ class Costs:
     def _held(
         self, placement: Placement, parts: Sequence[Part] | None
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+        stages = self.memory_on(placement)
+        if self.memory is not None and stages is not None:
+            return _held_by_stage(stages, self.memory.of_rank(placement.ranks))
         if parts is None or self.model is None or self.stage_activations is not None:
             scale = _per_stage(self.stage_activations, placement, "stage_activations")
             layers = activation = tuple(each / placement.chunks for each in scale)
@@ -268,11 +286,12 @@ class Costs:
             Share.AWAY: tuple(away),
         }
 
-    def _standing(self, placement: Placement, parts: Sequence[Part] | None) -> tuple[float, ...]:
-        if parts is None or self.model is None or not self.model.parameter_held:
+    def _standing(self, placement: Placement) -> tuple[float, ...]:
+        stages = self.memory_on(placement)
+        if self.memory is None or stages is None or not any(stage.parameters for stage in stages):
             return ()
-        whole_rank = self.model.held_by_one_of(placement.ranks)
-        return tuple(part.parameters * self.model.parameter_held / whole_rank for part in parts)
+        unit = self.memory.of_rank(placement.ranks)
+        return tuple(stage.parameters / unit for stage in stages)
 
     def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""
@@ -284,9 +303,25 @@ class Costs:
         return {kind: _on_last_of_ranks(time, placement) for kind, time in times.items()}
 
     def _shared_held(self, model: ModelLoads, placement: Placement) -> dict[Share, tuple[float, ...]]:
-        alike, together = model.kept_for_output
-        whole_rank = model.held_by_one_of(placement.ranks)
+        alike, together = model.kept_for_output if self.memory is None else self.memory.vocabulary
+        whole_rank = (model.held_by_one_of if self.memory is None else self.memory.of_rank)(placement.ranks)
         return {Share.VOCABULARY: _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)}
+
+
+def _held_by_stage(
+    stages: Sequence[StageMemory], unit: float
+) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+    """What F keeps in all, and every share of it, in multiples of ``unit`` bytes."""
+    forward, weights, recomputed, offloaded, _ = (
+        tuple(each / unit for each in column) for column in zip(*stages, strict=True)
+    )
+    return tuple(map(sum, zip(forward, recomputed, offloaded, strict=True))), {
+        Share.FORWARD: forward,
+        Share.WEIGHTS: weights,
+        Share.VOCABULARY: (0.0,) * len(stages),
+        Share.AGAIN: recomputed,
+        Share.AWAY: offloaded,
+    }
 
 
 def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:

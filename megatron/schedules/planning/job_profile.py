@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron.schedules.planning.costs import LAYER_INPUT, Costs
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.model_memory import ModelMemory
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.profile_facts import CopyRates, Facts, copy_time
 from megatron.schedules.planning.stage_costs import StageCosts
@@ -178,10 +179,25 @@ class JobProfile:
             hops=self.hops if ranks == self.placement.ranks else (),
         )
 
+    def memory(self, planned: ModelMemory) -> ModelMemory:
+        """See :class:`.profile_facts.Profile`. What Megatron recomputed was not there when bytes were counted."""
+        if not self.layer_bytes:
+            return planned
+        _, layer_input = self._again
+        return planned.measured(
+            [layer.held for layer in self.model.layers],
+            self._weight_share,
+            layer_input * self.layer_bytes,
+            (self.model.first.held, self.model.last.held),
+            self.model.kept_for_output if self.shares_vocabulary else None,
+            recomputed=True,
+        )
+
     def costs_like(self, planned: Costs) -> Costs:
         """What was measured on this placement, with the relief of the costs planned for."""
         return replace(
             self.costs(self.placement.ranks),
+            memory=None if planned.memory is None else self.memory(planned.memory),
             layers=self.layers,
             redone=planned.redone,
             offloaded=planned.offloaded,

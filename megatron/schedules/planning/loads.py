@@ -38,17 +38,14 @@ class Part(NamedTuple):
     Args:
         split: what of it may recompute its forward, and leaves weight gradients to W: layers.
         whole: what does neither, and computes its whole backward in I: embedding, output layer.
-        parameters: their number.
     """
 
     split: Load = Load()
     whole: Load = Load()
-    parameters: float = 0.0
 
     def plus(self, other: Part, times: int = 1) -> Part:
         """Both together, or this and several of the other."""
-        parameters = self.parameters + times * other.parameters
-        return Part(self.split.plus(other.split, times), self.whole.plus(other.whole, times), parameters)
+        return Part(self.split.plus(other.split, times), self.whole.plus(other.whole, times))
 
     @property
     def held(self) -> float:
@@ -67,8 +64,6 @@ class ModelLoads:
         stand_in: how many layers the first and the last stand in for where layers are spread evenly.
         kept_for_output: activation memory that waits for the output layer's weight gradient where all ranks share its
             vocabulary: what each of them keeps, and what they keep together.
-        parameter_held: what a parameter's weight, gradient and optimizer state hold all the time, in the unit of
-            activation memory; 0 where that is not to be counted.
     """
 
     first: Part
@@ -76,7 +71,6 @@ class ModelLoads:
     last: Part
     stand_in: tuple[int, int] = (0, 0)
     kept_for_output: tuple[float, float] = (0.0, 0.0)
-    parameter_held: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.mean) <= 0:
@@ -100,7 +94,7 @@ class ModelLoads:
                 "the vocabulary cannot be shared with multi-token prediction, which uses the output layer too",
                 "shared_vocabulary",
             )
-        return replace(self, first=self.first._replace(parameters=0.0), last=Part())
+        return replace(self, last=Part())
 
     def held_by_one_of(self, ranks: int) -> float:
         """What an average rank's decoder layers hold of a microbatch."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.model_memory import ModelMemory
 
 # Far more than any model has: a slip.
 MOST_LAYERS = 10_000
@@ -76,6 +77,10 @@ class Profile(Protocol):
 
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks."""
+        ...
+
+    def memory(self, planned: ModelMemory) -> ModelMemory:
+        """``planned`` with what was measured in place of what was reckoned."""
         ...
 
 

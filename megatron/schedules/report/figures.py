@@ -101,6 +101,11 @@ def microbatches(amount: float) -> str:
     return f"{number(amount)} microbatch{'' if amount == 1 else 'es'}"
 
 
+def amount(number: float) -> str:
+    """So many bytes, for people."""
+    return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.2f} MiB"
+
+
 def counted(count: int, noun: str) -> str:
     """``1 microbatch`` or ``2 microbatches``; ``4 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, Recompute
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.memory_limit import number_bytes
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 # Tensors of the parameter's size in single precision that each keeps; of others as many as Adam.
@@ -24,7 +23,9 @@ def as_built(args: Any, shape: Shape) -> Build:
     """
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     learned = args.position_embedding_type == "learned_absolute" and not args.use_rotary_position_embeddings
-    one_kernel = args.transformer_impl != "local" and getattr(args.attention_backend, "name", "auto") != "unfused"
+    # Megatron's parser makes an enum's member of it; ours, before Megatron is imported, does not read it.
+    backend = getattr(args, "attention_backend", None)
+    one_kernel = args.transformer_impl != "local" and getattr(backend, "name", "auto") != "unfused"
     number = number_bytes(args)
     return Build(
         replace(shape, fused=one_kernel),
@@ -49,6 +50,11 @@ def as_built(args: Any, shape: Shape) -> Build:
         number=number,
         residual=4 if args.fp32_residual_connection else number,
     )
+
+
+def number_bytes(args: Any) -> int:
+    """Of a number that is at half precision where any is."""
+    return 2 if args.bf16 or args.fp16 else 4
 
 
 def expert_tensor(args: Any) -> int:

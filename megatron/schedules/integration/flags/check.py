@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.later import after_megatron
-from megatron.schedules.integration.flags.memory_limit import memory_limit
+from megatron.schedules.integration.flags.memory_limit import with_memory_limit
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
@@ -105,7 +105,7 @@ def _checked(args: Any) -> Planned | None:
     if request.recompute or request.offload:
         request = settled(request)
     schedule = planned(request)
-    host_bytes = check_host(args, max(taken(schedule, request.costs.on(schedule.placement))))
+    host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs.on(schedule.placement))))
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
     return Planned(request, schedule, assumed(args, request.costs) + _relief(request, host_bytes))
@@ -191,14 +191,15 @@ def _request(args: Any) -> Request:
     if request.schedule == "adaptive":
         request = replace(
             request,
-            memory_limit=None if measures_limit(args) else memory_limit(args),
             search_seconds=positive(
                 FLAGS["search_seconds"], args.pipeline_search_seconds, "a positive number of seconds"
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
     request = with_own_relief(with_relief(args, replace(request, costs=costs_of(args, stages(request)))))
-    return with_first_limit(args, request)
+    if request.schedule != "adaptive":
+        return request
+    return with_first_limit(request) if measures_limit(args) else with_memory_limit(args, request)
 
 
 def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:

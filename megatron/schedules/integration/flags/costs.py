@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.schedules.estimate.device_memory import model_memory
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.integration.flags.as_built import as_built, numbers, recompute, tokens
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.recompute import with_recompute
+from megatron.schedules.integration.flags.recompute import recomputed_share
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import (
@@ -17,11 +19,11 @@ from megatron.schedules.integration.layers.by_stage import (
     placed_by_planner,
     wrong_layers,
 )
+from megatron.schedules.planning import given
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import numbers
-from megatron.schedules.planning.profile_facts import Facts
+from megatron.schedules.planning.profile_facts import Facts, Profile
 from megatron.schedules.planning.spread import as_layout
 
 
@@ -42,18 +44,32 @@ def costs_of(args: Any, stages: int) -> Costs:
         raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave {FLAGS['stage_weights']} out")
     if shared and shape is not None:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    costs, recomputes = _times(args, shape)
+    profile = _profile(args, shape)
+    costs = _times(args, shape, profile)
     if shape is not None:
-        if args.recompute_granularity is not None and not recomputes:
+        if profile is None or profile.facts.recompute is None:
             parts = shape.layer(experts=shape.experts is not None)
-            costs = with_recompute(costs, args, parts, shape.layers / stages)
+            costs = replace(costs, recompute=recomputed_share(args, parts, shape.layers / stages))
         stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-        counted = _held_by_a_parameter(args) if placed_by_planner(args) else 0.0
-        model = replace(costs.model or shape.loads, stand_in=stand_in, parameter_held=counted)
-        costs = replace(costs, model=model, shared_vocabulary=shared)
+        memory = model_memory(
+            as_built(args, shape),
+            tokens(args),
+            recompute(args),
+            shared=shared,
+            # Where the planner places layers, it makes room for the parameters that come with them.
+            numbers=numbers(args) if placed_by_planner(args) else None,
+        )
+        memory = memory if profile is None else profile.memory(memory)
+        costs = replace(
+            costs,
+            model=replace(costs.model or shape.loads, stand_in=stand_in),
+            shared_vocabulary=shared,
+            memory=memory,
+            weight_share=memory.weight_share,
+        )
     if placed_by_hand(args) and not wrong_layers(args, stages):
         costs = replace(costs, layers=layers_by_stage(args, stages))
-    weights = numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
+    weights = given.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
     return costs if weights is None else replace(costs, stage_weights=weights)
 
 
@@ -79,34 +95,27 @@ def assumed(args: Any, costs: Costs) -> str:
     return f"{said}; the output layer{ahead} counted as {layers:.2g} decoder layers{known}{where}"
 
 
-def _held_by_a_parameter(args: Any) -> float:
-    """Bytes of its weight, gradient and Adam's state, for a token of a microbatch, as bytes at half precision.
-
-    Tensor-parallel ranks share parameters and activations alike.
-    """
-    half = bool(args.bf16 or args.fp16)
-    gradient = 4 if not half or args.accumulate_allreduce_grads_in_fp32 or args.bf16 else 2
-    shared_by = 1
-    if args.use_distributed_optimizer:
-        shared_by = max(1, args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
-    held = (2 if half else 4) + gradient + (12 if half else 8) / shared_by
-    tokens = args.micro_batch_size * args.seq_length / args.context_parallel_size
-    return held / tokens / (1 if half else 2)
+def _profile(args: Any, shape: Shape | None) -> Profile | None:
+    """What was measured, where a flag names it."""
+    file = args.pipeline_schedule_costs_file
+    if file is None:
+        return None
+    if args.pipeline_schedule_costs is not None:
+        raise PlanError(f"{FLAGS['costs']} and {FLAGS['costs_file']} both say how long passes take: give one")
+    profile = read_profile(Path(file))
+    if shape is not None and (fault := _fault(profile.facts, args, shape)):
+        raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
+    return profile
 
 
-def _times(args: Any, shape: Shape | None) -> tuple[Costs, bool]:
-    """Costs by the flags, and whether what Megatron recomputes is in them already."""
-    file, text = args.pipeline_schedule_costs_file, args.pipeline_schedule_costs
-    if file is not None:
-        if text is not None:
-            raise PlanError(f"{FLAGS['costs']} and {FLAGS['costs_file']} both say how long passes take: give one")
-        profile = read_profile(Path(file))
-        if shape is not None and (fault := _fault(profile.facts, args, shape)):
-            raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
-        return profile.costs(args.pipeline_model_parallel_size), profile.facts.recompute is not None
+def _times(args: Any, shape: Shape | None, profile: Profile | None) -> Costs:
+    """Costs as measured, as given, or by arithmetic."""
+    text = args.pipeline_schedule_costs
+    if profile is not None:
+        return profile.costs(args.pipeline_model_parallel_size)
     if text is not None or shape is None:
-        return Costs.parse(text or "1,1,1,0"), False
-    return Costs(*shape.loads.ratio), False
+        return Costs.parse(text or "1,1,1,0")
+    return Costs(*shape.loads.ratio)
 
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:

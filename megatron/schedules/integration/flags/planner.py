@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import replace
 from functools import cached_property
 
+from megatron.schedules.estimate.device_memory import activation_bytes
 from megatron.schedules.integration.flags.check import Planned, planned
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches
 from megatron.schedules.planning.costs import Costs
@@ -16,6 +17,7 @@ from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
@@ -52,6 +54,14 @@ class Planner:
     def costs(self) -> Costs:
         """What plans are made for."""
         return self._request.costs
+
+    def peak_bytes(self, timeline: Timeline) -> float | None:
+        """The most activation bytes that any rank holds in ``timeline``; None where the model's sizes are not known."""
+        costs = self._request.costs
+        counts = costs.layers_on(self.placement)
+        if costs.memory is None or counts is None:
+            return None
+        return max(activation_bytes(timeline.schedule, timeline.costs, costs.memory, counts))
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """What all ranks do for ``num_microbatches`` in training."""
@@ -179,9 +189,11 @@ class Planner:
         name, asked = self.first.name, self._request
         if asked.schedule == "adaptive":
             name = f"adaptive: {name}, within {asked.memory_limit:.3g} of 1F1B's memory"
+        peak = self.peak_bytes(timeline)
         return (
             f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
-            f"planned peak activation memory {100 * share:.1f} % of 1F1B, beside {max(self.messages)} messages at most"
+            f"planned peak activation memory {100 * share:.1f} % of 1F1B{'' if peak is None else f', {amount(peak)}'}, "
+            f"beside {max(self.messages)} messages at most"
             + (f"\nplanned for {self._assumed}" if self._assumed else "")
         )

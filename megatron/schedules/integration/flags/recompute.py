@@ -1,19 +1,16 @@
-"""What Megatron's activation recompute costs and saves, for the plan."""
+"""What Megatron's activation recompute adds to the input gradient."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate.transformer import Layer
-from megatron.schedules.planning.costs import Costs
 
 
-def with_recompute(costs: Costs, args: Any, parts: Layer, layers_a_stage: float) -> Costs:
-    """``costs`` with what ``--recompute-granularity`` and its like add to I and leave of the activations.
+def recomputed_share(args: Any, parts: Layer, layers_a_stage: float) -> float:
+    """The part of the forward that I computes once more, as ``--recompute-granularity`` and its like ask.
 
-    A recomputed layer runs its forward once more, in I, and from then until W holds what W needs. The time is added
-    to the input gradient's given with ``--pipeline-schedule-costs``, which is that without recompute.
+    Times given with ``--pipeline-schedule-costs`` are those without recompute.
 
     Args:
         args: Megatron's, validated or not.
@@ -21,19 +18,13 @@ def with_recompute(costs: Costs, args: Any, parts: Layer, layers_a_stage: float)
         layers_a_stage: decoder layers of a stage, of which ``--recompute-method block`` recomputes a number.
     """
     if args.recompute_granularity is None:
-        return costs
-    whole = parts.whole
-    until_weights = 1 - parts.scores.held / whole.held
+        return 0.0
     if args.recompute_granularity == "full":
-        inputs = 2.0 * args.hidden_size
         each = args.recompute_num_layers or 1
-        share = 1.0 if args.recompute_method == "uniform" else min(1.0, each / max(layers_a_stage, 1.0))
-        inputs /= each if args.recompute_method == "uniform" else 1
-        kept = 1 - share * (1 - inputs / whole.held)
-        return replace(costs, recompute=share, kept=kept, weight_share=until_weights)
-    again, dropped = 0.0, 0.0
+        return 1.0 if args.recompute_method == "uniform" else min(1.0, each / max(layers_a_stage, 1.0))
+    recomputed = 0.0
     for module in args.recompute_modules or ["core_attn"]:
         part = {"core_attn": parts.scores, "mlp": parts.mlp, "moe": parts.mlp, "layernorm": parts.norms}.get(module)
         if part is not None:  # the others are small
-            again, dropped = again + part.flops, dropped + part.held
-    return replace(costs, recompute=again / whole.flops, kept=1 - dropped / whole.held, weight_share=until_weights)
+            recomputed += part.flops
+    return recomputed / parts.whole.flops

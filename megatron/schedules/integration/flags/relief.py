@@ -7,13 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.memory_limit import number_bytes
 from megatron.schedules.integration.flags.supposed import supposes
-from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.planning.cost_profile import read_profile
-from megatron.schedules.planning.costs import LAYER_INPUT
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import positive
 from megatron.schedules.planning.request import Request
@@ -34,19 +31,17 @@ def with_relief(args: Any, request: Request) -> Request:
             f"{FLAGS['again']} auto does not go with --recompute-granularity full: both do whole layers again; leave "
             "one of them out"
         )
-    shape, costs = shape_of(args), request.costs
-    if (again == "auto" or offload != "none") and shape is None:
+    costs = request.costs
+    if (again == "auto" or offload != "none") and costs.memory is None:
         raise PlanError(f"{FLAGS['again' if again == 'auto' else 'offload']} needs the model's sizes: give their flags")
-    if again == "auto" and shape is not None and costs.layer_input == LAYER_INPUT:  # else it was measured
-        costs = replace(costs, layer_input=min(1.0, _input_bytes(args, shape) / _layer_bytes(args, shape)))
-    if offload != "none" and shape is not None:
-        costs = replace(costs, copy=_copy_time(args, offload, shape))
+    if offload != "none" and costs.memory is not None:
+        costs = replace(costs, copy=_copy_time(args, offload, costs.memory.of_rank(request.ranks)))
     if request.schedule == "file":  # says itself what goes
         return replace(request, costs=costs)
     return replace(request, costs=costs, recompute=again == "auto", offload=offload != "none")
 
 
-def _copy_time(args: Any, offload: str, shape: Shape) -> float:
+def _copy_time(args: Any, offload: str, rank_bytes: float) -> float:
     """Milliseconds in which the activations of half a rank's layers are copied, one way.
 
     Raises:
@@ -68,46 +63,19 @@ def _copy_time(args: Any, offload: str, shape: Shape) -> float:
         return measured
     gbps = positive(flag, offload, "auto, none, or what a rank copies in a second, in GB, such as 25")
     assert gbps is not None
-    return 1e3 * bytes_of_a_rank(args, shape) / 2 / (gbps * 1e9)
+    return 1e3 * rank_bytes / 2 / (gbps * 1e9)
 
 
-def bytes_of_a_rank(args: Any, shape: Shape) -> float:
-    """What a microbatch's activations take in an average rank's decoder layers."""
-    return _layer_bytes(args, shape) * shape.layers / args.pipeline_model_parallel_size
-
-
-def _layer_bytes(args: Any, shape: Shape) -> float:
-    """What a microbatch's activations take in an average decoder layer: as measured, or by the model's arithmetic."""
-    if args.pipeline_schedule_costs_file is not None:
-        profile = read_profile(Path(args.pipeline_schedule_costs_file))
-        if profile.layer_bytes:
-            return profile.layer_bytes
-    return shape.loads.mean.held * _tokens(args, args.tensor_model_parallel_size) * number_bytes(args) / 2
-
-
-def _input_bytes(args: Any, shape: Shape) -> float:
-    """What a microbatch's input of a decoder layer takes."""
-    measured = args.pipeline_schedule_costs_file is not None
-    # By arithmetic all that a layer holds is shared by tensor-parallel ranks, as it is with sequence parallelism.
-    shared = args.sequence_parallel or not measured
-    return shape.hidden * _tokens(args, args.tensor_model_parallel_size if shared else 1) * number_bytes(args)
-
-
-def _tokens(args: Any, tensor_parallel: int) -> float:
-    """Of a microbatch on each rank, where so many share them."""
-    return float(args.micro_batch_size * args.seq_length / (tensor_parallel * args.context_parallel_size))
-
-
-def check_host(args: Any, microbatches: float) -> float:
+def check_host(args: Any, costs: Costs, microbatches: float) -> float:
     """The bytes that a rank's offloaded activations take of its host, where the busiest offloads so many at once.
 
     Raises:
         PlanError: where the host has less for all the ranks that run on it.
     """
-    shape = shape_of(args)
-    if shape is None or not microbatches:
+    if costs.memory is None or not microbatches:
         return 0.0
-    each, ranks = microbatches * bytes_of_a_rank(args, shape), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    each = microbatches * costs.memory.of_rank(args.pipeline_model_parallel_size)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = None if supposes(args) else available_host_bytes()
     if free is not None and each * ranks > free:
         raise PlanError(

@@ -41,8 +41,6 @@ def check_replan(args: Any) -> None:
         )
 
 
-def with_first_limit(args: Any, request: Request) -> Request:
-    """``request`` within little memory where the limit is yet to be measured."""
-    if request.schedule != "adaptive" or not measures_limit(args):
-        return request
+def with_first_limit(request: Request) -> Request:
+    """``request`` within little memory, for a job whose limit is yet to be measured."""
     return replace(request, memory_limit=max(_BEGINNING, least_limit(request)))

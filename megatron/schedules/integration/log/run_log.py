@@ -21,6 +21,7 @@ from megatron.schedules.planning.iteration import (
 )
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.slowness import Slow, SlowWatch
+from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
@@ -87,11 +88,6 @@ def _above(share: float) -> str:
     return f"{100 * share:+.0f} %"
 
 
-def amount(number: float) -> str:
-    """So many bytes, for people."""
-    return f"{number / _GIB:.2f} GiB" if number >= 0.1 * _GIB else f"{number / 2**20:.2f} MiB"
-
-
 class RunLog:
     """Records the iterations that stock will log, and says what they came to when it does.
 
@@ -101,14 +97,13 @@ class RunLog:
     Args:
         planner: knows what was planned.
         args: the job's; :attr:`curr_iteration` and :attr:`log_interval` say which iterations are logged.
-        bytes_of_microbatch: what a microbatch's activations take in an average rank's layers, where that is known.
 
     Attributes:
         slow: tells which ranks have become slow.
     """
 
-    def __init__(self, planner: Planner, args: Any, bytes_of_microbatch: float | None) -> None:
-        self._planner, self._args, self._each = planner, args, bytes_of_microbatch
+    def __init__(self, planner: Planner, args: Any) -> None:
+        self._planner, self._args = planner, args
         self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
         self._peak = PeakWatch()
         self.slow = SlowWatch(planner.placement.rank_of)
@@ -166,7 +161,7 @@ class RunLog:
             measured,
             iteration_of(timeline),
             worst or None,
-            None if self._each is None else timeline.peak * self._each,
+            self._planner.peak_bytes(timeline),
             placement.rank_of[measured.slowest.stage],
             self.slow.add(measured.stages),
             self.slow.since,
