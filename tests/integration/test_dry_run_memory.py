@@ -138,3 +138,34 @@ def test_so_it_is_on_four_ranks(megatron, schedule: str):
     for held, estimated in zip(ranks, said, strict=True):
         assert estimated.static == held["weights"] + held["gradients"] + held["optimizer"]
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
+# Flags, and the limit against what 1F1B holds with them. Full recompute leaves little beside a layer and messages.
+LIMITED = {
+    "layers alone": ("", 0.8),
+    "selective recompute": ("--recompute-granularity selective", 0.8),
+    "full recompute": (f"{FULL} uniform --recompute-num-layers 1", 2.0),
+    "recompute passes": ("--pipeline-recompute auto", 0.8),
+}
+LIMITED_BY_DEFAULT = ("layers alone", "selective recompute")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        pytest.param(*case, id=name, marks=() if name in LIMITED_BY_DEFAULT else pytest.mark.full_matrix)
+        for name, case in LIMITED.items()
+    ],
+)
+def test_a_limit_in_gib_is_kept(megatron, flags: str, part: float):
+    """Plan, dry run and the bytes of a job agree within 5 %, and all are below the limit."""
+    job = [*MODEL, *SIZE, *shlex.split(f"{BF16} {SEVERAL} {flags}"), "--pipeline-model-parallel-size", "2"]
+    usual = [flag for flag in job if flag not in ("--pipeline-recompute", "auto")]
+    whole, _ = megatron("held_and_estimated", 2, [*usual, "--pipeline-schedule", "1f1b"])
+    limit = part * max(rank["activations"] for rank in whole)
+    adaptive = f"--pipeline-schedule adaptive --pipeline-search-seconds 0.5 --pipeline-memory-limit {limit / 2**30}GiB"
+    ranks, said = megatron("held_and_estimated", 2, [*job, *adaptive.split()])
+    for held, estimated in zip(ranks, said, strict=True):
+        assert estimated.activations + estimated.messages <= limit
+        assert held["activations"] <= limit
+        assert held["activations"] == pytest.approx(estimated.activations, rel=0.05)

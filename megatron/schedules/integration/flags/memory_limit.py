@@ -46,12 +46,18 @@ def with_memory_limit(args: Any, request: Request) -> Request:
     set_aside = _MESSAGES * message_bytes(args) + memory.most_passing
     limit, least = (value * unit - set_aside) / of_1f1b, least_limit(request)
     if limit < least:
-        smallest = math.ceil(1e2 * (least * of_1f1b + set_aside) / unit) / 1e2
+        smallest = _rounded_up((least * of_1f1b + set_aside) / unit)
         raise PlanError(
             f"--pipeline-memory-limit {text} is too small for this model on {request.ranks} ranks: {smallest:g}GiB is "
             "the smallest that works"
         )
     return replace(request, memory_limit=limit)
+
+
+def _rounded_up(number: float) -> float:
+    """To four significant digits, so that what is named works."""
+    scale = 10.0 ** (3 - math.floor(math.log10(number)))
+    return math.ceil(scale * number) / scale
 
 
 def message_bytes(args: Any) -> float:
