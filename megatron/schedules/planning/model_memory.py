@@ -191,9 +191,10 @@ class ModelMemory:
         most, recomputed = Passing(), self._recomputed(count)
         for at in range(recomputed):
             block = layers[at : at + self.together]
-            full, weights = (sum(each) for each in zip(*((one.full, one.weights) for one in block), strict=True))
+            # The block's input, which stays all the time, is a part of its first layer.
+            full = sum(layer.full for layer in block) - self.input
             if full > most.whole:
-                most = Passing(full, max(0.0, full - weights))
+                most = Passing(full, max(0.0, full - sum(layer.weights for layer in block)))
         if not recomputed:
             most = Passing(max((layer.full - layer.kept for layer in layers), default=0.0))
         return most
