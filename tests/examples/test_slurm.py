@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from tests.examples.tiny_job import (
 )
 from tools import collect_sweep
 
-SCRIPTS = sorted(path for path in SLURM.rglob("*") if path.suffix in (".sh", ".sbatch"))
 MODELS = sorted((SLURM / "models").glob("*.sh"))
 
 Submit = Callable[..., str]
@@ -67,14 +65,6 @@ def submit(cluster: Path) -> Submit:
         return (cluster / "job.out").read_text()
 
     return sbatch
-
-
-def test_shellcheck_has_nothing_to_say() -> None:
-    assert len(SCRIPTS) > 10
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert shellcheck is not None
-    checked = run(shellcheck, "--external-sources", f"--source-path={ROOT}", *SCRIPTS)
-    assert checked.returncode == 0, checked.stdout
 
 
 def test_a_warned_job_saves_is_queued_again_and_goes_on(
@@ -144,7 +134,7 @@ def test_a_job_that_is_warned_before_it_saves_tries_three_times(
     [
         ({}, ["models/30B.sh"], "no model file models/30B.sh; there are models/21B.sh"),
         ({"GPUS_PER_NODE": "3"}, [], "needs a multiple of 8 GPUs; 1 nodes with 3 each have 3"),
-        ({"TRAIN_ITERS": "many"}, [], "TRAIN_ITERS=many is not a number of iterations"),
+        ({"TRAIN_ITERS": "many"}, [], "TRAIN_ITERS=many is not a whole number from 1 to"),
         ({"RECOMPUTE": "some"}, [], "RECOMPUTE=some is none of none, selective and full"),
         ({"PYTHON": "/none/python"}, [], "no Python at /none/python: set PYTHON"),
         ({"REPOSITORY": "/"}, [], "run sbatch in the repository's root, or set REPOSITORY to it"),
