@@ -8,8 +8,8 @@
 # After scripts/setup.sh, .venv/bin/python -m tools.benchmarks --help lists the parts, and with a part, its flags.
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh >&2
 # One thread a process: ranks are processes, many of them on few cores.

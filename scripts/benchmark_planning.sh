@@ -8,8 +8,8 @@
 # After scripts/setup.sh, .venv/bin/python -m tools.benchmarks.planning --help lists the other flags.
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 # One thread a process: the benchmark starts as many processes as it is told to.

@@ -11,8 +11,8 @@
 # A profile that is there already is kept; remove it to measure again.
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1-}" in
 "") sample=() ;;

@@ -8,8 +8,8 @@
 # was cut short is started afresh by the next one.
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 stamp=$venv/.installed

@@ -7,8 +7,8 @@
 #     bash scripts/train_demo.sh --train-iters 100            any flag of pretrain_gpt.py, for both runs
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 begun=$SECONDS

@@ -8,8 +8,8 @@
 # Arguments after the model go to sbatch. README.md has the settings.
 set -euo pipefail
 
-# shellcheck source=scripts/_help.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_help.sh"
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 program=sweep.sh
 # shellcheck source=examples/slurm/checks.sh

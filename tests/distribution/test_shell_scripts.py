@@ -101,6 +101,20 @@ def test_no_value_from_the_environment_is_run(checkout: Checkout, script: str) -
         assert "marker" not in " ".join(checkout.started()).replace(HOSTILE, ""), name
 
 
+@pytest.mark.parametrize("command", [path for path in commands() if path.suffix == ".sh"], ids=lambda path: path.name)
+def test_a_script_works_where_it_is_whatever_cdpath_says(checkout: Checkout, command: Path) -> None:
+    elsewhere = checkout.stubs / "elsewhere"
+    for name in ("scripts", "examples/slurm"):
+        (elsewhere / name).mkdir(parents=True)
+    (elsewhere / "scripts" / "setup.sh").write_text("marker\n")
+    before = sorted(elsewhere.rglob("*"))
+    name = str(command.relative_to(ROOT))
+    checkout.run(name, *ARGUMENTS[name], CDPATH=elsewhere)
+    assert checkout.started()
+    assert "marker" not in " ".join(checkout.started())
+    assert sorted(elsewhere.rglob("*")) == before
+
+
 NUMBERS = {
     "examples/slurm/candidate.sbatch": {
         "GPUS_PER_NODE",

@@ -1,5 +1,10 @@
 # shellcheck shell=bash
-# What a script sources first, for its flag --help: prints the comment at the script's head and ends, before anything runs.
+# What a script sources first.
+
+# With it, cd may go to a folder of the same name elsewhere, and prints where.
+unset CDPATH
+
+# --help: the comment at the script's head, before anything runs.
 for _argument in "$@"; do
   [[ $_argument == -h || $_argument == --help ]] || continue
   while read -r _line && [[ $_line == '#'* ]]; do
