@@ -125,7 +125,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 WATCHES = """
 import multiprocessing, time
 from megatron.schedules.planning import child_processes
-child_processes._killed_by_kernel = lambda: False
+child_processes._signalled_by_kernel = lambda by: False
 def work():
     child_processes.end_with_parent()
     time.sleep(600)

@@ -126,6 +126,33 @@ def test_a_killed_grid_search_leaves_no_process(tmp_path: Path) -> None:
         assert endless.all_end(children)
 
 
+TRAINS = """
+import sys
+from pathlib import Path
+from megatron.schedules.estimate.hardware import DEVICES, Model
+from megatron.schedules.estimate.iteration import METHODS, Setting
+from tools._run_settings import run_setting
+model = Model("tiny", layers=6, heads=4, hidden=32, sequence=16, vocabulary=96)
+cpu = "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --num-workers 0"
+fusions = "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --train-iters 100000"
+setting = Setting(METHODS[4], model, DEVICES["A100-80GB"], 1, 1, 2, 1, 4)
+run_setting(setting, Path(os.environ["ENDLESS_WORK_NOTES"]), [*cpu.split(), *fusions.split()])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
+def test_a_training_that_validates_a_grid_search_ends_with_it(how: signal.Signals, tmp_path: Path) -> None:
+    def trains(parent: psutil.Process) -> bool:
+        # Beside torchrun, which has the name among its arguments too.
+        names = [child.cmdline() for child in parent.children(recursive=True)]
+        return len([name for name in names if "pretrain_gpt.py" in name]) == 3
+
+    with parent_of(program(TRAINS), ROOT, tmp_path / "notes", trains) as (parent, children):
+        parent.send_signal(how)
+        parent.wait(100)
+        assert endless.all_end(children, 100)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -30,42 +30,39 @@ importlib.import_module(module).main()
 """
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Ends this process as soon as its parent is gone, however that ended.
 
-    Linux kills it: also within compiled code that holds the interpreter's lock, where no thread of ours would notice,
-    and at no cost meanwhile. Linux takes the *thread* that started this process for its parent: start children from a
-    thread that outlives them. On other systems a thread looks every second.
+    Linux sends the signal. That costs nothing, and works within compiled code that holds the interpreter's lock, where
+    a thread of this process could not run. Linux takes the *thread* that started this process for its parent: start
+    children from a thread that outlives them. On other systems a thread of this process looks every second.
 
     Args:
         parent: the parent's process id. Without it, that of the parent in ``multiprocessing``, by fork or spawn.
+        by: the signal to end with.
     """
     if parent is None:
         started_by = parent_process()
         if started_by is None or started_by.pid is None:
             return
         parent = started_by.pid
-    if not _killed_by_kernel():
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if not _signalled_by_kernel(by):
+        threading.Thread(target=_watch, args=(parent, by), daemon=True).start()
     if os.getppid() != parent:  # it ended before the kernel was asked
-        _kill_this_process()
+        os.kill(os.getpid(), by)
 
 
-def _killed_by_kernel() -> bool:
+def _signalled_by_kernel(by: signal.Signals) -> bool:
     try:
-        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by) == 0)
     except (OSError, AttributeError):
         return False
 
 
-def _watch(parent: int) -> None:
+def _watch(parent: int, by: signal.Signals) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    _kill_this_process()
-
-
-def _kill_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), by)
 
 
 def begin_worker() -> None:
@@ -127,9 +124,10 @@ def isolated_environment() -> dict[str, str]:
 
 
 def _path_without_working_directory() -> list[str]:
+    entries = [entry for entry in sys.path if isinstance(entry, str)]  # imports pass over all others
     try:
         here = os.getcwd()
     except OSError:  # it was removed
-        return [entry for entry in sys.path if os.path.isabs(entry)]
-    entries = [os.path.join(here, entry) for entry in sys.path]
+        return [entry for entry in entries if os.path.isabs(entry)]
+    entries = [os.path.join(here, entry) for entry in entries]
     return [entry for entry in entries if os.path.realpath(entry) != os.path.realpath(here)]
