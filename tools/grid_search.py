@@ -11,9 +11,8 @@ import csv
 import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
 from megatron.schedules.estimate.roofline import ONES, corrections
+from megatron.schedules.planning.child_processes import worker_pool
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
 from tools._run_settings import gpus_here, run_setting
@@ -60,7 +60,7 @@ def search_all(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        worker_pool(jobs) as pool,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("methods", total=len(methods) * len(questions))

@@ -34,6 +34,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.child_processes import begin_worker
+
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
 # Megatron's tokenizers that do not read text: numbers, pictures, conversations.
@@ -203,7 +207,8 @@ def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) ->
     # Forked, so that a tokenizer need not survive pickling. Only so many batches are under way at a time:
     # the input may be larger than memory.
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(encoder,)) as pool:
+    pool = ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(encoder,))
+    try:
         under_way: deque[Future[list[Encoded]]] = deque()
         for batch in itertools.batched(documents, _DOCUMENTS_A_TASK):
             under_way.append(pool.submit(_encode_batch, batch))
@@ -211,6 +216,8 @@ def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) ->
                 yield from under_way.popleft().result()
         while under_way:
             yield from under_way.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C only the batches that have begun are finished
 
 
 _encoder_of_this_worker: Encoder
@@ -219,6 +226,7 @@ _encoder_of_this_worker: Encoder
 def _adopt(encoder: Encoder) -> None:
     """Keeps the encoder in a worker process, where a batch finds it."""
     global _encoder_of_this_worker
+    begin_worker()
     _encoder_of_this_worker = encoder
 
 

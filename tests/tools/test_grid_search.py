@@ -52,11 +52,7 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         sizes = Setting(method, question.model, question.device, 1, 1, 8, 1, 16)
         return Found(method, [Estimate(sizes, 1.0, 0.5, 0.1, 7e10, 1e10, 0.2, recomputed=0.25, host=3 * GIB)])
 
-    class Here(ThreadPoolExecutor):
-        def __init__(self, jobs: int, mp_context: object) -> None:
-            super().__init__(jobs)
-
-    monkeypatch.setattr(grid_search, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(grid_search, "worker_pool", ThreadPoolExecutor)
     monkeypatch.setattr(grid_search, "search", found)
     text = said(capsys, *SMALL, "--format", "markdown")
     assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "done again" not in text

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.schedules.planning.adaptive.plan import default_seconds
+from megatron.schedules.planning.child_processes import worker_pool
 from megatron.schedules.report.figures import title
 from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
 from tools.benchmarks import planning_table as table
@@ -136,18 +136,14 @@ def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # Fresh processes: none of them starts with the memory of another's search.
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with worker_pool(jobs) as pool, Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=len(missing))
         futures = {pool.submit(measure, cell): cell for cell in missing}
-        try:
-            for future in as_completed(futures):
-                cell, result = futures[future], future.result()
-                kept.keep(cell, result)
-                console.print(f"{cell}: {result['seconds']:.1f} s", soft_wrap=True)
-                progress.advance(task)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for future in as_completed(futures):
+            cell, result = futures[future], future.result()
+            kept.keep(cell, result)
+            console.print(f"{cell}: {result['seconds']:.1f} s", soft_wrap=True)
+            progress.advance(task)
 
 
 def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
