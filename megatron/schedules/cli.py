@@ -15,7 +15,7 @@ from megatron.schedules.ask import FLAGS, Ask, size_flags
 from megatron.schedules.ending import emit, run
 from megatron.schedules.planning.adaptive.plan import bound
 from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError, one_line
+from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer
 from megatron.schedules.planning.recorded import read_recorded
 from megatron.schedules.planning.registry import NAMES, describe
@@ -131,7 +131,7 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
         try:
             found = figures(ask.timeline(name))
         except PlanError as error:
-            rows.append(table.Row(name, one_line(str(error))))
+            rows.append(table.Row(name, str(error)))
         else:
             rows.append(table.Row(name, found, baseline / found.makespan))
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}

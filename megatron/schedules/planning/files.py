@@ -44,6 +44,18 @@ def _write(path: Path, text: str) -> None:
         _replace(target, data, mode)
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder ``path``, with those that it is in, where they are not there.
+
+    Raises:
+        OSError: also where no folder can have this name.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        raise _no_name(error) from None
+
+
 def objection(path: Path) -> str:
     """Why :func:`write_text` could not write to ``path``; empty where nothing speaks against it. Writes nothing."""
     try:
@@ -64,8 +76,8 @@ def _find(path: Path) -> tuple[int | None, Path]:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         mode = None
-    except ValueError as error:  # a NUL, or characters that no file name has
-        raise OSError(errno.EINVAL, f"no file can have this name: {getattr(error, 'reason', error)}") from None
+    except ValueError as error:
+        raise _no_name(error) from None
     if mode is not None and stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     return mode, Path(os.path.realpath(path))
@@ -116,6 +128,11 @@ def _write_open(descriptor: int, data: bytes, *, sync: bool = False) -> None:
             rest = rest[file.write(rest) :]
         if sync:
             os.fsync(descriptor)
+
+
+def _no_name(error: ValueError) -> OSError:
+    """A NUL, or characters that the file system's encoding lacks."""
+    return OSError(errno.EINVAL, f"no file can have this name: {getattr(error, 'reason', error)}")
 
 
 def _no_new_file(folder: Path, number: int | None) -> str:

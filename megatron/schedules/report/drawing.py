@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.files import make_folder, write_text
 from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.recorded import Recorded, to_text
 from megatron.schedules.planning.simulate import Timeline
@@ -92,7 +92,7 @@ def write_run(recorded: Recorded, folder: Path) -> list[str]:
     Raises:
         OSError: where it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     drawing = of_run(recorded)
     written = [name for name, form in FILES.items() if drawing.passes <= FORMS[form]]
     write_text(folder / RUN, to_text(recorded))

@@ -233,7 +233,7 @@ class _Sheet:
         for time in marks:
             self.text(self.x(time), self.y + 15, number(time), "faint middle small")
         words = f"time, {self.unit}" if self.unit else "time"
-        self.text(_LEFT - 8, self.y + 15, words, "faint end small")
+        self.text(_LEFT - 8, self.y + 15, markup(words), "faint end small")
         self.y += 22
 
     def legend(self) -> None:
