@@ -24,6 +24,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.printable import printable
 from scripts.compare_logs import read_iteration
 
 _MEMORY = re.compile(r"memory \(MB\) .*max allocated: +([\d.]+)")
@@ -76,10 +79,10 @@ def _candidate(number: int, row: dict[str, str], path: Path) -> Candidate:
         except ValueError:
             raise ValueError(f"{path}: row {number}: {name} is {row[name]!r}, no number") from None
 
-    sizes = " x ".join(row.get(name) or "-" for name in ("data", "tensor", "pipeline", "micro_batch_size"))
+    sizes = " x ".join(printable(row.get(name) or "-") for name in ("data", "tensor", "pipeline", "micro_batch_size"))
     return Candidate(
         number,
-        row["method"],
+        printable(row["method"]),
         sizes,
         value("iteration_seconds"),
         value("memory_gib"),
@@ -120,7 +123,7 @@ def _status(finished: object, logs: Iterable[str], job: str) -> str:
     if _TIME_LIMIT.search(job):
         return "out of time"
     error = next((found[0] for text in texts if (found := _ERROR.search(text))), None)
-    return "failed" if error is None else f"failed: {error[:120]}"
+    return "failed" if error is None else f"failed: {printable(error[:120])}"
 
 
 class _Column(NamedTuple):
@@ -220,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.output is None:
             sys.stdout.write(text)
         else:
-            arguments.output.write_text(text, encoding="utf-8")
+            write_text(arguments.output, text)
     except OSError as error:
         return _refuse(f"{error.filename}: {error.strerror}")
     except (ValueError, csv.Error) as error:
@@ -229,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"collect_sweep: error: {message}\n")
+    sys.stderr.write(f"collect_sweep: error: {one_line(message)}\n")
     return 2
 
 

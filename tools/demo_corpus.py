@@ -16,6 +16,12 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.printable import printable
+
 # Tests and third-party packages: not prose of the language, and not the same on every machine.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -55,22 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--megabytes must be above 0, not {arguments.megabytes:g}")
 
     library = Path(sysconfig.get_path("stdlib"))
-    partial = arguments.output.with_name(arguments.output.name + ".partial")
-    count = size = 0
+    found = list(documents(library, int(arguments.megabytes * 1e6)))
+    if not found:
+        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            for path, text in documents(library, int(arguments.megabytes * 1e6)):
-                file.write(json.dumps({"path": path, "text": text}) + "\n")
-                count += 1
-                size += len(text.encode())
+        write_text(arguments.output, "".join(json.dumps({"path": path, "text": text}) + "\n" for path, text in found))
     except OSError as error:
-        parser.error(f"cannot write {arguments.output}: {error.strerror}")
-    if not count:
-        partial.unlink()
-        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
-    partial.replace(arguments.output)
-    print(f"{arguments.output}: {count} source files from {library}, {size / 1e6:.1f} MB of text")
+        parser.error(one_line(f"cannot write {arguments.output}: {error.strerror}"))
+    size = sum(len(text.encode()) for _, text in found)
+    said = f"{arguments.output}: {len(found)} source files from {library}, {size / 1e6:.1f} MB of text"
+    print(printable(said))
     return 0
 
 

@@ -28,6 +28,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.planning.registry import Request, placement, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
@@ -83,7 +84,8 @@ def _emulate(
 def _say(what: str, recorded: Recorded) -> None:
     bubbles = [f"{100 * each.bubble:.2f} %" for each in (recorded.planned, recorded.timeline)]
     length = recorded.timeline.makespan
-    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]} of {length:.0f} ms; {what}\n", None)
+    said = printable(what)
+    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]} of {length:.0f} ms; {said}\n", None)
 
 
 def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.schedules.ending import run
+from megatron.schedules.ending import emit, run
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
@@ -29,6 +29,7 @@ from megatron.schedules.estimate.roofline import ONES, corrections
 from megatron.schedules.planning.child_processes import worker_pool
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.files import objection
 from tools._run_settings import gpus_here, run_setting
 
 _METHODS = (*METHODS, ADAPTIVE, *RELIEVED)
@@ -258,8 +259,8 @@ def main(
             f"--validate runs on {gpus} GPUs of this machine, which has {gpus_here()}: use examples/slurm/sweep.sh on "
             "a cluster, or leave the flag out"
         )
-    if output is not None and not output.parent.is_dir():
-        raise PlanError(f"--output: cannot write {output}: there is no folder {output.parent}")
+    if output is not None and (why := objection(output)):
+        raise PlanError(f"--output: cannot write {output}: {why}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
     gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
     shape = replace(MODELS[model], sequence=sequence_length)
@@ -275,13 +276,7 @@ def main(
     names = [*usual, *(method.name for method in RELIEVED if relief)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        try:
-            output.write_text(text)
-        except OSError as error:
-            raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
+    emit(text, output)
     if validate:
         _validate([each for answer in answers for each in fastest(answer.found)])
 

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.planning.child_processes import begin_worker
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.printable import printable
 
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
@@ -269,7 +272,8 @@ class DatasetWriter:
 
     def discard(self) -> None:
         """Removes what :meth:`finish` did not make whole."""
-        self._builder.data_file.close()
+        with suppress(OSError):  # a full disk, where something is left to be written
+            self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             Path(f"{self._partial}{suffix}").unlink(missing_ok=True)
 
@@ -385,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         writers = preprocess(arguments)
     except InputError as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        print(f"preprocess_data.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenProcessPool:
         print("preprocess_data.py: error: a worker was killed, perhaps for want of memory", file=sys.stderr)
@@ -393,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     for writer in writers:
-        print(f"{writer.prefix}.bin and .idx: {writer.documents} documents, {writer.tokens} tokens")
+        print(f"{printable(str(writer.prefix))}.bin and .idx: {writer.documents} documents, {writer.tokens} tokens")
     flags = f"--tokenizer-type {arguments.tokenizer_type}"
     if arguments.tokenizer_type == BYTE_LEVEL:
         flags = f"--tokenizer-type NullTokenizer --vocab-size {BYTE_LEVEL_EOD + 1}"

@@ -30,6 +30,9 @@ from typing import Any, NamedTuple, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import objection, write_text
+from megatron.schedules.planning.printable import printable
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
@@ -82,9 +85,8 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     if parallel != processes:
         how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
         parser.error(f"tensor x context parallel is {parallel} ranks and {processes} run: start it with {how} ...")
-    folder = own.output.resolve().parent
-    if own.output.is_dir() or not os.access(own.output if own.output.exists() else folder, os.W_OK):
-        parser.error(f"--output {own.output} cannot be written")
+    if why := objection(own.output):
+        parser.error(f"--output {own.output} cannot be written: {why}")
     shape = [str(word) for name in _NEEDED[1:] for word in (f"--{name.replace('_', '-')}", getattr(own, name))]
     shape += ["--num-layers", str(layers), "--tensor-model-parallel-size", str(own.tensor_model_parallel_size)]
     shape += ["--context-parallel-size", str(own.context_parallel_size)]
@@ -95,7 +97,7 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -238,14 +240,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         made = profile(asked, say)
     except RefusedError as error:
-        print(f"profile_passes.py: error: {error}", file=sys.stderr)
+        print(f"profile_passes.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     if first:
-        asked.own.output.write_text(json.dumps(made, indent=1) + "\n")
+        try:
+            write_text(asked.own.output, json.dumps(made, indent=1) + "\n")
+        except OSError as error:
+            why = one_line(f"--output: cannot write {asked.own.output}: {error.strerror}")
+            print(f"profile_passes.py: error: {why}", file=sys.stderr)
+            return 2
         chunk = made["chunk"]
         each = ", ".join(f"{1e3 * chunk[kind]['median']:.3g}" for kind in ("forward", "input_grad", "weight_grad"))
         mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
-        print(f"{asked.own.output}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
+        file = printable(str(asked.own.output))
+        print(f"{file}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
         again, left = 1e3 * chunk["again"]["median"], chunk["input_bytes"] / 2**20
         print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")

@@ -261,6 +261,26 @@ def test_the_table_of_a_sweep(measured: Path, capsys: pytest.CaptureFixture[str]
     assert "s measured" in text
 
 
+@pytest.mark.parametrize("form", ["text", "markdown", "csv"])
+def test_nothing_in_a_log_is_obeyed_by_a_terminal(
+    form: str, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = next(measured.rglob("stderr.log"))
+    log.write_text("RuntimeError: \x1b]0;title\x07 \x1b[2J\n")
+    assert collect_sweep.main([str(measured), "--format", form]) == 0
+    text = capsys.readouterr().out
+    assert "\\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+def test_a_table_is_written_whole_or_not_at_all(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(measured.iterdir())
+    assert collect_sweep.main([str(measured), "--output", str(measured / "none" / "table.md")]) == 2
+    said = f"collect_sweep: error: {measured / 'none' / 'table.md'}: No such file or directory\n"
+    assert capsys.readouterr().err == said
+    assert sorted(measured.iterdir()) == before
+
+
 def test_the_flags_of_a_candidate_are_split_as_a_shell_does(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert collect_sweep.main([str(measured), "--flags", "5"]) == 0
     assert capsys.readouterr().out == "--recompute-granularity\nfull\n"

@@ -308,3 +308,10 @@ def test_a_piece_is_tried_on_the_cpu_without_what_a_gpu_machine_may_lack(tmp_pat
     assert [row["rank"] for row in rows] == [0, 1]
     assert all(row["named"] == row["actions"] > 0 for row in rows)
     assert "tried on a CPU" in output.read_text()
+
+
+def test_nothing_that_a_piece_says_breaks_the_page():
+    note = "\x1b[2J a | b\nc"
+    kept = report.merged({}, {}, {"ranges": Outcome(Result.FAILED, note, 1.0)}, {"date": "today", "commit": "x"})
+    line = next(line for line in report.page(kept, PIECES, tried=True).splitlines() if line.startswith("| ranges"))
+    assert "**failed**: \\x1b[2J a \\| b c |" in line

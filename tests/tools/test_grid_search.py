@@ -70,6 +70,8 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         (["--costs-file", "none.json"], "cannot read none.json"),
         (["--validate", "--gpus", "4096"], "--validate runs on 4096 GPUs of this machine, which has 8"),
         (["--output", "/dev/null/found.csv"], "cannot write /dev/null/found.csv"),
+        (["--output", "none/found.csv"], "cannot write none/found.csv: there is no folder none"),
+        (["--output", "."], "cannot write .: Is a directory"),
         (["--gpus", "1"], "'--gpus'"),
         (["--device", "A100"], "'--device'"),
     ],

@@ -33,6 +33,7 @@ def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> prof
         (["--output", "x.json", *SHAPE, "--num-layers", "-1"], "--num-layers must be at least 1, not -1"),
         (["--output", "no/folder/x.json", *SHAPE], "no/folder/x.json cannot be written"),
         (["--output", ".", *SHAPE], "--output . cannot be written"),
+        (["--output", "\x1b[2J/x.json", *SHAPE], r"--output \x1b[2J/x.json cannot be written: there is no folder"),
         (["--output", "x.json", *SHAPE, "--tensor-model-parallel-size", "2"], "torchrun --nproc-per-node 2"),
         (["--output", "x.json", *SHAPE, "--hidden-size", "many"], "--hidden-size"),
     ],

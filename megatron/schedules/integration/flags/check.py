@@ -24,6 +24,7 @@ from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.host import taken
 from megatron.schedules.planning.keeping import folder
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
@@ -156,7 +157,7 @@ def planned(request: Request) -> Schedule:
         said = f"planned anew unless {folder()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"
     if said and is_first():
-        sys.stdout.write(f"{what}: {said}\n")
+        sys.stdout.write(f"{what}: {printable(said)}\n")
         sys.stdout.flush()
     with shown(what, sys.stdout if is_first() else None) as progress:
         return kept_plan(request, progress)

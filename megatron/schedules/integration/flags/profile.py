@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.timeline import timeline_asked, usual_iterations
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.files import objection
 
 
 class ProfileAsked(NamedTuple):
@@ -70,6 +71,6 @@ def _writable(flag: str, file: Path) -> Path:
     elsewhere = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0"
     if elsewhere:
         return file
-    if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
-        raise PlanError(f"{flag} {file} cannot be written: name a file in a folder that is there")
+    if why := objection(file):
+        raise PlanError(f"{flag} {file} cannot be written: name a file in a folder that is there and writable ({why})")
     return file
