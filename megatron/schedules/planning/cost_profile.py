@@ -100,18 +100,10 @@ class CostProfile:
         return replace(costs, again=again, layer_input=layer_input)
 
 
-class MedianForm(Form, frozen=True, kw_only=True):
-    """A time in seconds; ``low`` and ``high``, of ten one is shorter and one longer, are for people."""
+class TimedForm[Time](Form, frozen=True, kw_only=True):
+    """A time in seconds: the middle one of several; ``low`` and ``high``, the shortest and the longest, for people."""
 
-    median: Amount
-    low: Any = UNSET
-    high: Any = UNSET
-
-
-class AboveZeroForm(Form, frozen=True, kw_only=True):
-    """:class:`MedianForm` of what takes time."""
-
-    median: Positive
+    median: Time
     low: Any = UNSET
     high: Any = UNSET
 
@@ -119,9 +111,9 @@ class AboveZeroForm(Form, frozen=True, kw_only=True):
 class EndForm(Form, frozen=True, kw_only=True):
     """The embedding or the output layer; ``weight_bytes`` is for people."""
 
-    forward: MedianForm
-    input_grad: MedianForm
-    weight_grad: MedianForm
+    forward: TimedForm[Amount]
+    input_grad: TimedForm[Amount]
+    weight_grad: TimedForm[Amount]
     activation_bytes: Amount
     weight_bytes: Any = UNSET
 
@@ -134,12 +126,12 @@ class ChunkForm(Form, frozen=True, kw_only=True):
     """A chunk of decoder layers; ``again`` and ``input_bytes`` come together."""
 
     layers: LayerCount
-    forward: AboveZeroForm
-    input_grad: AboveZeroForm
-    weight_grad: AboveZeroForm
+    forward: TimedForm[Positive]
+    input_grad: TimedForm[Positive]
+    weight_grad: TimedForm[Positive]
     activation_bytes: Amount
     weight_bytes: Amount
-    again: AboveZeroForm | UnsetType = UNSET
+    again: TimedForm[Positive] | UnsetType = UNSET
     input_bytes: Amount | UnsetType = UNSET
 
 
