@@ -16,12 +16,13 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.planning.job_profile_text import to_text as job_profile_text
 from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import v_shape
+from megatron.schedules.planning.placement import sequential, v_shape
 from megatron.schedules.planning.profile_facts import CopyRates, Facts
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.planning.recorded import to_text as recorded_text
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.simulate import simulate
+from tests.planning.made_schedules import written
 
 # As JSON, what may stand where something else should.
 WRONG = (
@@ -79,13 +80,14 @@ def a_jobs_profile(**more: Any) -> JobProfile:
 
 
 def a_run(offloaded: bool = True) -> Recorded:
-    """One that copies, recomputes and counted bytes."""
-    shares = (0.5,) * 4 if offloaded else None
-    costs = Costs(1.0, 1.2, 0.8, redone=shares, offloaded=shares, copy=0.5, hops=((0, 1, 0.25),))
-    schedule = plan(Request("v-half", 2, 2, costs))
+    """One that copies, recomputes and counted bytes, or another that does neither."""
+    shares = (0.5,) * 2 if offloaded else None
+    costs = Costs(1.0, 1.25, 0.75, redone=shares, offloaded=shares, copy=0.5, hops=((0, 1, 0.25),))
+    schedule = written(sequential(2), 2, "0F0 0O0 0F1 0L0 0I0 0W0 0R1 0B1", "1F0 1I0 1F1 1B1 1W0")
+    schedule = schedule if offloaded else plan(Request("v-half", 2, 2))
     timeline, planned = (simulate(schedule, each.on(schedule.placement)) for each in (replace(costs, comm=0.1), costs))
     held = tuple(tuple((time, 1000.0 * amount) for time, amount in timeline.memory(rank)) for rank in range(2))
-    return Recorded(timeline, planned, 12, "a device", held)
+    return Recorded(timeline, planned, 12, "a device", held if offloaded else ())
 
 
 def paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -197,7 +197,7 @@ def _told(error: msgspec.ValidationError, data: Any) -> str:
     if found := re.search("^Object missing required field `(.*)`", said):
         return f"{at} lacks {found[1]!r}"
     if found := re.search("^Object contains unknown field `(.*)`", said):
-        return f"{at} has {found[1]!r}, which nothing is called"
+        return f"{at} must not have {found[1]!r}"
     if "matching regex" in said:
         return f"{at} must be a text without control characters"
     said = re.sub("`([^`]*)`", lambda types: " or ".join(_WORDS.get(t, t) for t in types[1].split(" | ")), said)
