@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import logging
 import os
 import shlex
@@ -27,12 +26,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from msgspec import UNSET
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.planning.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
 from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.files import objection, write_text
+from megatron.schedules.planning.json_files import encode
 from megatron.schedules.planning.printable import printable
+from megatron.schedules.planning.profile_facts import ModelForm, RatesForm
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
@@ -145,7 +149,7 @@ class RefusedError(Exception):
     """Megatron refuses its flags; the message is one line."""
 
 
-def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
+def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileForm:
     """Measure: the profile's JSON. Needs torchrun's environment; ``say`` is told what goes on, and if it is a count."""
     say("importing Megatron", False)
     with contextlib.redirect_stdout(sys.stderr):
@@ -171,9 +175,8 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
             done = repetition - _WARM_UP
             say(f"{name.replace('_', ' ')}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
         parts[name] = {
-            **({"layers": asked.layers} if stage == times.LAYERS else {}),
             **{
-                kind: Spread.of([getattr(each, kind) for each in found[_WARM_UP:]])._asdict()
+                kind: _spread([getattr(each, kind) for each in found[_WARM_UP:]])
                 for kind in ("forward", "input_grad", "weight_grad")
             },
             "activation_bytes": held.after_forward,
@@ -181,33 +184,36 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
         }
     forwards = times.time_again(model, times.LAYERS)
     redone = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    parts["chunk"] |= {
-        "again": Spread.of([each.seconds for each in redone])._asdict(),
-        "input_bytes": redone[0].input_bytes,
-    }
+    again, left = _spread([each.seconds for each in redone]), redone[0].input_bytes
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
-    return {
-        "version": 1,
-        "device": machine() if times.ON_CPU else torch.cuda.get_device_name(),
-        "model": {
-            "name": asked.own.profile_name,
-            "layers": asked.own.num_layers,
-            "hidden_size": args.hidden_size,
-            "heads": args.num_attention_heads,
-            "sequence_length": args.seq_length,
-            "vocabulary": args.padded_vocab_size,
-            "flags": asked.given,
-        },
-        "micro_batch_size": args.micro_batch_size,
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "context_parallel": args.context_parallel_size,
-        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        **parts,
-        "copy_gbps": rates._asdict(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
-        "date": datetime.date.today().isoformat(),
-    }
+    return ChunkProfileForm(
+        version=1,
+        device=machine() if times.ON_CPU else torch.cuda.get_device_name(),
+        model=ModelForm(
+            name=asked.own.profile_name,
+            layers=asked.own.num_layers,
+            hidden_size=args.hidden_size,
+            heads=args.num_attention_heads,
+            sequence_length=args.seq_length,
+            vocabulary=args.padded_vocab_size,
+            flags=asked.given,
+        ),
+        micro_batch_size=args.micro_batch_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        chunk=ChunkForm(layers=asked.layers, again=again, input_bytes=left, **parts["chunk"]),
+        output_layer=EndForm(**parts["output_layer"]),
+        embedding=EndForm(**parts["embedding"]),
+        copy_gbps=RatesForm(**rates._asdict()),
+        versions={name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _spread(seconds: Sequence[float]) -> TimedForm[float]:
+    return TimedForm(**Spread.of(seconds)._asdict())
 
 
 def _join_nobody() -> None:
@@ -244,20 +250,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if first:
         try:
-            write_text(asked.own.output, json.dumps(made, indent=1) + "\n")
+            write_text(asked.own.output, encode(made, indent=1) + "\n")
         except OSError as error:
             why = one_line(f"--output: cannot write {asked.own.output}: {error.strerror}")
             print(f"profile_passes.py: error: {why}", file=sys.stderr)
             return 2
-        chunk = made["chunk"]
-        each = ", ".join(f"{1e3 * chunk[kind]['median']:.3g}" for kind in ("forward", "input_grad", "weight_grad"))
-        mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
+        chunk = made.chunk
+        each = ", ".join(f"{1e3 * part.median:.3g}" for part in (chunk.forward, chunk.input_grad, chunk.weight_grad))
+        mib = [held / 2**20 for held in (chunk.activation_bytes, chunk.weight_bytes)]
         file = printable(str(asked.own.output))
-        print(f"{file}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
+        print(f"{file}: {chunk.layers} layers take F, I, W {each} ms on {made.device}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
-        again, left = 1e3 * chunk["again"]["median"], chunk["input_bytes"] / 2**20
+        assert chunk.again and chunk.input_bytes is not UNSET and made.copy_gbps
+        again, left = 1e3 * chunk.again.median, chunk.input_bytes / 2**20
         print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")
-        to_host, from_host, both_ways = made["copy_gbps"].values()
+        to_host, from_host, both_ways = made.copy_gbps.rates()
         print(f"copies: {to_host:.3g} GB/s to the host, {from_host:.3g} back, {both_ways:.3g} each way at once")
     return 0
 

@@ -12,7 +12,7 @@ from megatron.schedules.planning.errors import PlanError
 _MOST_MIB = 32
 
 
-def read_text(path: Path, about: str) -> str:
+def read_text(path: Path, about: str | None) -> str:
     """The text of the regular file ``path``.
 
     Raises:
