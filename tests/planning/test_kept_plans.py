@@ -19,6 +19,7 @@ from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan
 from megatron.schedules.planning.textforms import to_json
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
@@ -205,7 +206,7 @@ def test_of_many_processes_one_searches_and_the_others_wait(kept: Path, tmp_path
         assert rank.stdin
         rank.stdin.write("go\n")
         rank.stdin.flush()
-    found = [rank.communicate(timeout=60)[0] for rank in ranks]
+    found = [rank.communicate(timeout=HANGS_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert len(set(found)) == 1
     assert log.read_text() == "searched\n"
