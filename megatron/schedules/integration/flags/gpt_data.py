@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.schedules.integration.flags.check import refuse
+from megatron.schedules.integration.flags.refuse import refuse
 
 # Flags that ask for samples of another make.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
