@@ -75,6 +75,9 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         (["--validate", "--gpus", "4096"], "--validate runs on 4096 GPUs of this machine, which has 8"),
         (["--output", "/dev/null/found.csv"], "cannot write /dev/null/found.csv"),
         (["--gpus", "1"], "'--gpus'"),
+        (["--gpus", "9" * 20], "'--gpus'"),
+        (["--sequence-length", "9" * 20], "'--sequence-length'"),
+        (["--batch-size", "100001"], "'--batch-size'"),
         (["--device", "A100"], "'--device'"),
     ],
 )

@@ -10,7 +10,6 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import whole
 
 THREADS_VARIABLE = "MEGATRON_SCHEDULES_THREADS"
-_MOST_THREADS = 4096
 
 
 def on_all_cores[T](jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -32,6 +31,6 @@ def threads() -> int:
     if not given:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = whole(given)
-    if number is None or not 1 <= number <= _MOST_THREADS:
-        raise PlanError(f"${THREADS_VARIABLE} must be a whole number from 1 to {_MOST_THREADS}, not {given!r}")
+    if number is None or number < 1:
+        raise PlanError(f"${THREADS_VARIABLE} must be a whole number from 1 on, not {given!r}")
     return number
