@@ -27,6 +27,7 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.limits import MOST_PASSES, MOST_RANKS, check_size
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.recorded import Recorded
@@ -43,8 +44,8 @@ _LAYERS_A_STAGE = 4
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--schedule", metavar="NAME", default="v-half", help="Which schedule; v-half without it.")
-@click.option("--pipeline-size", type=int, default=4, help="Ranks; 4 without it.")
-@click.option("--microbatches", type=int, default=8, help="Of one iteration; 8 without it.")
+@click.option("--pipeline-size", type=click.IntRange(2, MOST_RANKS), default=4, help="Ranks; 4 without it.")
+@click.option("--microbatches", type=click.IntRange(1, MOST_PASSES), default=8, help="Of one iteration; 8 without it.")
 @click.option("--costs", metavar="F,I,W", default="1,1.1,0.75", help="Times over half a rank's layers.")
 @click.option("--unit-ms", type=float, default=20.0, help="Milliseconds of one unit of these; 20 without it.")
 @click.option("--slow", metavar="STAGE=FACTOR", help="A stage whose layers take so many times as long as planned.")
@@ -66,6 +67,7 @@ def _emulate(
     output: Path,
 ) -> None:
     """Run one iteration of a schedule with passes that sleep, and write its timeline."""
+    check_size(pipeline_size, microbatches, None, f"--pipeline-size {pipeline_size} with --microbatches {microbatches}")
     request = Request(schedule, pipeline_size, microbatches, Costs.parse(costs))
     true = slowed(request, *_slow(slow))
     recorded = emulated(request, true, unit_ms)

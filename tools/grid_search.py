@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron.schedules.ending import emit, run
+from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
@@ -32,6 +33,8 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.files import objection
 from tools._run_settings import gpus_here, run_setting
 
+# All divisors of the first are tried, and plans made for as many microbatches as the second.
+_MOST_GPUS, _MOST_SAMPLES = 1_000_000, 100_000
 _METHODS = (*METHODS, ADAPTIVE, *RELIEVED)
 _HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
 # Where any method may do forwards again or offload: of the computing, and on the host of a node.
@@ -171,11 +174,19 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
-@click.option("--gpus", type=click.IntRange(2), required=True, help="How many GPUs there are; all are used.")
-@click.option("--sequence-length", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a sample.")
+@click.option(
+    "--gpus", type=click.IntRange(2, _MOST_GPUS), required=True, help="How many GPUs there are; all are used."
+)
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(*BOUNDS["--seq-length"]),
+    default=1024,
+    show_default=True,
+    help="Tokens of a sample.",
+)
 @click.option(
     "--batch-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, _MOST_SAMPLES),
     multiple=True,
     required=True,
     help="Samples of an iteration; give it several times for several tables.",
@@ -213,13 +224,15 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     is_flag=True,
     help="Each method also with a vocabulary that all pipeline ranks share: any number of layers, ends of 1/PP each.",
 )
-@click.option("--top", type=click.IntRange(1), default=1, show_default=True, help="How many settings of each method.")
+@click.option(
+    "--top", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many settings of each method."
+)
 @click.option(
     "--costs-file",
     type=click.Path(path_type=Path),
     help="A cost profile measured by tools/profile_passes.py on this device: the roofline is corrected by it.",
 )
-@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes to search in.")
+@click.option("--jobs", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes to search in.")
 @click.option(
     "--format",
     "form",

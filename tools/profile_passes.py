@@ -30,9 +30,11 @@ from msgspec import UNSET
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.planning.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
-from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.files import objection, write_text
 from megatron.schedules.planning.json_files import encode
 from megatron.schedules.planning.printable import printable
@@ -77,9 +79,14 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     """What ``argv`` asks for, to be measured by so many processes; ends with status 2 and one line where it cannot."""
     parser = _parser()
     own, others = parser.parse_known_args(argv)
-    for name in ("profile_repetitions", *_NEEDED, "pipeline_model_parallel_size"):
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for name in ("profile_repetitions", *_NEEDED, *sizes):
         if getattr(own, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
+    try:
+        check_bounds(own)
+    except PlanError as error:
+        parser.error(str(error))
     layers = own.profile_layers
     if layers is None:
         layers = max(1, round(own.num_layers / (2 * own.pipeline_model_parallel_size)))
@@ -227,7 +234,12 @@ def _join_nobody() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, write."""
-    asked = parse(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", "1")))
+    try:
+        processes = whole_variable("WORLD_SIZE", 1)
+    except PlanError as error:
+        print(f"profile_passes.py: error: {error}", file=sys.stderr)
+        return 2
+    asked = parse(sys.argv[1:] if argv is None else argv, processes)
     first = os.environ.get("RANK", "0") == "0"
     if "WORLD_SIZE" not in os.environ:
         _join_nobody()

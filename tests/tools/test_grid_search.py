@@ -73,6 +73,9 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         (["--output", "none/found.csv"], "cannot write none/found.csv: there is no folder none"),
         (["--output", "."], "cannot write .: Is a directory"),
         (["--gpus", "1"], "'--gpus'"),
+        (["--gpus", "9" * 20], "'--gpus'"),
+        (["--sequence-length", "9" * 20], "'--sequence-length'"),
+        (["--batch-size", "100001"], "'--batch-size'"),
         (["--device", "A100"], "'--device'"),
     ],
 )

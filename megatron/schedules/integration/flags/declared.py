@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
 from megatron.schedules.planning.registry import NAMES, describe
 
 # The flag of each part of a request, and of what else is asked about it.
@@ -229,9 +230,13 @@ STOCK: megatron_flags.Flags = {
     "--global-batch-size": (int, None),
     "--hybrid-layer-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
+    "--linear-attention-freq": (la_freq_type, None),
+    "--max-position-embeddings": (int, None),
     "--micro-batch-size": (int, None),
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),
+    "--no-rope-freq": (no_rope_freq_type, None),
+    "--num-distributed-optimizer-instances": (int, 1),
     "--num-layers-per-virtual-pipeline-stage": (int, None),
     "--num-virtual-stages-per-pipeline-rank": (int, None),
     "--overlap-dispatch-backward-with-experts-wgrad": (None, False),
@@ -257,6 +262,7 @@ STOCK: megatron_flags.Flags = {
     "--use-mup": (None, False),
     "--use-torch-fsdp2": (None, False),
     "--use-transformer-engine-op-fuser": (None, False),
+    "--window-attn-skip-freq": (moe_freq_type, None),
     "--yaml-cfg": (str, None),
 }
 _NAMED_OTHERWISE = {"--fp8-format": "fp8", "--fp4-format": "fp4"}

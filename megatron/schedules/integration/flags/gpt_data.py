@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.integration.flags.check import refuse
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.json_files import Index, decode, read_file
 

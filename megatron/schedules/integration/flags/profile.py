@@ -51,7 +51,7 @@ def profile_asked(args: Any) -> ProfileAsked | None:
                 f"{to_file} writes what {flag} measures, which is missing: give it too, such as {flag} 5-10"
             )
         return None
-    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
     counted, last = map(int, found.groups()) if found else (0, 0)
     if not found or counted < 1:
         raise PlanError(f"{flag} {text!r} is not two iterations with a dash between, from 1 on: write it as in 5-10")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.integration.flags.memory_limit import number_bytes
 from megatron.schedules.integration.flags.supposed import supposes
 from megatron.schedules.integration.layers.arithmetic import shape_of
@@ -107,7 +107,7 @@ def check_host(args: Any, microbatches: float) -> float:
     shape = shape_of(args)
     if shape is None or not microbatches:
         return 0.0
-    each, ranks = microbatches * bytes_of_a_rank(args, shape), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    each, ranks = microbatches * bytes_of_a_rank(args, shape), whole_variable("LOCAL_WORLD_SIZE", 1)
     free = None if supposes(args) else available_host_bytes()
     if free is not None and each * ranks > free:
         raise PlanError(
