@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.planning import polish
-from megatron.schedules.planning.keeping import FOLDER_VARIABLE
+from megatron.schedules.planning.cache import PLANS_VARIABLE, USER_VARIABLE
 from megatron.schedules.planning.registry import Request, plan
 from tests.counting import lines_run
 from tests.planning.made_schedules import NAMED, UNIT, plan_and_seconds
@@ -57,7 +57,7 @@ def test_large_plans_take_a_minute_and_a_gigabyte_at_most(
     command = [sys.executable, "-m", "megatron.schedules", "plan", "--schedule", "v-half", *size]
     taken = []
     for attempt in ("first", "again, for machines have their moments"):
-        environment = os.environ | {FOLDER_VARIABLE: str(tmp_path / attempt)}
+        environment = os.environ | dict.fromkeys((PLANS_VARIABLE, USER_VARIABLE), str(tmp_path / attempt))
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

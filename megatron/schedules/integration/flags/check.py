@@ -23,10 +23,10 @@ from megatron.schedules.integration.flags.replan import check_replan, measures_l
 from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
+from megatron.schedules.planning.cache import plans_directory
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.host import taken
-from megatron.schedules.planning.keeping import folder
 from megatron.schedules.planning.limits import check_size
 from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
@@ -153,9 +153,9 @@ def planned(request: Request) -> Schedule:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
-        said = f"searches some {search_seconds(request):.0f} s, unless {folder()} has the plan"
+        said = f"searches some {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
     else:
-        said = f"planned anew unless {folder()} has the plan" if takes_long(request) else ""
+        said = f"planned anew unless {plans_directory()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"
     if said and is_first():
         sys.stdout.write(f"{what}: {printable(said)}\n")

@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-search-seconds",
         metavar="S",
         help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
-        "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+        "size. Give more for a long run. A plan is searched once and then read from the cache "
+        "($MEGATRON_SCHEDULES_CACHE, a directory of yours).",
     )
     group.add_argument(
         "--pipeline-recompute",
