@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron.schedules.planning import cost_profile, job_profile_text, recorded
@@ -60,6 +61,10 @@ def test_a_record_of_a_schedule_is_what_json_is_made_of():
 def test_every_kind_and_share_has_its_field():
     assert set(ByKind.__struct_fields__) == set(Kind)
     assert ByShare.__struct_fields__ == tuple(share.name for share in Share)
+
+
+def test_numbers_of_numpy_are_written_as_numbers():
+    assert encode([numpy.float64(1.5), 2.0]) == "[1.5,2.0]"
 
 
 A_PROPOSAL = Proposal(Expected(2.0, 0.5), Expected(1.0, 0.25), "0F0,0B0\n")

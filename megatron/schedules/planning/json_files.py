@@ -148,7 +148,7 @@ def convert[Read](data: Any, form: type[Read]) -> Read:
 
 def encode(form: Any, indent: int = 0) -> str:
     """``form`` as JSON, in lines where an ``indent`` is given."""
-    text = msgspec.json.encode(form)
+    text = msgspec.json.encode(form, enc_hook=float)  # numpy's numbers are floats too
     return (msgspec.json.format(text, indent=indent) if indent else text).decode()
 
 
