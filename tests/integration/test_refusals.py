@@ -14,6 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatron.schedules.integration.flags.declared import STOCK, add_stock_arguments
+from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
 from tests.integration.results import MODEL, flags_of
@@ -412,6 +413,10 @@ REFUSED = {
         "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks ٣",
         "--pipeline-schedule-chunks '٣' is not a whole number",
     ),
+    "a memory limit in digits of another script": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit ٣",
+        "--pipeline-memory-limit '٣' is neither a fraction such as 0.5 nor such as 20GiB",
+    ),
     "layers with experts without end": (
         "--pipeline-schedule v-half --moe-layer-freq [0]*9**9**9",
         "--moe-layer-freq: '[0]*9**9**9' is not a whole number, or a list of zeros and ones such as [0]*1+[1]*31",
@@ -550,6 +555,17 @@ def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):
     parser = argparse.ArgumentParser(add_help=False)
     add_stock_arguments(parser)
     assert {flag: how for flag, how in megatron("stock_flags").items() if flag in STOCK} == flags_of(parser)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--num-layers ²", "--num-layers 99999999999", "--moe-layer-freq [0]*9**9**9", "--micro-batch-size 0"]
+)
+def test_without_a_schedule_megatrons_flags_are_megatrons_to_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+):
+    monkeypatch.setenv("WORLD_SIZE", "²")
+    refuse_early([*JOB, *PP4, *flags.split()])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled"])

@@ -42,6 +42,14 @@ def whole(text: str) -> int | None:
     return int(text) if len(text) <= _MOST_DIGITS else int("-1" if "-" in text else "1") * 10**_MOST_DIGITS
 
 
+def decimal(text: str) -> float:
+    """The number that ``text`` is in plain digits, infinite ones too; not a number where it is none."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
 def integer(flag: str, text: str | None, least: int, why: str, most: int | None = None) -> int | None:
     """The number given for ``flag``, None where there is none."""
     if text is None:
@@ -58,10 +66,7 @@ def integer(flag: str, text: str | None, least: int, why: str, most: int | None 
 
 def number(flag: str, text: str, what: str) -> float:
     """The number given for ``flag``."""
-    try:
-        value = float(text) if text.isascii() and "_" not in text else math.nan
-    except ValueError:
-        value = math.nan
+    value = decimal(text)
     if not math.isfinite(value):
         raise PlanError(f"{flag} {text!r} is not a number: {what} is needed")
     return value

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import decimal
 
 _GIB = 2**30
 # Of a rank's messages, received ahead or not known to be sent, no plan that we have seen holds more at once. They are
@@ -26,10 +27,7 @@ def memory_limit(args: Any) -> float:
     """
     text = args.pipeline_memory_limit
     number, unit = (text[:-3], _GIB) if text.lower().endswith("gib") else (text, 1)
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
+    value = decimal(number)
     if not (math.isfinite(value) and value > 0):
         raise PlanError(f"--pipeline-memory-limit {text!r} is neither a fraction such as 0.5 nor such as 20GiB")
     if unit == 1:
