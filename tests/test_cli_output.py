@@ -29,7 +29,9 @@ CALLS = {
     "trace": ["draw", *SIZE, "--format", "trace"],
     "markdown": ["compare", *SIZE, "--schedule", "1f1b", "--format", "markdown"],
 }
-EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\u2028\x00"
+CONTROLS = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x00"]
+# No control characters, so names may have them, but no text for a terminal either.
+EVIL = "\u202egnp.exe\u2028\u2066"
 
 
 @pytest.fixture(params=[None, "before"], ids=["new", "replaced"])
@@ -110,15 +112,26 @@ def test_a_name_that_cannot_be_shown_is_refused_in_printable_text(
 # --- names in files ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def evil(tmp_path: Path) -> Path:
-    """A recording whose names would do harm."""
+def recording(path: Path, name: str) -> Path:
+    """A recording whose device and schedule have this name."""
     data = json.loads(to_text(made(Costs())))
-    data |= {"device": EVIL}
-    data["schedule"] |= {"name": EVIL}
-    path = tmp_path / "evil.json"
+    data |= {"device": name}
+    data["schedule"] |= {"name": name}
     path.write_text(json.dumps(data))
     return path
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    return recording(tmp_path / "evil.json", EVIL)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_characters_in_a_recording_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["draw", "--recorded", str(recording(tmp_path / "evil.json", name)), "--format", "text"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--recorded" in err and "$.device" in err
+    assert err.endswith("\n") and err[:-1].isprintable()
 
 
 @pytest.mark.parametrize("form", ["text", "svg", "html", "trace"])
@@ -134,7 +147,7 @@ def test_no_name_in_a_recording_is_obeyed(form: str, evil: Path, tmp_path: Path,
 def test_no_name_in_a_recording_is_obeyed_by_a_terminal(evil: Path):
     shown = on_a_terminal(["draw", "--recorded", str(evil), "--format", "text"])
     assert "\x1b[" in shown, "colours"
-    for part in ("\x1b]0", "\x1b[2J", "\x9b", "\u202e", "\x07"):
+    for part in ("\u202e", "\u2028", "\u2066"):
         assert part not in shown
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +31,7 @@ from megatron.schedules.planning.json_files import (
 )
 from megatron.schedules.planning.kinds import KINDS, Resource
 from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Copy, Timeline, simulate
 from megatron.schedules.planning.stage_costs import StageCosts
@@ -125,12 +126,13 @@ class RecordedForm(Form, frozen=True, kw_only=True):
 def to_text(recorded: Recorded) -> str:
     """The recorded run as one JSON object."""
     timeline = recorded.timeline
+    schedule = replace(timeline.schedule, name=printable_name(timeline.schedule.name))
     return encode(
         RecordedForm(
             version=_VERSION,
             iteration=recorded.iteration,
-            device=recorded.device,
-            schedule=ScheduleForm.of(timeline.schedule),
+            device=printable_name(recorded.device),
+            schedule=ScheduleForm.of(schedule),
             planned_costs=StageCostsForm.of(recorded.planned.costs),
             costs=StageCostsForm.of(timeline.costs),
             start=timeline.start,
