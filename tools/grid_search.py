@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -166,21 +167,38 @@ def _title(question: Question) -> str:
 
 
 _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
+# More is a slip of the finger, and would take hours and all the memory there is.
+_MOST, _MOST_TOKENS, _MOST_JOBS = 100_000, 10**8, 1024
+
+
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """A number that is one: a range has no objection to others."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, option)
+    return value
 
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
-@click.option("--gpus", type=click.IntRange(2), required=True, help="How many GPUs there are; all are used.")
-@click.option("--sequence-length", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a sample.")
+@click.option("--gpus", type=click.IntRange(2, _MOST), required=True, help="How many GPUs there are; all are used.")
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(1, _MOST_TOKENS),
+    default=1024,
+    show_default=True,
+    help="Tokens of a sample.",
+)
 @click.option(
     "--batch-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, _MOST),
     multiple=True,
     required=True,
     help="Samples of an iteration; give it several times for several tables.",
 )
 @click.option("--device", type=click.Choice(list(DEVICES)), default="A100-80GB", show_default=True, help="The GPU.")
-@click.option("--memory", type=click.FloatRange(1.0), metavar="GIB", help="Its memory, where yours has another.")
+@click.option(
+    "--memory", type=click.FloatRange(1.0), callback=_finite, metavar="GIB", help="Its memory, where yours has another."
+)
 @click.option(
     "--method",
     "methods",
@@ -196,6 +214,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--offload-gbps",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GB/S",
     help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
     "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
@@ -204,6 +223,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--host-memory",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GIB",
     help="What a node may hold of offloaded activations; 2 TB without it.",
 )
@@ -212,13 +232,17 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     is_flag=True,
     help="Each method also with a vocabulary that all pipeline ranks share: any number of layers, ends of 1/PP each.",
 )
-@click.option("--top", type=click.IntRange(1), default=1, show_default=True, help="How many settings of each method.")
+@click.option(
+    "--top", type=click.IntRange(1, _MOST), default=1, show_default=True, help="How many settings of each method."
+)
 @click.option(
     "--costs-file",
     type=click.Path(path_type=Path),
     help="A cost profile measured by tools/profile_passes.py on this device: the roofline is corrected by it.",
 )
-@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes to search in.")
+@click.option(
+    "--jobs", type=click.IntRange(1, _MOST_JOBS), default=2, show_default=True, help="Processes to search in."
+)
 @click.option(
     "--format",
     "form",

@@ -34,6 +34,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.errors import one_line
+from tools._parsing import Parser
+
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
 # Megatron's tokenizers that do not read text: numbers, pictures, conversations.
@@ -322,9 +327,7 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags of this program and, unless byte level is enough, the tokenizer flags of Megatron's training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("input and output").add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="text files, JSONL files, globs")
     formats = ["auto", "text", "jsonl"]
@@ -340,7 +343,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1")
 
     # Megatron's flags take seconds to import; byte level has none.
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--tokenizer-type", default=BYTE_LEVEL)
     chosen = chooser.parse_known_args(argv)[0].tokenizer_type
     if chosen == BYTE_LEVEL and not {"-h", "--help"}.intersection(argv):
@@ -377,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         writers = preprocess(arguments)
     except InputError as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        print(f"preprocess_data.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenProcessPool:
         print("preprocess_data.py: error: a worker was killed, perhaps for want of memory", file=sys.stderr)

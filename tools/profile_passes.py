@@ -25,11 +25,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.schedules.integration.flags.declared import add_arguments
+from tools._parsing import Parser
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
@@ -81,7 +82,10 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     parallel = own.tensor_model_parallel_size * own.context_parallel_size
     if parallel != processes:
         how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
-        parser.error(f"tensor x context parallel is {parallel} ranks and {processes} run: start it with {how} ...")
+        parser.error(
+            "--tensor-model-parallel-size x --context-parallel-size is "
+            f"{parallel} ranks and {processes} run: start it with {how} ..."
+        )
     folder = own.output.resolve().parent
     if own.output.is_dir() or not os.access(own.output if own.output.exists() else folder, os.W_OK):
         parser.error(f"--output {own.output} cannot be written")
@@ -93,17 +97,12 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     return Planned(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     usage = "%(prog)s --output FILE [flags below] [any of Megatron's flags]"
-    parser = _Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
+    parser = Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
     add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
