@@ -178,6 +178,10 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
     return value
 
 
+# The flag of each part of a request.
+FLAGS = {"costs_file": "--costs-file"}
+
+
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
 @click.option("--gpus", type=click.IntRange(2, _MOST), required=True, help="How many GPUs there are; all are used.")
@@ -320,4 +324,4 @@ def _validate(settings: Sequence[Estimate]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "grid_search", flags={"costs_file": "--costs-file"}))
+    sys.exit(run(main, "grid_search", flags=FLAGS))

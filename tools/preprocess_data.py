@@ -45,6 +45,7 @@ BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at 
 _NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer", "SFTTokenizer"})
 _DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
+_MOST_WORKERS = 1024  # more is a slip of the finger, and each is a process
 _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
@@ -116,9 +117,9 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
                 data = path.read_bytes()
                 yield Document((data.decode("utf-8-sig"),), len(data))
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
+            raise InputError(f"--input {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise InputError(f"--input {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
@@ -126,7 +127,7 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
+            where = f"--input {path}:{number}"
             try:
                 record = json.loads(line)
             except UnicodeDecodeError as error:
@@ -137,7 +138,9 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
                 raise InputError(f"{where}: not a JSON object")
             for key in keys:
                 if key not in record:
-                    raise InputError(f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}")
+                    raise InputError(
+                        f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}: choose by --json-keys"
+                    )
                 if not isinstance(record[key], str):
                     raise InputError(f"{where}: the value of {key!r} is not a string")
                 if _HALF_A_SURROGATE_PAIR.search(record[key]):
@@ -310,11 +313,11 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
                 _report(count, size, reported - started)
         for key, writer in zip(keys, writers, strict=True):
             if not writer.documents:
-                raise InputError(f"the input holds no text under {key!r}: nothing to write")
+                raise InputError(f"--input holds no text under {key!r}: nothing to write")
         for writer in writers:
             writer.finish()
     except OSError as error:
-        raise InputError(f"{error.filename or prefix}: {error.strerror}") from error
+        raise InputError(f"--output-prefix: cannot write {error.filename or prefix}: {error.strerror}") from error
     finally:
         for writer in writers:
             writer.discard()
@@ -351,8 +354,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     else:
         _add_stock_tokenizer_flags(parser)
     arguments = parser.parse_args(argv)
-    if arguments.workers < 1:
-        parser.error(f"--workers must be at least 1, not {arguments.workers}")
+    if not 1 <= arguments.workers <= _MOST_WORKERS:
+        parser.error(f"--workers must be from 1 to {_MOST_WORKERS}, not {arguments.workers}")
+    for flag, words in (("--output-prefix", [arguments.output_prefix]), ("--json-keys", arguments.json_keys)):
+        if any(map(_HALF_A_SURROGATE_PAIR.search, words)):
+            parser.error(f"{flag} holds half a surrogate pair, which is no text")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         parser.error("--json-keys names a key twice")
     return arguments

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from tests.sweep.worker import Call, Ending
 
 _LONGEST_LINE = 1000
+_PROGRESS = re.compile(r"^(?:(?:planning|placing|choosing) .* after \d+ s|  \d+ documents, .* MB/s)\n", re.MULTILINE)
 # Whether a limit is too small depends on every other flag.
 _OF_ALL = ("--memory-limit: a memory limit", "--pipeline-memory-limit: a memory limit")
 
@@ -27,7 +28,7 @@ def faults(ended: Iterable[tuple[Call, Ending]], program: str, *, good: tuple[in
 
 def fault(call: Call, ending: Ending, program: str, good: tuple[int, ...]) -> str:
     """What is wrong with how ``call`` ended, empty where nothing is."""
-    err = re.sub(r"^(planning|placing|choosing) .* after \d+ s\n", "", ending.err, flags=re.MULTILINE)
+    err = _PROGRESS.sub("", ending.err)
     if ending.status is None:
         last = ending.err.strip().splitlines()[-1:] or [""]
         return f"no end ({last[0][:80]})"

@@ -66,8 +66,7 @@ def tool(name: str) -> Program:
         return module.main  # type: ignore[no-any-return]
     from megatron.schedules.ending import run
 
-    flags = {"costs_file": "--costs-file", "schedule": "--schedule"}
-    return lambda arguments: run(command, name.rpartition(".")[2], arguments, flags=flags)
+    return lambda arguments: run(command, name.rpartition(".")[2], arguments, flags=getattr(module, "FLAGS", {}))
 
 
 def click_command(module: Any) -> click.Command | None:

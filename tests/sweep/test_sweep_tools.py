@@ -26,6 +26,14 @@ BASES: dict[str, list[str]] = {
     "profile_passes": "--output profile.json --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--micro-batch-size 1".split(),
 }
+# These start processes that work for a second or two in each call that is good: of their values, one of so many.
+SLOW = {"emulate_run": 16, "grid_search": 12}
+# What goes wrong together is told of any of these.
+RELATED = {
+    "--slow": ["--costs"],
+    "--sequence-length": ["passes and P2P latency may differ"],
+    "--json-keys": ["--output"],
+}
 # These do as many seconds of work as they are asked for.
 LONG = {"--relief", "--vocabulary-parallel", "--validate", "--top"}
 
@@ -56,7 +64,7 @@ def calls_of(tool: str, places: tuple[list[str], list[str]], every: int) -> Sequ
         if flag.name in LONG:
             continue
         start = BASES[tool] if flag.name else []
-        names = [flag.name] if flag.name else []
+        names = [flag.name, *RELATED.get(flag.name, [])] if flag.name else []
         named = [flag.name] if flag.name else []
         calls.append(Call([*start, *named], names))
         if not flag.is_switch:
@@ -78,6 +86,6 @@ def test_every_program_of_tools_is_swept():
 def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
     tool: str, places: tuple[list[str], list[str]], folder: Path, pytestconfig: pytest.Config
 ):
-    every = 1 if pytestconfig.getoption("--full-matrix") else 4
+    every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 4)
     calls = calls_of(tool, places, every)
     assert "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool)) == ""
