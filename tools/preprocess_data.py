@@ -354,8 +354,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     else:
         _add_stock_tokenizer_flags(parser)
     arguments = parser.parse_args(argv)
-    if not 1 <= arguments.workers <= _MOST_WORKERS:
-        parser.error(f"--workers must be from 1 to {_MOST_WORKERS}, not {arguments.workers}")
+    if arguments.workers < 1:
+        parser.error(f"--workers must be at least 1, not {arguments.workers}")
+    if arguments.workers > _MOST_WORKERS:
+        parser.error(f"--workers must be at most {_MOST_WORKERS}, not {arguments.workers}")
     for flag, words in (("--output-prefix", [arguments.output_prefix]), ("--json-keys", arguments.json_keys)):
         if any(map(_HALF_A_SURROGATE_PAIR.search, words)):
             parser.error(f"{flag} holds half a surrogate pair, which is no text")
