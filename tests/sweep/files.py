@@ -30,7 +30,7 @@ CHUNK_PROFILE = {
     "device": "a GPU",
     "tensor_parallel": 1,
     "micro_batch_size": 1,
-    "model": {"layers": 32, "hidden_size": 64, "heads": 4, "sequence_length": 128},
+    "model": {"layers": 8, "hidden_size": 64, "heads": 4, "sequence_length": 128},
     "chunk": {
         "layers": 2,
         "forward": {"median": 0.02},
@@ -47,8 +47,8 @@ CHUNK_PROFILE = {
     "copy_gbps": {"to_host": 20.0, "from_host": 21.0, "both_ways": 15.0},
 }
 MODEL_FLAGS = (
-    "--num-layers 32 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 --swiglu "
-    "--num-experts 4 --moe-layer-freq ([0]*2+[1]*30)"
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 --swiglu "
+    "--num-experts 4 --moe-layer-freq ([0]*2+[1]*6)"
 )
 
 
@@ -98,7 +98,7 @@ def odd_inputs(folder: Path) -> list[str]:
         "null.json": "null",
         "number.json": "1",
         "version.json": '{"version": "\\u001b[31m"}',
-        "code.sh": MODEL_FLAGS.replace("([0]*2+[1]*30)", "__import__('os')"),
+        "code.sh": MODEL_FLAGS.replace("([0]*2+[1]*6)", "__import__('os')"),
         "\x1b[31mred\x1b[0m": "\x1b]0;title\x07",
     }
     for name, text in texts.items():
