@@ -171,7 +171,7 @@ def test_every_file_with_one_fault_ends_soon_and_a_refusal_is_one_line(sort: str
         base = [command] if flag in ("--recorded", "--schedule-file") else bases(command)[0]
         own = flag == READERS[sort][0]
         for path in [good[sort], *(wrong if own else wrong[:10])]:
-            beside = draw.choice([[], ["--offload", "auto"], ["--layers", "auto"], ["--vocabulary-parallel"]])
+            beside = draw.choice([[], ["--offload", "auto"], ["--layers", "even"], ["--vocabulary-parallel"]])
             beside = beside if flag in ("--costs-file", "--model") and own else []
             for form in forms if path == good[sort] else [draw.choice(forms)]:
                 calls.append(Call([*base, *beside, *form, flag, str(path)], [flag, *beside[:1], *form]))

@@ -60,7 +60,7 @@ def device_memory(args: Any) -> float | None:
 def is_first() -> bool:
     """Whether this is the process that speaks for a job, whoever started it."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return rank in ("", "0")
+    return not rank.isdecimal() or not rank.strip("0")  # what is no number keeps nobody quiet
 
 
 def _one_replica(args: Any) -> int:
