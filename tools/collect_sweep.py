@@ -10,7 +10,6 @@ folder with the logs of the ranks. Rows without logs, and such as failed, say so
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import re
@@ -28,6 +27,7 @@ from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.files import write_text
 from megatron.schedules.planning.printable import printable
 from scripts.compare_logs import read_iteration
+from tools._parsing import Parser
 
 _MEMORY = re.compile(r"memory \(MB\) .*max allocated: +([\d.]+)")
 _NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED")
@@ -201,7 +201,7 @@ _FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the folder, write the table."""
-    parser = argparse.ArgumentParser(prog="collect_sweep", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="collect_sweep", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="the sweep's, with candidates.csv")
     parser.add_argument("--format", choices=_FORMATS, default="text")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there")
@@ -215,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{len(candidates)}\n"
         elif arguments.flags is not None:
             if not 0 <= arguments.flags < len(candidates):
-                raise ValueError(f"{folder}: no candidate {arguments.flags}; there are 0 to {len(candidates) - 1}")
+                raise ValueError(
+                    f"--flags: {folder} has no candidate {arguments.flags}; there are 0 to {len(candidates) - 1}"
+                )
             text = "".join(f"{word}\n" for word in candidates[arguments.flags].flags)
         else:
             rows = [(c, read_outcome(folder / str(c.number), folder / f"job-{c.number}.out")) for c in candidates]

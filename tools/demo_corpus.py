@@ -7,9 +7,9 @@ same corpus, byte for byte.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import math
 import sys
 import sysconfig
 import tokenize
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.files import write_text
 from megatron.schedules.planning.printable import printable
+from tools._parsing import Parser
 
 # Tests and third-party packages: not prose of the language, and not the same on every machine.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -53,12 +54,14 @@ def documents(library: Path, limit: int) -> Iterator[tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--megabytes", type=float, default=6.0, help="most text to take, in 10^6 bytes")
     arguments = parser.parse_args(argv)
-    if not arguments.megabytes > 0:
-        parser.error(f"--megabytes must be above 0, not {arguments.megabytes:g}")
+    if not 0 < arguments.megabytes < math.inf:
+        parser.error(f"--megabytes must be a number above 0, not {arguments.megabytes:g}")
+    if not arguments.output.name or arguments.output.is_dir():
+        parser.error(f"--output {arguments.output} is a folder: name a file")
 
     library = Path(sysconfig.get_path("stdlib"))
     found = list(documents(library, int(arguments.megabytes * 1e6)))

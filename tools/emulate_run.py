@@ -10,6 +10,7 @@ and what helps against it.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,11 @@ from megatron.schedules.runtime.program import Program
 
 _WARM_UP = 2  # iterations before the one that is recorded
 _LAYERS_A_STAGE = 4
+_LONGEST_MS = 120_000  # of an iteration: ranks sleep for as long as they are asked to
+
+
+# The flag of each part of a request.
+FLAGS = {"costs": "--costs", "schedule": "--schedule", "ranks": "--pipeline-size", "microbatches": "--microbatches"}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,6 +76,7 @@ def _emulate(
     check_size(pipeline_size, microbatches, None, f"--pipeline-size {pipeline_size} with --microbatches {microbatches}")
     request = Request(schedule, pipeline_size, microbatches, Costs.parse(costs))
     true = slowed(request, *_slow(slow))
+    _check_length(request, true, unit_ms)
     recorded = emulated(request, true, unit_ms)
     if cure is not None:
         request = cured(request, recorded, layers=cure == "layers")
@@ -81,6 +88,18 @@ def _emulate(
     except OSError as error:
         raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
     _say(f"written to {output}: {', '.join(names)}", recorded)
+
+
+def _check_length(request: Request, true: Costs, unit_ms: float) -> None:
+    if not 0 < unit_ms < math.inf:
+        raise PlanError(f"--unit-ms {unit_ms:g} must be a number above zero")
+    schedule = plan(request)
+    length = unit_ms * simulate(schedule, true.on(schedule.placement)).makespan
+    if length > _LONGEST_MS:
+        raise PlanError(
+            f"--costs, --slow and --unit-ms make an iteration {length / 1e3:g} s long; "
+            f"{_LONGEST_MS // 1000} s at most: give a smaller --unit-ms"
+        )
 
 
 def _say(what: str, recorded: Recorded) -> None:
@@ -183,7 +202,10 @@ def _slow(text: str | None) -> tuple[int, float]:
         return 0, 1.0
     stage, _, factor = text.partition("=")
     try:
-        return int(stage), float(factor)
+        found = int(stage), float(factor)
+        if not 0 < found[1] < math.inf:
+            raise ValueError(text)
+        return found
     except ValueError:
         raise PlanError(
             f"--slow {text!r} is no stage and how many times as long it takes: write it as in 2=1.5"
@@ -191,4 +213,4 @@ def _slow(text: str | None) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(_emulate, "emulate_run.py"))
+    sys.exit(run(_emulate, "emulate_run.py", flags=FLAGS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
@@ -170,6 +171,19 @@ def _title(question: Question) -> str:
 
 
 _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
+# More is a slip of the finger, and would take hours and all the memory there is.
+_MOST, _MOST_TOKENS, _MOST_JOBS = 100_000, 10**8, 1024
+
+
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """A number that is one: a range has no objection to others."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, option)
+    return value
+
+
+# The flag of each part of a request.
+FLAGS = {"costs_file": "--costs-file"}
 
 
 @click.command(help=__doc__)
@@ -192,7 +206,9 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     help="Samples of an iteration; give it several times for several tables.",
 )
 @click.option("--device", type=click.Choice(list(DEVICES)), default="A100-80GB", show_default=True, help="The GPU.")
-@click.option("--memory", type=click.FloatRange(1.0), metavar="GIB", help="Its memory, where yours has another.")
+@click.option(
+    "--memory", type=click.FloatRange(1.0), callback=_finite, metavar="GIB", help="Its memory, where yours has another."
+)
 @click.option(
     "--method",
     "methods",
@@ -208,6 +224,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--offload-gbps",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GB/S",
     help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
     "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
@@ -216,6 +233,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--host-memory",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GIB",
     help="What a node may hold of offloaded activations; 2 TB without it.",
 )
@@ -304,4 +322,4 @@ def _validate(settings: Sequence[Estimate]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "grid_search", flags={"costs_file": "--costs-file"}))
+    sys.exit(run(main, "grid_search", flags=FLAGS))

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.schedules.planning.child_processes import begin_worker
 from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.printable import printable
+from tools._parsing import Parser
 
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
@@ -47,6 +48,7 @@ BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at 
 _NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer", "SFTTokenizer"})
 _DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
+_MOST_WORKERS = 1024  # more is a slip of the finger, and each is a process
 _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
@@ -118,9 +120,9 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
                 data = path.read_bytes()
                 yield Document((data.decode("utf-8-sig"),), len(data))
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
+            raise InputError(f"--input {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise InputError(f"--input {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
@@ -128,7 +130,7 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
+            where = f"--input {path}:{number}"
             try:
                 record = json.loads(line)
             except UnicodeDecodeError as error:
@@ -139,7 +141,9 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
                 raise InputError(f"{where}: not a JSON object")
             for key in keys:
                 if key not in record:
-                    raise InputError(f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}")
+                    raise InputError(
+                        f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}: choose by --json-keys"
+                    )
                 if not isinstance(record[key], str):
                     raise InputError(f"{where}: the value of {key!r} is not a string")
                 if _HALF_A_SURROGATE_PAIR.search(record[key]):
@@ -317,11 +321,11 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
                 _report(count, size, reported - started)
         for key, writer in zip(keys, writers, strict=True):
             if not writer.documents:
-                raise InputError(f"the input holds no text under {key!r}: nothing to write")
+                raise InputError(f"--input holds no text under {key!r}: nothing to write")
         for writer in writers:
             writer.finish()
     except OSError as error:
-        raise InputError(f"{error.filename or prefix}: {error.strerror}") from error
+        raise InputError(f"--output-prefix: cannot write {error.filename or prefix}: {error.strerror}") from error
     finally:
         for writer in writers:
             writer.discard()
@@ -334,9 +338,7 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags of this program and, unless byte level is enough, the tokenizer flags of Megatron's training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("input and output").add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="text files, JSONL files, globs")
     formats = ["auto", "text", "jsonl"]
@@ -352,7 +354,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1")
 
     # Megatron's flags take seconds to import; byte level has none.
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--tokenizer-type", default=BYTE_LEVEL)
     chosen = chooser.parse_known_args(argv)[0].tokenizer_type
     if chosen == BYTE_LEVEL and not {"-h", "--help"}.intersection(argv):
@@ -362,6 +364,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, not {arguments.workers}")
+    if arguments.workers > _MOST_WORKERS:
+        parser.error(f"--workers must be at most {_MOST_WORKERS}, not {arguments.workers}")
+    for flag, words in (("--output-prefix", [arguments.output_prefix]), ("--json-keys", arguments.json_keys)):
+        if any(map(_HALF_A_SURROGATE_PAIR.search, words)):
+            parser.error(f"{flag} holds half a surrogate pair, which is no text")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         parser.error("--json-keys names a key twice")
     return arguments

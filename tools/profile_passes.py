@@ -24,7 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
@@ -39,6 +39,7 @@ from megatron.schedules.planning.files import objection, write_text
 from megatron.schedules.planning.json_files import encode
 from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.profile_facts import ModelForm, RatesForm
+from tools._parsing import Parser
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
@@ -95,7 +96,10 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     parallel = own.tensor_model_parallel_size * own.context_parallel_size
     if parallel != processes:
         how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
-        parser.error(f"tensor x context parallel is {parallel} ranks and {processes} run: start it with {how} ...")
+        parser.error(
+            "--tensor-model-parallel-size x --context-parallel-size is "
+            f"{parallel} ranks and {processes} run: start it with {how} ..."
+        )
     if why := objection(own.output):
         parser.error(f"--output {own.output} cannot be written: {why}")
     shape = [str(word) for name in _NEEDED[1:] for word in (f"--{name.replace('_', '-')}", getattr(own, name))]
@@ -106,17 +110,12 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     return Planned(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
-
-
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     usage = "%(prog)s --output FILE [flags below] [any of Megatron's flags]"
-    parser = _Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
+    parser = Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
     add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
