@@ -172,7 +172,6 @@ def _title(question: Question) -> str:
 
 _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 # More is a slip of the finger, and would take hours and all the memory there is.
-_MOST, _MOST_TOKENS, _MOST_JOBS = 100_000, 10**8, 1024
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
