@@ -54,7 +54,8 @@ find_python() {
   while read -r candidate; do
     [[ -x $candidate && ! -d $candidate && $seen != *" $candidate "* ]] || continue
     seen+="$candidate "
-    if ! minor=$(_python_minor "$candidate"); then
+    # What a shim says may be more than a number, and arithmetic would run it.
+    if ! minor=$(_python_minor "$candidate") || [[ ! $minor =~ ^[123456789][0123456789]?$ ]]; then
       tried+="  $candidate does not run, or cannot make environments (venv, ensurepip)"$'\n'
       continue
     fi

@@ -4,9 +4,12 @@
 #     bash scripts/benchmark.sh                      everything, in under two hours on 2 cores
 #     bash scripts/benchmark.sh --quick              a sample of every part, to .benchmark/quick
 #     bash scripts/benchmark.sh emulated --json      one part, a JSON object a row
-#     bash scripts/benchmark.sh --help               the parts and their flags
+#
+# After scripts/setup.sh, .venv/bin/python -m tools.benchmarks --help lists the parts, and with a part, its flags.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh >&2
 # One thread a process: ranks are processes, many of them on few cores.

@@ -4,9 +4,12 @@
 #
 #     bash scripts/benchmark_planning.sh             everything
 #     bash scripts/benchmark_planning.sh --quick     a sample, in minutes, to .benchmark/planning-quick.md
-#     bash scripts/benchmark_planning.sh --help      the other flags
+#
+# After scripts/setup.sh, .venv/bin/python -m tools.benchmarks.planning --help lists the other flags.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 # One thread a process: the benchmark starts as many processes as it is told to.

@@ -19,6 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.printable import printable
+
 _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 _ITERATION = re.compile(r" iteration +(\d+)/ *(\d+) \|")
 _ELAPSED = re.compile(rf"elapsed time per iteration \(ms\): +{_NUMBER}")
@@ -179,13 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
             with Path(arguments.follow).open("w", encoding="utf-8") as log:
                 for line in follow(sys.stdin, log):
-                    print(line, flush=True)
+                    print(printable(line), flush=True)
             return 0
         runs = [_named_run(argument) for argument in arguments.logs]
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+        parser.error(one_line(f"{error.filename or arguments.follow}: {error.strerror}"))
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(one_line(str(error)))
     print(table(runs))
     return 0
 
@@ -197,7 +202,7 @@ def _named_run(argument: str) -> tuple[str, Run]:
     run = read_log(Path(path).read_text(encoding="utf-8", errors="replace"))
     if not run.iterations:
         raise ValueError(f"{path}: no iteration line of Megatron's in it; did the training end early?")
-    return name, run
+    return printable(name), run
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@
 # A profile that is there already is kept; remove it to measure again.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-usage() {
-  sed -n '2,11{s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-}
 case "${1-}" in
 "") sample=() ;;
 --try-on-cpu) sample=(--quick) ;;
--h | --help) usage && exit 0 ;;
 *) echo "measure_on_gpu.sh: error: $1 is no flag of this; see --help" >&2 && exit 2 ;;
 esac
 bash scripts/setup.sh >&2

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # Trains every feature of Megatron's under every schedule beside stock's own 1F1B, and writes docs/compatibility.md.
 # Then runs examples/slurm, under a real SLURM where it is installed (apt-get install slurm-wlm munge).
-# On 2 cores without a GPU it takes about half an hour; arguments go to pytest.
+# On 2 cores without a GPU it takes about half an hour. Arguments go to pytest:
+#
+#     bash scripts/run_compatibility.sh
+#     bash scripts/run_compatibility.sh -k recompute
 set -uo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root" || exit 1
 bash scripts/setup.sh || exit 1

@@ -12,6 +12,8 @@
 # unpacked in a folder on PYTHONPATH. Exits with 0 where nothing failed, 1 where a piece did, 2 where a need is missing.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv/bin/python}
 if ! type -P "$python" >/dev/null; then

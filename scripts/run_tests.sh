@@ -5,6 +5,8 @@
 #     bash scripts/run_tests.sh tests/planning -k simulate
 set -uo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root" || exit 1
 bash scripts/setup.sh || exit 1

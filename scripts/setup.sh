@@ -8,6 +8,8 @@
 # was cut short is started afresh by the next one.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 stamp=$venv/.installed
@@ -97,11 +99,10 @@ else
   say "this takes 2 to 10 minutes, by the speed of the network, and 6 GB of disk (PyTorch brings its CUDA libraries)"
 fi
 : >"$log"
-minor=$("$venv/bin/python" -c 'import sys; print(sys.version_info.minor)')
 isolation=(--no-build-isolation)
-if ((minor >= 14)); then
+if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; then
   # megatron-core has no wheel for this Python: pip builds it, with the build tools that it names.
-  say "megatron-core is built from source for Python 3.$minor, which needs a C++ compiler"
+  say "megatron-core is built from source for this Python, which needs a C++ compiler"
   isolation=()
 fi
 run_pip install -c "$root/constraints.txt" setuptools

@@ -7,6 +7,8 @@
 #     bash scripts/train_demo.sh --train-iters 100            any flag of pretrain_gpt.py, for both runs
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 begun=$SECONDS
@@ -45,7 +47,7 @@ model=(
   --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
   --untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm --no-persist-layer-norm
   --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
-  --data-path "$corpus/python_text_document" --split 90,5,5
+  --data-path "$corpus/python_text_document" --split "90,5,5"
   --micro-batch-size 2 --global-batch-size 16 --train-iters 50
   --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1
   # Clipping adds up the norms of ranks, whose layers differ: rounding, but two runs would drift apart by it.
@@ -56,8 +58,9 @@ model=(
 # Megatron's own linears, and none of Apex's kernels. Without a GPU it runs on gloo; with one there must be one for each
 # rank.
 model+=(--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
-devices=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
-if ((devices >= ranks)); then
+on_cpu=yes
+if "$python" -c "import sys, torch; sys.exit(torch.cuda.device_count() < $ranks)" >/dev/null 2>&1; then
+  on_cpu=''
   model+=(--bf16)
 else
   model+=(--distributed-backend gloo)
@@ -109,7 +112,7 @@ fi
 echo
 "$python" scripts/compare_logs.py "${names[@]}"
 echo
-if ((devices < ranks)); then
+if [[ -n $on_cpu ]]; then
   echo "$ranks ranks share $(getconf _NPROCESSORS_ONLN) cores here: a rank that waits leaves its core to another, so tokens per second"
   echo "say little about bubbles. The memory is real. Plan for your own pipeline with: megatron-schedules compare"
 fi

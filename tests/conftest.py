@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planning.keeping import FOLDER_VARIABLE
+from megatron.schedules.planning.cache import PLANS_VARIABLE, USER_VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,5 +57,6 @@ class _Features:
 @pytest.fixture(scope="session", autouse=True)
 def _plans_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("plans")))
+        patch.setenv(PLANS_VARIABLE, str(tmp_path_factory.mktemp("plans")))
+        patch.setenv(USER_VARIABLE, str(tmp_path_factory.mktemp("cache")))  # for compiled code
         yield

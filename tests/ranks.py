@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.waiting import HANGS_S
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -25,20 +27,18 @@ class Outcome:
         value: what its body returned.
         error: the traceback of what it raised, notes included; None for a return or a death without a word.
         exit_code: of the process; negative for a signal.
-        seconds: from the start of all ranks to its end.
     """
 
     value: Any
     error: str | None
     exit_code: int
-    seconds: float
 
 
 ENGINE = ("torch.distributed", "megatron.schedules.runtime.engine")
 
 
 def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60, preload: Sequence[str] = ENGINE
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = HANGS_S, preload: Sequence[str] = ENGINE
 ) -> list[Any]:
     """What ``body(*args)`` returns on each rank, in rank order; raises with the traceback of a rank that raised."""
     outcomes = outcomes_of(world_size, body, *args, timeout=timeout, preload=preload)
@@ -52,8 +52,8 @@ def outcomes_of(
     world_size: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
-    group_timeout: float = 30,
+    timeout: float = HANGS_S,
+    group_timeout: float = HANGS_S,
     preload: Sequence[str] = ENGINE,
 ) -> list[Outcome]:
     """How ``body(*args)`` ended on each of ``world_size`` gloo ranks.
@@ -89,12 +89,12 @@ def outcomes_of(
                 if not pipe.poll(max(left, 0.0)):
                     raise AssertionError(f"rank {rank} hung: nothing heard from it for {timeout} s")
                 try:
-                    value, error, ended = pipe.recv()
+                    value, error = pipe.recv()
                 except EOFError:
-                    value, error, ended = None, None, time.monotonic()
+                    value, error = None, None
                 process.join(max(timeout - (time.monotonic() - started), 1.0))
                 assert process.exitcode is not None, f"rank {rank} does not exit"
-                outcomes.append(Outcome(value, error, process.exitcode, ended - started))
+                outcomes.append(Outcome(value, error, process.exitcode))
             return outcomes
         finally:
             for process in processes:
@@ -122,10 +122,10 @@ def _rank(
     )
     try:
         value = body(*args)
-        pipe.send((value, None, time.monotonic()))
+        pipe.send((value, None))
         dist.barrier()  # nobody takes its connections away while another still talks
     except Exception:
-        pipe.send((None, traceback.format_exc(), time.monotonic()))
+        pipe.send((None, traceback.format_exc()))
         pipe.close()
         os._exit(1)  # as a crash would: connections close, nothing is waited for
     pipe.close()

@@ -293,7 +293,7 @@ WRONG = {
     "no such run": (["draw", "--recorded", "/no/such.json"], "--recorded: cannot read"),
     "no run in the file": (
         ["draw", "--recorded", str(ROOT / "LICENSE")],
-        "is no JSON; --pipeline-timeline writes such",
+        "LICENSE is no recorded run: it is no JSON: JSON is malformed: invalid character (byte 34); --pipeline-",
     ),
     "gradients on a page": (["draw", *SIZE, "--format", "html", "--gradients"], "--gradients marks an SVG"),
     "no chunk": ([*PLAN, "--chunks", "0"], "--chunks 0"),

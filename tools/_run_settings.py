@@ -15,6 +15,13 @@ from tools.collect_sweep import Outcome, read_outcome
 
 _ROOT = Path(__file__).resolve().parents[1]
 _ITERATIONS = 8
+# torchrun ends its ranks when it is told to end. Killed, it would leave them.
+_LAUNCH = """
+import runpy, signal, sys
+from megatron.schedules.planning.child_processes import end_with_parent
+end_with_parent(int(sys.argv.pop(1)), signal.SIGTERM)
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
 
 
 def gpus_here() -> int:
@@ -41,7 +48,7 @@ def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ("--bf16",
         folder: for the ranks' logs.
         more: flags beside the model's and the setting's.
     """
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.gpus}"]
+    launch = ["-c", _LAUNCH, str(os.getpid()), "--standalone", f"--nproc-per-node={setting.gpus}"]
     logs = ["--redirects=3", f"--log-dir={folder}"]
     train = f"--train-iters {_ITERATIONS} --lr 1e-5 --eval-iters 0 --eval-interval 1000 --log-interval 1"
     flags = shlex.split(f"{model_flags(setting.model)} {setting.flags} {train}")
@@ -50,6 +57,14 @@ def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ("--bf16",
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if setting.tensor > 1 else {}
     output = folder / "job.out"
     folder.mkdir(parents=True, exist_ok=True)
-    with output.open("w") as file:
-        subprocess.run(command, cwd=_ROOT, env=os.environ | environment, stdout=file, stderr=file, check=False)
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, cwd=_ROOT, env=os.environ | environment, stdout=file, stderr=file) as job,
+    ):
+        try:
+            job.wait()
+        except BaseException:
+            job.terminate()
+            job.wait()
+            raise
     return read_outcome(folder, output)

@@ -10,7 +10,6 @@ folder with the logs of the ranks. Rows without logs, and such as failed, say so
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import re
@@ -24,7 +23,11 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.printable import printable
 from scripts.compare_logs import read_iteration
+from tools._parsing import Parser
 
 _MEMORY = re.compile(r"memory \(MB\) .*max allocated: +([\d.]+)")
 _NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED")
@@ -76,10 +79,10 @@ def _candidate(number: int, row: dict[str, str], path: Path) -> Candidate:
         except ValueError:
             raise ValueError(f"{path}: row {number}: {name} is {row[name]!r}, no number") from None
 
-    sizes = " x ".join(row.get(name) or "-" for name in ("data", "tensor", "pipeline", "micro_batch_size"))
+    sizes = " x ".join(printable(row.get(name) or "-") for name in ("data", "tensor", "pipeline", "micro_batch_size"))
     return Candidate(
         number,
-        row["method"],
+        printable(row["method"]),
         sizes,
         value("iteration_seconds"),
         value("memory_gib"),
@@ -120,7 +123,7 @@ def _status(finished: object, logs: Iterable[str], job: str) -> str:
     if _TIME_LIMIT.search(job):
         return "out of time"
     error = next((found[0] for text in texts if (found := _ERROR.search(text))), None)
-    return "failed" if error is None else f"failed: {error[:120]}"
+    return "failed" if error is None else f"failed: {printable(error[:120])}"
 
 
 class _Column(NamedTuple):
@@ -198,7 +201,7 @@ _FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the folder, write the table."""
-    parser = argparse.ArgumentParser(prog="collect_sweep", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="collect_sweep", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="the sweep's, with candidates.csv")
     parser.add_argument("--format", choices=_FORMATS, default="text")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there")
@@ -212,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{len(candidates)}\n"
         elif arguments.flags is not None:
             if not 0 <= arguments.flags < len(candidates):
-                raise ValueError(f"{folder}: no candidate {arguments.flags}; there are 0 to {len(candidates) - 1}")
+                raise ValueError(
+                    f"--flags: {folder} has no candidate {arguments.flags}; there are 0 to {len(candidates) - 1}"
+                )
             text = "".join(f"{word}\n" for word in candidates[arguments.flags].flags)
         else:
             rows = [(c, read_outcome(folder / str(c.number), folder / f"job-{c.number}.out")) for c in candidates]
@@ -220,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.output is None:
             sys.stdout.write(text)
         else:
-            arguments.output.write_text(text, encoding="utf-8")
+            write_text(arguments.output, text)
     except OSError as error:
         return _refuse(f"{error.filename}: {error.strerror}")
     except (ValueError, csv.Error) as error:
@@ -229,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"collect_sweep: error: {message}\n")
+    sys.stderr.write(f"collect_sweep: error: {one_line(message)}\n")
     return 2
 
 

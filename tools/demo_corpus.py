@@ -7,14 +7,21 @@ same corpus, byte for byte.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import math
 import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.printable import printable
+from tools._parsing import Parser
 
 # Tests and third-party packages: not prose of the language, and not the same on every machine.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -47,30 +54,27 @@ def documents(library: Path, limit: int) -> Iterator[tuple[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--megabytes", type=float, default=6.0, help="most text to take, in 10^6 bytes")
     arguments = parser.parse_args(argv)
-    if not arguments.megabytes > 0:
-        parser.error(f"--megabytes must be above 0, not {arguments.megabytes:g}")
+    if not 0 < arguments.megabytes < math.inf:
+        parser.error(f"--megabytes must be a number above 0, not {arguments.megabytes:g}")
+    if not arguments.output.name or arguments.output.is_dir():
+        parser.error(f"--output {arguments.output} is a folder: name a file")
 
     library = Path(sysconfig.get_path("stdlib"))
-    partial = arguments.output.with_name(arguments.output.name + ".partial")
-    count = size = 0
+    found = list(documents(library, int(arguments.megabytes * 1e6)))
+    if not found:
+        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            for path, text in documents(library, int(arguments.megabytes * 1e6)):
-                file.write(json.dumps({"path": path, "text": text}) + "\n")
-                count += 1
-                size += len(text.encode())
+        write_text(arguments.output, "".join(json.dumps({"path": path, "text": text}) + "\n" for path, text in found))
     except OSError as error:
-        parser.error(f"cannot write {arguments.output}: {error.strerror}")
-    if not count:
-        partial.unlink()
-        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
-    partial.replace(arguments.output)
-    print(f"{arguments.output}: {count} source files from {library}, {size / 1e6:.1f} MB of text")
+        parser.error(one_line(f"cannot write {arguments.output}: {error.strerror}"))
+    size = sum(len(text.encode()) for _, text in found)
+    said = f"{arguments.output}: {len(found)} source files from {library}, {size / 1e6:.1f} MB of text"
+    print(printable(said))
     return 0
 
 

@@ -10,6 +10,7 @@ and what helps against it.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,9 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.iteration import iteration_of
 from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.planning.limits import MOST_PASSES, MOST_RANKS, check_size
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.planning.registry import Request, placement, plan
 from megatron.schedules.planning.simulate import Timeline, simulate
@@ -38,12 +41,17 @@ from megatron.schedules.runtime.program import Program
 
 _WARM_UP = 2  # iterations before the one that is recorded
 _LAYERS_A_STAGE = 4
+_LONGEST_MS = 120_000  # of an iteration: ranks sleep for as long as they are asked to
+
+
+# The flag of each part of a request.
+FLAGS = {"costs": "--costs", "schedule": "--schedule", "ranks": "--pipeline-size", "microbatches": "--microbatches"}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--schedule", metavar="NAME", default="v-half", help="Which schedule; v-half without it.")
-@click.option("--pipeline-size", type=int, default=4, help="Ranks; 4 without it.")
-@click.option("--microbatches", type=int, default=8, help="Of one iteration; 8 without it.")
+@click.option("--pipeline-size", type=click.IntRange(2, MOST_RANKS), default=4, help="Ranks; 4 without it.")
+@click.option("--microbatches", type=click.IntRange(1, MOST_PASSES), default=8, help="Of one iteration; 8 without it.")
 @click.option("--costs", metavar="F,I,W", default="1,1.1,0.75", help="Times over half a rank's layers.")
 @click.option("--unit-ms", type=float, default=20.0, help="Milliseconds of one unit of these; 20 without it.")
 @click.option("--slow", metavar="STAGE=FACTOR", help="A stage whose layers take so many times as long as planned.")
@@ -65,8 +73,10 @@ def _emulate(
     output: Path,
 ) -> None:
     """Run one iteration of a schedule with passes that sleep, and write its timeline."""
+    check_size(pipeline_size, microbatches, None, f"--pipeline-size {pipeline_size} with --microbatches {microbatches}")
     request = Request(schedule, pipeline_size, microbatches, Costs.parse(costs))
     true = slowed(request, *_slow(slow))
+    _check_length(request, true, unit_ms)
     recorded = emulated(request, true, unit_ms)
     if cure is not None:
         request = cured(request, recorded, layers=cure == "layers")
@@ -80,10 +90,23 @@ def _emulate(
     _say(f"written to {output}: {', '.join(names)}", recorded)
 
 
+def _check_length(request: Request, true: Costs, unit_ms: float) -> None:
+    if not 0 < unit_ms < math.inf:
+        raise PlanError(f"--unit-ms {unit_ms:g} must be a number above zero")
+    schedule = plan(request)
+    length = unit_ms * simulate(schedule, true.on(schedule.placement)).makespan
+    if length > _LONGEST_MS:
+        raise PlanError(
+            f"--costs, --slow and --unit-ms make an iteration {length / 1e3:g} s long; "
+            f"{_LONGEST_MS // 1000} s at most: give a smaller --unit-ms"
+        )
+
+
 def _say(what: str, recorded: Recorded) -> None:
     bubbles = [f"{100 * each.bubble:.2f} %" for each in (recorded.planned, recorded.timeline)]
     length = recorded.timeline.makespan
-    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]} of {length:.0f} ms; {what}\n", None)
+    said = printable(what)
+    emit(f"bubble planned {bubbles[0]}, measured {bubbles[1]} of {length:.0f} ms; {said}\n", None)
 
 
 def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:
@@ -179,7 +202,10 @@ def _slow(text: str | None) -> tuple[int, float]:
         return 0, 1.0
     stage, _, factor = text.partition("=")
     try:
-        return int(stage), float(factor)
+        found = int(stage), float(factor)
+        if not 0 < found[1] < math.inf:
+            raise ValueError(text)
+        return found
     except ValueError:
         raise PlanError(
             f"--slow {text!r} is no stage and how many times as long it takes: write it as in 2=1.5"
@@ -187,4 +213,4 @@ def _slow(text: str | None) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(_emulate, "emulate_run.py"))
+    sys.exit(run(_emulate, "emulate_run.py", flags=FLAGS))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +22,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.schedules.ending import run
+from megatron.schedules.ending import emit, run
+from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
 from megatron.schedules.estimate.roofline import ONES, corrections
+from megatron.schedules.planning.child_processes import worker_pool
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.files import objection
 from tools._run_settings import gpus_here, run_setting
 
+# All divisors of the first are tried, and plans made for as many microbatches as the second.
+_MOST_GPUS, _MOST_SAMPLES = 1_000_000, 100_000
 _METHODS = (*METHODS, ADAPTIVE, *RELIEVED)
 _HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
 # Where any method may do forwards again or offload: of the computing, and on the host of a node.
@@ -60,7 +65,7 @@ def search_all(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        worker_pool(jobs) as pool,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("methods", total=len(methods) * len(questions))
@@ -166,21 +171,43 @@ def _title(question: Question) -> str:
 
 
 _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
+# More is a slip of the finger, and would take hours and all the memory there is.
+
+
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """A number that is one: a range has no objection to others."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, option)
+    return value
+
+
+# The flag of each part of a request.
+FLAGS = {"costs_file": "--costs-file"}
 
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
-@click.option("--gpus", type=click.IntRange(2), required=True, help="How many GPUs there are; all are used.")
-@click.option("--sequence-length", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a sample.")
+@click.option(
+    "--gpus", type=click.IntRange(2, _MOST_GPUS), required=True, help="How many GPUs there are; all are used."
+)
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(*BOUNDS["--seq-length"]),
+    default=1024,
+    show_default=True,
+    help="Tokens of a sample.",
+)
 @click.option(
     "--batch-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, _MOST_SAMPLES),
     multiple=True,
     required=True,
     help="Samples of an iteration; give it several times for several tables.",
 )
 @click.option("--device", type=click.Choice(list(DEVICES)), default="A100-80GB", show_default=True, help="The GPU.")
-@click.option("--memory", type=click.FloatRange(1.0), metavar="GIB", help="Its memory, where yours has another.")
+@click.option(
+    "--memory", type=click.FloatRange(1.0), callback=_finite, metavar="GIB", help="Its memory, where yours has another."
+)
 @click.option(
     "--method",
     "methods",
@@ -196,6 +223,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--offload-gbps",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GB/S",
     help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
     "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
@@ -204,6 +232,7 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
 @click.option(
     "--host-memory",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="GIB",
     help="What a node may hold of offloaded activations; 2 TB without it.",
 )
@@ -212,13 +241,15 @@ _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
     is_flag=True,
     help="Each method also with a vocabulary that all pipeline ranks share: any number of layers, ends of 1/PP each.",
 )
-@click.option("--top", type=click.IntRange(1), default=1, show_default=True, help="How many settings of each method.")
+@click.option(
+    "--top", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many settings of each method."
+)
 @click.option(
     "--costs-file",
     type=click.Path(path_type=Path),
     help="A cost profile measured by tools/profile_passes.py on this device: the roofline is corrected by it.",
 )
-@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes to search in.")
+@click.option("--jobs", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes to search in.")
 @click.option(
     "--format",
     "form",
@@ -258,8 +289,8 @@ def main(
             f"--validate runs on {gpus} GPUs of this machine, which has {gpus_here()}: use examples/slurm/sweep.sh on "
             "a cluster, or leave the flag out"
         )
-    if output is not None and not output.parent.is_dir():
-        raise PlanError(f"--output: cannot write {output}: there is no folder {output.parent}")
+    if output is not None and (why := objection(output)):
+        raise PlanError(f"--output: cannot write {output}: {why}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
     gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
     shape = replace(MODELS[model], sequence=sequence_length)
@@ -275,13 +306,7 @@ def main(
     names = [*usual, *(method.name for method in RELIEVED if relief)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        try:
-            output.write_text(text)
-        except OSError as error:
-            raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
+    emit(text, output)
     if validate:
         _validate([each for answer in answers for each in fastest(answer.found)])
 
@@ -296,4 +321,4 @@ def _validate(settings: Sequence[Estimate]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, "grid_search", flags={"costs_file": "--costs-file"}))
+    sys.exit(run(main, "grid_search", flags=FLAGS))

@@ -29,10 +29,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.schedules.planning.child_processes import begin_worker
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.printable import printable
+from tools._parsing import Parser
 
 BYTE_LEVEL = "ByteLevelTokenizer"
 BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at --vocab-size 257
@@ -40,6 +48,7 @@ BYTE_LEVEL_EOD = 256  # after the 256 bytes; NullTokenizer's end of document at 
 _NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer", "SFTTokenizer"})
 _DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
+_MOST_WORKERS = 1024  # more is a slip of the finger, and each is a process
 _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
@@ -111,9 +120,9 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
                 data = path.read_bytes()
                 yield Document((data.decode("utf-8-sig"),), len(data))
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
+            raise InputError(f"--input {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise InputError(f"--input {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
@@ -121,7 +130,7 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
+            where = f"--input {path}:{number}"
             try:
                 record = json.loads(line)
             except UnicodeDecodeError as error:
@@ -132,7 +141,9 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
                 raise InputError(f"{where}: not a JSON object")
             for key in keys:
                 if key not in record:
-                    raise InputError(f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}")
+                    raise InputError(
+                        f"{where}: no key {key!r}; the keys are {', '.join(sorted(record))}: choose by --json-keys"
+                    )
                 if not isinstance(record[key], str):
                     raise InputError(f"{where}: the value of {key!r} is not a string")
                 if _HALF_A_SURROGATE_PAIR.search(record[key]):
@@ -203,7 +214,8 @@ def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) ->
     # Forked, so that a tokenizer need not survive pickling. Only so many batches are under way at a time:
     # the input may be larger than memory.
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(encoder,)) as pool:
+    pool = ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(encoder,))
+    try:
         under_way: deque[Future[list[Encoded]]] = deque()
         for batch in itertools.batched(documents, _DOCUMENTS_A_TASK):
             under_way.append(pool.submit(_encode_batch, batch))
@@ -211,6 +223,8 @@ def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) ->
                 yield from under_way.popleft().result()
         while under_way:
             yield from under_way.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C only the batches that have begun are finished
 
 
 _encoder_of_this_worker: Encoder
@@ -219,6 +233,7 @@ _encoder_of_this_worker: Encoder
 def _adopt(encoder: Encoder) -> None:
     """Keeps the encoder in a worker process, where a batch finds it."""
     global _encoder_of_this_worker
+    begin_worker()
     _encoder_of_this_worker = encoder
 
 
@@ -261,7 +276,8 @@ class DatasetWriter:
 
     def discard(self) -> None:
         """Removes what :meth:`finish` did not make whole."""
-        self._builder.data_file.close()
+        with suppress(OSError):  # a full disk, where something is left to be written
+            self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             Path(f"{self._partial}{suffix}").unlink(missing_ok=True)
 
@@ -305,11 +321,11 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
                 _report(count, size, reported - started)
         for key, writer in zip(keys, writers, strict=True):
             if not writer.documents:
-                raise InputError(f"the input holds no text under {key!r}: nothing to write")
+                raise InputError(f"--input holds no text under {key!r}: nothing to write")
         for writer in writers:
             writer.finish()
     except OSError as error:
-        raise InputError(f"{error.filename or prefix}: {error.strerror}") from error
+        raise InputError(f"--output-prefix: cannot write {error.filename or prefix}: {error.strerror}") from error
     finally:
         for writer in writers:
             writer.discard()
@@ -322,9 +338,7 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Flags of this program and, unless byte level is enough, the tokenizer flags of Megatron's training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("input and output").add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="text files, JSONL files, globs")
     formats = ["auto", "text", "jsonl"]
@@ -340,7 +354,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1")
 
     # Megatron's flags take seconds to import; byte level has none.
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--tokenizer-type", default=BYTE_LEVEL)
     chosen = chooser.parse_known_args(argv)[0].tokenizer_type
     if chosen == BYTE_LEVEL and not {"-h", "--help"}.intersection(argv):
@@ -350,6 +364,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.workers < 1:
         parser.error(f"--workers must be at least 1, not {arguments.workers}")
+    if arguments.workers > _MOST_WORKERS:
+        parser.error(f"--workers must be at most {_MOST_WORKERS}, not {arguments.workers}")
+    for flag, words in (("--output-prefix", [arguments.output_prefix]), ("--json-keys", arguments.json_keys)):
+        if any(map(_HALF_A_SURROGATE_PAIR.search, words)):
+            parser.error(f"{flag} holds half a surrogate pair, which is no text")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         parser.error("--json-keys names a key twice")
     return arguments
@@ -377,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         writers = preprocess(arguments)
     except InputError as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        print(f"preprocess_data.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenProcessPool:
         print("preprocess_data.py: error: a worker was killed, perhaps for want of memory", file=sys.stderr)
@@ -385,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     for writer in writers:
-        print(f"{writer.prefix}.bin and .idx: {writer.documents} documents, {writer.tokens} tokens")
+        print(f"{printable(str(writer.prefix))}.bin and .idx: {writer.documents} documents, {writer.tokens} tokens")
     flags = f"--tokenizer-type {arguments.tokenizer_type}"
     if arguments.tokenizer_type == BYTE_LEVEL:
         flags = f"--tokenizer-type NullTokenizer --vocab-size {BYTE_LEVEL_EOD + 1}"

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import logging
 import os
 import shlex
@@ -25,11 +24,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.integration.flags.environment import whole_variable
+from megatron.schedules.planning.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
+from megatron.schedules.planning.errors import PlanError, one_line
+from megatron.schedules.planning.files import objection, write_text
+from megatron.schedules.planning.json_files import encode
+from megatron.schedules.planning.printable import printable
+from megatron.schedules.planning.profile_facts import ModelForm, RatesForm
+from tools._parsing import Parser
 from tools.benchmarks.parts import Spread, machine
 
 _WARM_UP = 3
@@ -70,9 +80,14 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     """What ``argv`` asks for, to be measured by so many processes; ends with status 2 and one line where it cannot."""
     parser = _parser()
     own, others = parser.parse_known_args(argv)
-    for name in ("profile_repetitions", *_NEEDED, "pipeline_model_parallel_size"):
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    for name in ("profile_repetitions", *_NEEDED, *sizes):
         if getattr(own, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
+    try:
+        check_bounds(own)
+    except PlanError as error:
+        parser.error(str(error))
     layers = own.profile_layers
     if layers is None:
         layers = max(1, round(own.num_layers / (2 * own.pipeline_model_parallel_size)))
@@ -81,10 +96,12 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     parallel = own.tensor_model_parallel_size * own.context_parallel_size
     if parallel != processes:
         how = f"torchrun --nproc-per-node {parallel} {parser.prog}"
-        parser.error(f"tensor x context parallel is {parallel} ranks and {processes} run: start it with {how} ...")
-    folder = own.output.resolve().parent
-    if own.output.is_dir() or not os.access(own.output if own.output.exists() else folder, os.W_OK):
-        parser.error(f"--output {own.output} cannot be written")
+        parser.error(
+            "--tensor-model-parallel-size x --context-parallel-size is "
+            f"{parallel} ranks and {processes} run: start it with {how} ..."
+        )
+    if why := objection(own.output):
+        parser.error(f"--output {own.output} cannot be written: {why}")
     shape = [str(word) for name in _NEEDED[1:] for word in (f"--{name.replace('_', '-')}", getattr(own, name))]
     shape += ["--num-layers", str(layers), "--tensor-model-parallel-size", str(own.tensor_model_parallel_size)]
     shape += ["--context-parallel-size", str(own.context_parallel_size)]
@@ -93,17 +110,12 @@ def parse(argv: Sequence[str], processes: int) -> Planned:
     return Planned(own, layers, shape + _for_one_device(others), shlex.join(_without_ours(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     usage = "%(prog)s --output FILE [flags below] [any of Megatron's flags]"
-    parser = _Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
+    parser = Parser(prog="profile_passes.py", usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the cost profile, JSON")
     add("--profile-layers", type=int, metavar="L", help="layers of the chunk; default: those of one of two a rank")
@@ -143,7 +155,7 @@ class RefusedError(Exception):
     """Megatron refuses its flags; the message is one line."""
 
 
-def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
+def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileForm:
     """Measure: the profile's JSON. Needs torchrun's environment; ``say`` is told what goes on, and if it is a count."""
     say("importing Megatron", False)
     with contextlib.redirect_stdout(sys.stderr):
@@ -169,9 +181,8 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
             done = repetition - _WARM_UP
             say(f"{name.replace('_', ' ')}: {max(0, done)} of {repetitions} repetitions", done < repetitions)
         parts[name] = {
-            **({"layers": asked.layers} if stage == times.LAYERS else {}),
             **{
-                kind: Spread.of([getattr(each, kind) for each in found[_WARM_UP:]])._asdict()
+                kind: _spread([getattr(each, kind) for each in found[_WARM_UP:]])
                 for kind in ("forward", "input_grad", "weight_grad")
             },
             "activation_bytes": held.after_forward,
@@ -179,33 +190,36 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> dict[str, Any]:
         }
     forwards = times.time_again(model, times.LAYERS)
     redone = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    parts["chunk"] |= {
-        "again": Spread.of([each.seconds for each in redone])._asdict(),
-        "input_bytes": redone[0].input_bytes,
-    }
+    again, left = _spread([each.seconds for each in redone]), redone[0].input_bytes
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
-    return {
-        "version": 1,
-        "device": machine() if times.ON_CPU else torch.cuda.get_device_name(),
-        "model": {
-            "name": asked.own.profile_name,
-            "layers": asked.own.num_layers,
-            "hidden_size": args.hidden_size,
-            "heads": args.num_attention_heads,
-            "sequence_length": args.seq_length,
-            "vocabulary": args.padded_vocab_size,
-            "flags": asked.given,
-        },
-        "micro_batch_size": args.micro_batch_size,
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "context_parallel": args.context_parallel_size,
-        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        **parts,
-        "copy_gbps": rates._asdict(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
-        "date": datetime.date.today().isoformat(),
-    }
+    return ChunkProfileForm(
+        version=1,
+        device=machine() if times.ON_CPU else torch.cuda.get_device_name(),
+        model=ModelForm(
+            name=asked.own.profile_name,
+            layers=asked.own.num_layers,
+            hidden_size=args.hidden_size,
+            heads=args.num_attention_heads,
+            sequence_length=args.seq_length,
+            vocabulary=args.padded_vocab_size,
+            flags=asked.given,
+        ),
+        micro_batch_size=args.micro_batch_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        chunk=ChunkForm(layers=asked.layers, again=again, input_bytes=left, **parts["chunk"]),
+        output_layer=EndForm(**parts["output_layer"]),
+        embedding=EndForm(**parts["embedding"]),
+        copy_gbps=RatesForm(**rates._asdict()),
+        versions={name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _spread(seconds: Sequence[float]) -> TimedForm[float]:
+    return TimedForm(**Spread.of(seconds)._asdict())
 
 
 def _join_nobody() -> None:
@@ -219,7 +233,12 @@ def _join_nobody() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, measure, write."""
-    asked = parse(sys.argv[1:] if argv is None else argv, int(os.environ.get("WORLD_SIZE", "1")))
+    try:
+        processes = whole_variable("WORLD_SIZE", 1)
+    except PlanError as error:
+        print(f"profile_passes.py: error: {error}", file=sys.stderr)
+        return 2
+    asked = parse(sys.argv[1:] if argv is None else argv, processes)
     first = os.environ.get("RANK", "0") == "0"
     if "WORLD_SIZE" not in os.environ:
         _join_nobody()
@@ -238,18 +257,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         made = profile(asked, say)
     except RefusedError as error:
-        print(f"profile_passes.py: error: {error}", file=sys.stderr)
+        print(f"profile_passes.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     if first:
-        asked.own.output.write_text(json.dumps(made, indent=1) + "\n")
-        chunk = made["chunk"]
-        each = ", ".join(f"{1e3 * chunk[kind]['median']:.3g}" for kind in ("forward", "input_grad", "weight_grad"))
-        mib = [chunk[kind] / 2**20 for kind in ("activation_bytes", "weight_bytes")]
-        print(f"{asked.own.output}: {chunk['layers']} layers take F, I, W {each} ms on {made['device']}; a microbatch")
+        try:
+            write_text(asked.own.output, encode(made, indent=1) + "\n")
+        except OSError as error:
+            why = one_line(f"--output: cannot write {asked.own.output}: {error.strerror}")
+            print(f"profile_passes.py: error: {why}", file=sys.stderr)
+            return 2
+        chunk = made.chunk
+        each = ", ".join(f"{1e3 * part.median:.3g}" for part in (chunk.forward, chunk.input_grad, chunk.weight_grad))
+        mib = [held / 2**20 for held in (chunk.activation_bytes, chunk.weight_bytes)]
+        file = printable(str(asked.own.output))
+        print(f"{file}: {chunk.layers} layers take F, I, W {each} ms on {made.device}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
-        again, left = 1e3 * chunk["again"]["median"], chunk["input_bytes"] / 2**20
+        assert chunk.again and chunk.input_bytes is not UNSET and made.copy_gbps
+        again, left = 1e3 * chunk.again.median, chunk.input_bytes / 2**20
         print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")
-        to_host, from_host, both_ways = made["copy_gbps"].values()
+        to_host, from_host, both_ways = made.copy_gbps.rates()
         print(f"copies: {to_host:.3g} GB/s to the host, {from_host:.3g} back, {both_ways:.3g} each way at once")
     return 0
 

@@ -2,10 +2,20 @@
 # What the sbatch scripts share; sourced in the root of the repository. Settings come from the environment: README.md
 # has the table.
 
-say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-job}: $*"; }
-fail() {
-  echo "${SLURM_JOB_NAME:-job}: error: $*" >&2
-  exit 2
+program=${SLURM_JOB_NAME:-job}
+# shellcheck source=examples/slurm/checks.sh
+source examples/slurm/checks.sh
+
+say() { echo "$(date '+%F %T') $program: $*"; }
+
+# read_job: the numbers of the job, as SLURM says them.
+read_job() {
+  whole_number SLURM_NNODES 1
+  whole_number SLURM_JOB_ID 1 4294967295
+  SLURM_RESTART_COUNT=${SLURM_RESTART_COUNT:-0}
+  whole_number SLURM_RESTART_COUNT 0
+  export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+  whole_number MASTER_PORT 1 65535
 }
 
 # read_settings <model file>: makes arrays of flags for pretrain_gpt.py.
@@ -13,15 +23,15 @@ read_settings() {
   local model=$1 extra data tokenizer
   [[ -f $model ]] || model=examples/slurm/$1
   [[ -f $model ]] || fail "no model file $1; there are $(cd examples/slurm && echo models/*.sh)"
-  # shellcheck source=examples/slurm/models/21B.sh
-  source "$model"
+  source_model "$model"
 
   export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
   [[ -n ${SRUN_FLAGS:-} ]] || type -P "$PYTHON" >/dev/null ||
     fail "no Python at $PYTHON: set PYTHON, or run scripts/setup.sh"
   export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+  whole_number GPUS_PER_NODE 1 # SLURM's, where it is not set
   TRAIN_ITERS=${TRAIN_ITERS:-10000}
-  [[ $TRAIN_ITERS =~ ^[1-9][0-9]*$ ]] || fail "TRAIN_ITERS=$TRAIN_ITERS is not a number of iterations"
+  whole_number TRAIN_ITERS 1
   local sequence=${SEQ_LENGTH:-2048}
 
   SCHEDULE_FLAGS=()
@@ -68,10 +78,11 @@ read_settings() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} NCCL_DEBUG=${NCCL_DEBUG:-WARN} PYTHONUNBUFFERED=1
 }
 
-# start <folder for logs> <flags of pretrain_gpt.py...>: starts the ranks on all nodes; their srun is $step.
+# start <folder for logs> <flags of pretrain_gpt.py...>: starts the ranks on all nodes; their srun is $step. Comes after
+# read_job and read_settings.
 start() {
   local more
-  export LOGS=$1 MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+  export LOGS=$1 MASTER_ADDR
   shift
   read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   read -ra more <<<"${SRUN_FLAGS:-}"
@@ -91,26 +102,27 @@ finish() {
   wait "$step"
 }
 
-# The iteration of the last whole checkpoint, 0 before there is one.
+# The iteration of the last whole checkpoint, 0 before there is one. Weights that were released without an iteration are
+# a checkpoint too, from which Megatron starts at 0.
 saved() {
-  local iteration=0
-  [[ ! -f $RUN/checkpoints/latest_checkpointed_iteration.txt ]] ||
-    read -r iteration <"$RUN/checkpoints/latest_checkpointed_iteration.txt" || true # the file ends without a newline
-  echo "$iteration"
+  number_in "$RUN/checkpoints/latest_checkpointed_iteration.txt" \
+    "write the iteration of the last whole checkpoint there, or remove it to begin anew" release
 }
 
 # train_until_done <model file>: trains from the last checkpoint on. Where that ends early but has got further, or was
 # told to end, the job is queued again; a job that gets no further fails.
 train_until_done() {
-  local ranks before after status=0 fruitless=0 warned='' cancelled='' step=''
+  local ranks before after fruitless status=0 warned='' cancelled='' step=''
+  read_job
   read_settings "$1"
   ranks=$((SLURM_NNODES * GPUS_PER_NODE))
   ((ranks % GPUS == 0)) ||
     fail "$1 needs a multiple of $GPUS GPUs; $SLURM_NNODES nodes with $GPUS_PER_NODE each have $ranks"
   RUN=${RUN:-$PWD/runs/$SLURM_JOB_NAME-$SLURM_JOB_ID} # the same after a requeue
   mkdir -p "$RUN"
-  ((${SLURM_RESTART_COUNT:-0})) || rm -f "$RUN/fruitless"
-  before=$(saved)
+  ((SLURM_RESTART_COUNT)) || rm -f "$RUN/fruitless"
+  fruitless=$(number_in "$RUN/fruitless" "remove it") || exit
+  before=$(saved) || exit
   ((before < TRAIN_ITERS)) || {
     say "nothing to do: $RUN is at iteration $before of $TRAIN_ITERS"
     return
@@ -119,12 +131,12 @@ train_until_done() {
 
   trap 'warned=1; say "told to end: saving"; [[ -z $step ]] || kill -USR1 "$step"' USR1
   trap 'cancelled=1' TERM
-  start "$RUN/logs/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+  start "$RUN/logs/$SLURM_JOB_ID-$SLURM_RESTART_COUNT" \
     "${MODEL_FLAGS[@]}" "${PARALLEL_FLAGS[@]}" "${SCHEDULE_FLAGS[@]}" "${BATCH_FLAGS[@]}" "${RECOMPUTE_FLAGS[@]}" \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "${SAVE_INTERVAL:-500}" --exit-signal-handler \
     "${TRAIN_FLAGS[@]}"
   finish || status=$?
-  after=$(saved)
+  after=$(saved) || exit # whatever queued again would meet it again
 
   if ((after >= TRAIN_ITERS)); then
     say "done: $after iterations"
@@ -134,9 +146,11 @@ train_until_done() {
     say "ended by SLURM at iteration $after; if it was preempted, SLURM queues it again"
     return 1
   }
-  if ((after == before)); then
+  if ((after > before)); then
+    fruitless=0
+  else
     # Preempted before the first checkpoint, a job may try again, not for ever.
-    fruitless=$((1 + $(cat "$RUN/fruitless" 2>/dev/null || echo 0)))
+    fruitless=$((fruitless + 1))
     if [[ -z $warned ]] || ((fruitless >= 3)); then
       say "failed with status $status and nothing saved since iteration $before: not queued again"
       return $((status ? status : 1))

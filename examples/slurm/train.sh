@@ -2,6 +2,13 @@
 # What srun starts once on every node: torchrun, with a rank for every GPU. The arguments are pretrain_gpt.py's.
 set -euo pipefail
 
+program=train.sh
+# shellcheck source=examples/slurm/checks.sh
+source "$(dirname "${BASH_SOURCE[0]}")/checks.sh"
+whole_number SLURM_NNODES 1
+whole_number SLURM_NODEID 0
+whole_number GPUS_PER_NODE 1
+
 # Every rank writes into a file of its own. The job's output shows the last rank's, which prints the iterations, and the
 # first rank's errors.
 tee=()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,16 +19,13 @@ from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, number, numbers, positive, read_text
+from megatron.schedules.planning.limits import check_size
 from megatron.schedules.planning.loads import ModelLoads
 from megatron.schedules.planning.registry import Request, check_parts, with_own_relief, with_parts
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planning.textforms import from_csv
 from megatron.schedules.report.progress import shown
-
-# More is a slip of the finger, and would take hours and all the memory there is.
-_MOST_RANKS = 1024
-_LARGEST = 1_000_000  # ranks x microbatches x chunks
 
 Command = Callable[..., None]
 
@@ -268,12 +266,8 @@ class Ask:
             raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
         if n is None:
             raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-        if d > _MOST_RANKS or d * n * (self.chunks or 1) > _LARGEST:
-            chunks_too = "" if self.chunks is None else f" and --chunks {self.chunks}"
-            raise PlanError(
-                f"--pipeline-size {d} with --microbatches {n}{chunks_too} is too large to plan: there may be "
-                f"{_MOST_RANKS} ranks, and ranks x microbatches x chunks may be {_LARGEST}, at most"
-            )
+        chunks_too = "" if self.chunks is None else f" and --chunks {self.chunks}"
+        check_size(d, n, self.chunks, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
         self._again, self._offload = recompute == "auto", offload is not None
@@ -358,7 +352,7 @@ def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured:
 def _shape(model: str) -> Shape:
     if model in SHAPES:
         return SHAPES[model]
-    if not Path(model).exists():
+    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
         close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(SHAPES)}"
         raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from megatron.schedules.planning.errors import PlanError, one_line
+from megatron.schedules.planning.files import write_text
 
 
 def run(
@@ -50,14 +51,14 @@ def run(
 
 
 def emit(text: str, output: Path | None) -> None:
-    """Write ``text`` to ``output``, or to standard output.
+    """Write ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
 
     Raises:
         PlanError: where it cannot be written.
     """
     if output is not None:
         try:
-            output.write_text(text, encoding="utf-8")
+            write_text(output, text)
         except OSError as error:
             raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
         return

@@ -77,6 +77,19 @@ def test_looks_beside_conda_and_in_pyenvs_root(machine: Machine, tmp_path: Path)
     assert machine.find(PYENV_ROOT=str(tmp_path / "pyenv"))[1] == str(wanted)
 
 
+@pytest.mark.parametrize("said", ["PATH[$(marker)]", "12 13", "\n", "012", "9" * 20])
+def test_does_not_count_with_what_is_no_version(machine: Machine, said: str) -> None:
+    shim = machine.add(machine.path / "python3.12", 12)
+    shim.write_text(f"#!/bin/sh\necho '{said}'\n")
+    marked = machine.add(machine.path / "marker", None)
+    marked.write_text(f"#!/bin/sh\ncat </dev/null >{machine.path / 'ran'}\n")
+    wanted = machine.add(machine.home / ".pyenv/versions/3.12.4/bin/python3", 12)
+    status, found, error = machine.find()
+    assert (status, error) == (0, "")
+    assert found in {str(wanted)} | set(_of_this_machine())
+    assert not (machine.path / "ran").exists()
+
+
 def test_prefers_the_python_that_has_every_wheel(machine: Machine) -> None:
     newest = machine.add(machine.path / "python3", 14)
     assert machine.find()[1] in {str(newest)} | set(_of_this_machine())

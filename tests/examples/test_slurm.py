@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from tests.examples.tiny_job import (
 )
 from tools import collect_sweep
 
-SCRIPTS = sorted(path for path in SLURM.rglob("*") if path.suffix in (".sh", ".sbatch"))
 MODELS = sorted((SLURM / "models").glob("*.sh"))
 
 Submit = Callable[..., str]
@@ -67,14 +65,6 @@ def submit(cluster: Path) -> Submit:
         return (cluster / "job.out").read_text()
 
     return sbatch
-
-
-def test_shellcheck_has_nothing_to_say() -> None:
-    assert len(SCRIPTS) > 10
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert shellcheck is not None
-    checked = run(shellcheck, "--external-sources", f"--source-path={ROOT}", *SCRIPTS)
-    assert checked.returncode == 0, checked.stdout
 
 
 def test_a_warned_job_saves_is_queued_again_and_goes_on(
@@ -144,7 +134,7 @@ def test_a_job_that_is_warned_before_it_saves_tries_three_times(
     [
         ({}, ["models/30B.sh"], "no model file models/30B.sh; there are models/21B.sh"),
         ({"GPUS_PER_NODE": "3"}, [], "needs a multiple of 8 GPUs; 1 nodes with 3 each have 3"),
-        ({"TRAIN_ITERS": "many"}, [], "TRAIN_ITERS=many is not a number of iterations"),
+        ({"TRAIN_ITERS": "many"}, [], "TRAIN_ITERS=many is not a whole number from 1 to"),
         ({"RECOMPUTE": "some"}, [], "RECOMPUTE=some is none of none, selective and full"),
         ({"PYTHON": "/none/python"}, [], "no Python at /none/python: set PYTHON"),
         ({"REPOSITORY": "/"}, [], "run sbatch in the repository's root, or set REPOSITORY to it"),
@@ -269,6 +259,26 @@ def test_the_table_of_a_sweep(measured: Path, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert "out of memory" in text
     assert "s measured" in text
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "csv"])
+def test_nothing_in_a_log_is_obeyed_by_a_terminal(
+    form: str, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = next(measured.rglob("stderr.log"))
+    log.write_text("RuntimeError: \x1b]0;title\x07 \x1b[2J\n")
+    assert collect_sweep.main([str(measured), "--format", form]) == 0
+    text = capsys.readouterr().out
+    assert "\\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+def test_a_table_is_written_whole_or_not_at_all(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(measured.iterdir())
+    assert collect_sweep.main([str(measured), "--output", str(measured / "none" / "table.md")]) == 2
+    said = f"collect_sweep: error: {measured / 'none' / 'table.md'}: No such file or directory\n"
+    assert capsys.readouterr().err == said
+    assert sorted(measured.iterdir()) == before
 
 
 def test_the_flags_of_a_candidate_are_split_as_a_shell_does(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:

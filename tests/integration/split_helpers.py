@@ -45,7 +45,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, **state: An
         body: a module-level function. Its result must be picklable without tensors that share memory.
         state: passed to ``parallel_state.initialize_model_parallel``.
     """
-    return ranks.run_ranks(world_size, _with_groups, state, body, args, timeout=120, preload=PRELOAD)
+    return ranks.run_ranks(world_size, _with_groups, state, body, args, preload=PRELOAD)
 
 
 def _with_groups(state: dict[str, Any], body: Callable[..., Any], args: tuple[Any, ...]) -> Any:

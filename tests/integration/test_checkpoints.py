@@ -12,6 +12,7 @@ import torch
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
+from tests import tolerances
 from tests.integration.features import SCHEDULES, Case
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.test_same_result import under
@@ -196,7 +197,10 @@ def assert_goes_on(train, saved, start, end, optimizer=(), model=(), tied=False)
     (world, before), (world_after, after) = SIDES[start], SIDES[end]
     folder, straight = saved(world, *before, *optimizer, model=model, tied=tied)
     resumed = train.resume(world_after, *after, *optimizer, *model, load=folder, iteration=SAVED, tied=tied)
-    assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+    # Another cut of matrices or words calls other kernels; optimizer state and weights are the same bits.
+    other = any(how in f"{start} {end}" for how in ("TP2", "shared"))
+    relative = tolerances.OTHER_KERNELS if other else tolerances.SAME_KERNELS
+    assert resumed.losses == tolerances.losses(straight.losses[SAVED:], relative)
     assert len(resumed.losses) == ITERATIONS - SAVED
 
 
@@ -247,7 +251,8 @@ def test_a_process_without_this_package_goes_on_from_our_checkpoint(saved, megat
     flags = [*MODEL, *UNTIED, *pipeline(2), *optimizer.split()]
     iterations, losses = megatron("train_without_us", 2, [*flags, "--load", str(folder), "--ckpt-step", str(SAVED)])
     assert iterations == list(range(SAVED + 1, ITERATIONS + 1))
-    assert losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+    relative = tolerances.OTHER_KERNELS if chunks == "shared" else tolerances.SAME_KERNELS
+    assert losses == tolerances.losses(straight.losses[SAVED:], relative)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +267,4 @@ def test_a_checkpoint_says_what_the_model_and_its_sizes_are(saved, megatron, sid
     flags += [*JOB, *under("v-zb"), "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"]
     resumed = megatron("train", world, [*flags, "--load", str(folder), "--ckpt-step", str(SAVED)])
     assert resumed.iterations == list(range(SAVED + 1, ITERATIONS + 1))
-    assert resumed.losses == pytest.approx(straight.losses[SAVED:], abs=1e-6)
+    assert resumed.losses == tolerances.losses(straight.losses[SAVED:])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+from megatron.schedules.integration.cpu import gloo_at_exit
 from megatron.schedules.integration.cpu.gloo_at_exit import wait_until_idle
+from tests.waiting import HANGS_S
 
 COLLECTIVES = """
 import torch, torch.distributed as dist
@@ -21,15 +25,15 @@ for _ in range(50):
 """
 
 
-def a_gloo_thread(busy: float, stop: threading.Event) -> threading.Thread:
-    """A thread under the name torch gives gloo's, which works for a while and then waits for work."""
+def a_gloo_thread(pieces: int, done: list[int], stop: threading.Event) -> threading.Thread:
+    """A thread under the name torch gives gloo's, which does some pieces of work and then waits for more."""
 
     def run() -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
         named.set()
-        until = time.monotonic() + busy
-        while time.monotonic() < until:
+        for piece in range(pieces):
             time.sleep(0.001)
+            done.append(piece)
         stop.wait()
 
     named = threading.Event()
@@ -39,24 +43,33 @@ def a_gloo_thread(busy: float, stop: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_it_waits_for_a_thread_that_is_at_work_and_not_for_one_that_is_idle():
-    stop = threading.Event()
-    threads = [a_gloo_thread(busy, stop) for busy in (0.0, 0.5)]
-    begun = time.monotonic()
+def test_it_waits_for_a_thread_that_is_at_work_and_not_for_one_that_is_idle(monkeypatch):
+    monkeypatch.setattr(gloo_at_exit, "_AT_MOST_S", 10 * HANGS_S)
+    stop, done = threading.Event(), []
+    threads = [a_gloo_thread(pieces, done, stop) for pieces in (0, 300)]
     wait_until_idle()
-    waited = time.monotonic() - begun
+    finished = len(done)
     stop.set()
     for thread in threads:
         thread.join()
-    assert 0.4 < waited < 4
+    assert finished == 300
 
 
-def test_without_gloo_it_returns_at_once():
-    begun = time.monotonic()
+def test_without_gloo_it_returns_after_one_pause(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(gloo_at_exit, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append))
     wait_until_idle()
-    assert time.monotonic() - begun < 1
+    assert len(pauses) == 1
+
+
+def test_it_gives_up_on_a_thread_that_never_rests(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(gloo_at_exit, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(gloo_at_exit, "_activity", lambda: {"1": (next(clock),)})
+    wait_until_idle()
+    assert next(clock) < 100
 
 
 def test_a_process_that_just_ended_its_collectives_ends_well():
-    done = subprocess.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", COLLECTIVES], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr

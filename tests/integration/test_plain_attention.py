@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.split_helpers import config, run_ranks
+from tests.tolerances import assert_near, likely
 
 SEQUENCE, BATCH, HEADS = 16, 2, 4
 
@@ -55,14 +56,22 @@ def _packed(bounds: list[int]) -> Any:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulated, cu_seqlens_kv=cumulated)
 
 
-def _assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Equal but for roundings: of a score, a softmax, a context, and backwards of a row for each head of a group.
+
+    A score that is off changes its probability by as much, relatively, so errors grow with the largest score.
+    """
+    roundings = (4 + 3 * SEQUENCE) + (6 + 3 * SEQUENCE + HEADS * SEQUENCE)
+    query, key = (float(each.detach().norm(dim=-1).max()) for each in inputs[:2])
+    largest_score = query * key / math.sqrt(4)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        assert_near(ours, theirs, 2 * likely(roundings) * (1 + largest_score))
 
 
 def _as_stock(groups: int) -> None:
     inputs = _inputs(groups)
-    _assert_same(*(_results(_attention(kind, num_query_groups=groups), inputs) for kind in ("plain", "stock")))
+    found, expected = (_results(_attention(kind, num_query_groups=groups), inputs) for kind in ("plain", "stock"))
+    _assert_same(found, expected, inputs)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -82,7 +91,7 @@ def _packed_as_apart(bounds: list[int]) -> None:
         single = ([each[start:end, None] for each in whole[:3]] for start, end in pairs)
         return torch.cat([attention(*inputs, None).squeeze(1) for inputs in single])
 
-    _assert_same(_results(attention, inputs, packed_seq_params=_packed(bounds)), _results(apart, inputs))
+    _assert_same(_results(attention, inputs, packed_seq_params=_packed(bounds)), _results(apart, inputs), inputs)
 
 
 def test_packed_sequences_do_not_see_each_other():
@@ -105,7 +114,7 @@ def _as_one_rank(bounds: list[int], packed: bool) -> None:
     weights = _share(_weights(alone[0].shape), bounds, rank)
     mine = [_share(each, bounds, rank).detach().requires_grad_() for each in inputs]
     found = _results(_attention(context_parallel_size=2, **WIDER_VALUES), mine, weights, **extra)
-    _assert_same(found, [_share(each, bounds, rank) for each in alone])
+    _assert_same(found, [_share(each, bounds, rank) for each in alone], inputs)
 
 
 @pytest.mark.parametrize(

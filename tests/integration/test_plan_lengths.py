@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import tolerances
 from tests.integration.test_same_result import CLIP_NOTHING, differing, under
 
 SAMPLES = {
@@ -61,11 +62,12 @@ def test_gradients_are_stocks_in_the_planned_order_and_losses_are_stocks(train, 
     assert differing(ours, ordered) == []
     assert ours.weights.keys() == ordered.weights.keys()
     assert [key for key, value in ordered.weights.items() if not torch.equal(value, ours.weights[key])] == []
-    assert ours.losses == pytest.approx(ordered.losses, abs=1e-6)
+    assert ours.losses == tolerances.losses(ordered.losses)
     stock = train.stock(world, *job, samples=samples)
     assert ours.losses[0] == stock.losses[0]
-    assert ours.losses == pytest.approx(stock.losses, abs=1e-5)
-    assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-5)
+    # Weights differ from the first step on, by what another order of microbatches does to their gradients.
+    assert ours.losses == tolerances.losses(stock.losses, tolerances.OTHER_KERNELS)
+    assert ours.evaluations == tolerances.losses(stock.evaluations, tolerances.OTHER_KERNELS)
 
 
 @pytest.mark.full_matrix

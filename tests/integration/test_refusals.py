@@ -14,6 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatron.schedules.integration.flags.declared import STOCK, add_stock_arguments
+from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
 from tests.integration.results import MODEL, flags_of
@@ -359,6 +360,91 @@ REFUSED = {
         "--pipeline-profile-iterations goes with --pipeline-schedule: name one of 1f1b",
     ),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
+    "more layers than a plan can have": (
+        "--pipeline-schedule v-half --num-layers 100000000",
+        "--num-layers must be 2000 or less, not 100000000",
+    ),
+    "more layers of multi-token prediction than a plan can have": (
+        "--pipeline-schedule v-half --mtp-num-layers 99999999999",
+        "--mtp-num-layers must be 100 or less, not 99999999999",
+    ),
+    "more samples than a plan can have": (
+        "--pipeline-schedule v-half --global-batch-size 100000000",
+        "--pipeline-model-parallel-size 4 with --global-batch-size 100000000, 100000000 microbatches, is too large",
+    ),
+    "more samples than a plan can have in a later step": (
+        "--pipeline-schedule v-half --step-batch-size-schedule 0:4,1K:100000000",
+        "with --step-batch-size-schedule 100000000, 100000000 microbatches, is too large to plan",
+    ),
+    "more ranks than a plan can have": (
+        "--pipeline-schedule v-half --pipeline-model-parallel-size 1000000",
+        "--pipeline-model-parallel-size must be 1024 or less, not 1000000",
+    ),
+    "more chunks than a plan can have": (
+        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 99999999999",
+        "--pipeline-schedule-chunks 99999999999 is too large: 1000 at most",
+    ),
+    "more GPUs than there are": (
+        "--pipeline-schedule v-half --pipeline-dry-run 99999999999999999999",
+        "--pipeline-dry-run 99999999999999999999 is too large: 10000000 at most",
+    ),
+    "no tensor-parallel rank": (
+        "--pipeline-schedule v-half --tensor-model-parallel-size 0",
+        "--tensor-model-parallel-size must be 1 or more, not 0",
+    ),
+    "no context-parallel rank in a dry run": (
+        "--pipeline-schedule v-half --pipeline-dry-run --context-parallel-size 0",
+        "--context-parallel-size must be 1 or more, not 0",
+    ),
+    "no samples in a microbatch": (
+        "--pipeline-schedule v-half --micro-batch-size 0",
+        "--micro-batch-size must be 1 or more, not 0",
+    ),
+    "a size of 20 digits": (
+        "--pipeline-schedule v-half --hidden-size 99999999999999999999",
+        "--hidden-size must be 10000000 or less, not 99999999999999999999",
+    ),
+    "a size in raised digits": (
+        "--pipeline-schedule v-half --num-layers ²",
+        "--num-layers must be a whole number from 1 to 2000, not '²'",
+    ),
+    "our numbers in digits of another script": (
+        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks ٣",
+        "--pipeline-schedule-chunks '٣' is not a whole number",
+    ),
+    "a memory limit in digits of another script": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit ٣",
+        "--pipeline-memory-limit '٣' is neither a fraction such as 0.5 nor such as 20GiB",
+    ),
+    "layers with experts without end": (
+        "--pipeline-schedule v-half --moe-layer-freq [0]*9**9**9",
+        "--moe-layer-freq: '[0]*9**9**9' is not a whole number, or a list of zeros and ones such as [0]*1+[1]*31",
+    ),
+    "layers with experts that break off": (
+        "--pipeline-schedule v-half --moe-layer-freq [0]*8+",
+        "--moe-layer-freq: '[0]*8+' is not a whole number, or a list of zeros and ones",
+    ),
+    "layers with windows without end": (
+        "--pipeline-schedule v-half --window-attn-skip-freq [0]*9**9**9",
+        "--window-attn-skip-freq: '[0]*9**9**9' is not a whole number",
+    ),
+    "a limit measured on a CPU": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit auto --pipeline-search-seconds 1",
+        "--pipeline-memory-limit: auto measures what GPUs have left, and this job runs on the CPU: give a fraction",
+    ),
+    "a schedule in a file with too long a name": (
+        f"--pipeline-schedule file --pipeline-schedule-file {'x' * 300}",
+        "--pipeline-schedule-file: cannot read xxxx",
+    ),
+    "costs saved under too long a name": (
+        "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs "
+        + "x" * 300,
+        "cannot be written: File name too long; give another name",
+    ),
+    "a timeline under too long a name": (
+        f"--pipeline-schedule v-half --train-iters 4 --pipeline-timeline {'x' * 300}",
+        "File name too long; give another name",
+    ),
     "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
 }
 
@@ -410,6 +496,8 @@ def test_refused(megatron, record_property, told_early, what):
 
 # What these ask for Megatron's own code reads.
 NEED_MEGATRON = {
+    "a limit measured on a CPU",
+    "more samples than a plan can have in a later step",
     "a layout of other stages",
     "a layout of other layers",
     "a layout that is none",
@@ -465,6 +553,17 @@ def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):
     parser = argparse.ArgumentParser(add_help=False)
     add_stock_arguments(parser)
     assert {flag: how for flag, how in megatron("stock_flags").items() if flag in STOCK} == flags_of(parser)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--num-layers ²", "--num-layers 99999999999", "--moe-layer-freq [0]*9**9**9", "--micro-batch-size 0"]
+)
+def test_without_a_schedule_megatrons_flags_are_megatrons_to_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+):
+    monkeypatch.setenv("WORLD_SIZE", "²")
+    refuse_early([*JOB, *PP4, *flags.split()])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled"])

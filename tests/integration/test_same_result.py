@@ -9,6 +9,7 @@ import torch
 
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.textforms import to_csv
+from tests import tolerances
 from tests.integration.results import Result
 
 SCHEDULES = ("zb-1p", "1f1b-v", "v-min", "v-half", "v-zb", "interleaved-1f1b")
@@ -31,11 +32,11 @@ def differing(ours: Result, stock: Result) -> list[str]:
     return [str(key) for key, value in stock.gradients.items() if not torch.equal(value, ours.gradients[key])]
 
 
-def assert_same_losses(ours: Result, stock: Result) -> None:
+def assert_same_losses(ours: Result, stock: Result, relative: float = tolerances.SAME_KERNELS) -> None:
     assert len(ours.losses) == len(stock.losses)
-    assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
+    assert ours.losses == tolerances.losses(stock.losses, relative)
     assert len(stock.evaluations) == 2  # validation and test
-    assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-6)
+    assert ours.evaluations == tolerances.losses(stock.evaluations, relative)
 
 
 # Fewer microbatches than ranks, and a number that nothing divides.
@@ -81,9 +82,10 @@ def test_tensor_sequence_and_data_parallelism(train, schedule, parallel):
     job = ("--train-iters", "2", "--global-batch-size", "8")
     one = train.stock(1, *job)
     job += ("--pipeline-model-parallel-size", str(size), *flags.split())
-    ours = train(world, *job, *under(schedule))
-    assert_same_losses(ours, one)
-    assert differing(ours, train.stock(world, *job)) == []
+    ours, stock = train(world, *job, *under(schedule)), train.stock(world, *job)
+    assert_same_losses(ours, stock)
+    assert_same_losses(ours, one, tolerances.OTHER_KERNELS)
+    assert differing(ours, stock) == []
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(2, False), (4, True)], ids=["PP2", "PP4 overlapped"])
@@ -129,8 +131,10 @@ def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, t
     ours = train(2, *job, *pipeline, *under("file"), "--pipeline-schedule-file", str(path), tied=tied)
     stock = train.stock(2, *job, *pipeline, tied=tied)
     assert_same_losses(ours, stock)
-    for key, value in stock.gradients.items():
-        torch.testing.assert_close(ours.gradients[key], value, atol=1e-6 * tied, rtol=1e-6 * tied)
+    if tied:
+        tolerances.assert_gradients(ours.gradients, stock.gradients)
+    else:
+        assert differing(ours, stock) == []
 
 
 @pytest.mark.parametrize("layers", [2, 6], ids=["ends without a layer", "ends with one layer less"])
@@ -156,8 +160,7 @@ def test_tied_embeddings(train, schedule, flags):
     assert torch.equal(first, last), "the two copies have drifted apart"
     if not flags:
         stock = train.stock(4, *job, tied=True)
-        for key, value in stock.gradients.items():
-            torch.testing.assert_close(ours.gradients[key], value, atol=1e-6, rtol=1e-6)
+        tolerances.assert_gradients(ours.gradients, stock.gradients)
 
 
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
@@ -173,8 +176,10 @@ def test_loss_per_token(train, schedule):
 def test_bf16(train, schedule):
     """The stages of a V differ from stock's, not the arithmetic: gradients are the same to the bit in bf16 too."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--bf16")
+    # A norm that clips is summed in another order, and what it scales may round to another bf16 number.
+    job += CLIP_NOTHING
     ours, stock = train(2, *job, *under(schedule)), train.stock(2, *job)
-    assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
+    assert ours.losses == tolerances.losses(stock.losses)
     assert differing(ours, stock) == []
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.schedules.integration.flags.timeline import usual_iterations
 from megatron.schedules.integration.timeline_files import saved_timeline
+from megatron.schedules.planning import files
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.recorded import read_recorded
@@ -55,3 +58,23 @@ def test_a_folder_that_went_away_stops_no_job(tmp_path):
     (tmp_path / "file").write_text("")
     said = saved_timeline(made(Costs()), tmp_path / "file")
     assert said.startswith("pipeline schedule: the timeline could not be written to")
+
+
+def test_a_full_disk_stops_no_job_and_leaves_what_was_there(tmp_path, monkeypatch):
+    saved_timeline(made(Costs()), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {RUN, *FILES}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    said = saved_timeline(made(Costs(2.0)), tmp_path)
+    assert said == f"pipeline schedule: the timeline could not be written to {tmp_path}: No space left on device"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["half \ud800", "escape \x1b[31m", "zero \0", os.fsdecode(b"\xff")])
+def test_any_name_of_a_folder_makes_one_printable_line(tmp_path, name):
+    said = saved_timeline(made(Costs()), tmp_path / name)
+    assert said.startswith("pipeline schedule: ") and said.isprintable()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tolerances
 from tests.integration.features import each_schedule
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
@@ -42,5 +43,5 @@ def test_each_validation_set_in_full(megatron: Megatron, data: list[str], tmp_pa
     stock, ours = megatron("train", 2, job), megatron("train", 2, [*job, *under(schedule)])
     assert len(stock.evaluations) == 4
     assert len(set(stock.evaluations[:2])) == 2
-    assert ours.losses == pytest.approx(stock.losses, abs=1e-6)
-    assert ours.evaluations == pytest.approx(stock.evaluations, abs=1e-6)
+    assert ours.losses == tolerances.losses(stock.losses)
+    assert ours.evaluations == tolerances.losses(stock.evaluations)

@@ -58,7 +58,7 @@ def test_what_comes_back_is_in_order_and_what_is_raised_arrives(monkeypatch: pyt
         on_all_cores([lambda k=k: 1 // k for k in range(3)])
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", "٣", "²"])
 def test_a_number_of_threads_that_is_none_is_refused(given: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(THREADS_VARIABLE, given)
     with pytest.raises(PlanError, match=f"MEGATRON_SCHEDULES_THREADS must be a whole number from 1 on, not '{given}'"):

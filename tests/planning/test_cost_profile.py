@@ -76,7 +76,8 @@ def test_commands_read_it(command: str, tmp_path: Path, capsys: pytest.CaptureFi
     [
         (None, "No such file"),
         ("forward: 1", "is no JSON"),
-        ('{"model": {"layers": 3}}', "lacks 'chunk'"),
+        ('{"model": {"layers": 3}}', "lacks 'version'"),
+        ('{"version": 1, "device": "a GPU", "model": {"layers": 3}}', r"\$.model lacks 'hidden_size'"),
         ("[]", "is no cost profile"),
     ],
 )
@@ -112,8 +113,12 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     assert on_stages.durations[Kind.R] == pytest.approx((0.5 * 1.05 * 40,) * 8)
     # Half of a stage's layers, each but an eighth of it; a stage is half a rank.
     assert on_stages.held[Share.AGAIN] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
-    for wrong in ({"again": {"median": -1.0}}, {"input_bytes": 4001}, {"input_bytes": -1}):
-        with pytest.raises(PlanError, match="a forward done again must take time, and leave no more"):
+    for wrong, why in (
+        ({"again": {"median": -1.0}}, r"\$.chunk.again.median must be a number >= 1e-15, not -1"),
+        ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* is left no more than a forward holds"),
+        ({"input_bytes": -1}, r"\$.chunk.input_bytes must be a number >= 0.0, not -1"),
+    ):
+        with pytest.raises(PlanError, match=why):
             read_profile(written(tmp_path / "p.json", chunk=chunk | wrong))
 
 
@@ -121,8 +126,8 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     ("rates", "why"),
     [
         ({"to_host": 1}, "lacks 'from_host'"),
-        ({"to_host": 1, "from_host": 0, "both_ways": 1}, "must be positive"),
-        (3, "holds something else"),
+        ({"to_host": 1, "from_host": 0, "both_ways": 1}, r"\$.copy_gbps.from_host must be a number >= 1e-15, not 0"),
+        (3, r"\$.copy_gbps must be an object, not a whole number"),
     ],
 )
 def test_rates_that_are_none_are_refused(tmp_path: Path, rates: Any, why: str):

@@ -117,9 +117,9 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"stages": []}, "it must have every stage of its placement"),
+        ({"stages": []}, r"\$.stages must have 8 values, one for each stage of the placement, not 0"),
         ({"placement": {}}, "lacks 'name'"),
-        ({"hops": [[0, 1, -1]]}, "latencies must be zero or positive"),
+        ({"hops": [[0, 1, -1]]}, r"\$.hops\[0\]\[2\] must be a number >= 0.0, not -1"),
         ({"version": 4}, "version 4, and 1 or 2 is read here"),
         ({"model": {"layers": 3}}, "lacks 'hidden_size'"),
     ],
@@ -135,10 +135,10 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, change: dict
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"passes": {"F": {"median": 1, "low": 1, "high": 1}}}, "each stage must have F, I and W"),
-        ({"layers": -1}, "layers must be zero or more"),
-        ({"activation_bytes": -5}, "times and bytes must be zero or positive"),
-        ({"redone": 2}, "those done again a part of them"),
+        ({"passes": {"F": {"median": 1, "low": 1, "high": 1}}}, r"\$.stages\[3\].passes lacks 'I'"),
+        ({"layers": -1}, r"\$.stages\[3\].layers must be a whole number >= 0, not -1"),
+        ({"activation_bytes": -5}, r"\$.stages\[3\].activation_bytes must be a number >= 0.0, not -5"),
+        ({"redone": 2}, r"\$.stages\[3\].redone must be a number <= 1.0, not 2"),
     ],
 )
 def test_a_stage_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], why: str):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.schedules.planning import keeping, store
+from megatron.schedules.planning import cache, cache_lock, store
+from megatron.schedules.planning.cache import PLANS_VARIABLE, USER_VARIABLE, plans_directory
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.keeping import FOLDER_VARIABLE, folder
 from megatron.schedules.planning.progress import Progress
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan
-from megatron.schedules.planning.textforms import to_json
+from megatron.schedules.planning.textforms import to_json, to_record
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7, search_seconds=0.01)
@@ -27,7 +34,7 @@ REQUEST = Request("adaptive", 3, 4, Costs(1, 1.1, 0.75, 0.05), memory_limit=0.7,
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of plans: not there yet."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "some" / "plans"))
+    monkeypatch.setenv(PLANS_VARIABLE, str(tmp_path / "some" / "plans"))
     return tmp_path / "some" / "plans"
 
 
@@ -49,7 +56,7 @@ def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
     again = kept_plan(replace(REQUEST))
     assert searched == [REQUEST]
     assert first == again == plan(REQUEST)
-    assert [path.suffix for path in sorted(kept.glob("*.*"))] == [".json", ".lock"], "and nothing half-written"
+    assert [path.suffix for path in sorted(kept.glob("*.*"))] == [".json"], "and nothing half-written, and no lock"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_another_version_of_the_planner_searches_anew(
     code = tmp_path / "planner"
     (code / "adaptive").mkdir(parents=True)
     (code / "adaptive" / "search.py").write_text("one")
-    monkeypatch.setattr(keeping, "__file__", str(code / "keeping.py"))
+    monkeypatch.setattr(cache, "__file__", str(code / "cache.py"))
     kept_plan(REQUEST)
     kept_plan(REQUEST)
     assert len(searched) == 1
@@ -105,7 +112,7 @@ def test_without_a_folder_to_write_to_it_plans_all_the_same(
     searched: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "plans"))
+    monkeypatch.setenv(PLANS_VARIABLE, str(tmp_path / "file" / "plans"))
     assert kept_plan(REQUEST) == kept_plan(REQUEST) == plan(REQUEST)
     assert len(searched) == 2
 
@@ -114,9 +121,9 @@ def test_on_a_full_disk_it_plans_all_the_same(kept: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(keeping.os, "replace", full)
+    monkeypatch.setattr(cache.os, "replace", full)
     assert kept_plan(REQUEST) == plan(REQUEST)
-    assert [path.suffix for path in kept.glob("*.*")] == [".lock"]
+    assert not list(kept.glob("*.*"))
 
 
 def test_what_cannot_be_planned_is_not_kept(kept: Path):
@@ -145,7 +152,8 @@ def test_a_plan_in_the_place_of_anothers_is_not_believed_and_the_log_says_so_onc
         assert kept_plan(REQUEST) == plan(REQUEST)
     assert searched == [other, REQUEST, REQUEST]
     (said,) = caplog.messages
-    assert said == f"{path} does not hold the plan it was made for, or not all of it: planned anew"
+    assert said.startswith(f"pipeline schedule: {path} does not hold the plan it was made for, or not all of it")
+    assert said.endswith(": planned anew")
 
 
 def test_a_plan_in_which_something_was_changed_is_not_believed(kept: Path, searched: list[Request]):
@@ -175,7 +183,7 @@ def test_small_plans_by_name_are_not_kept(kept: Path, searched: list[Request]):
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from megatron.schedules.planning import keeping, store
+from megatron.schedules.planning import cache, store
 from megatron.schedules.planning.textforms import to_csv
 from tests.planning.test_kept_plans import REQUEST
 
@@ -205,7 +213,7 @@ def test_of_many_processes_one_searches_and_the_others_wait(kept: Path, tmp_path
         assert rank.stdin
         rank.stdin.write("go\n")
         rank.stdin.flush()
-    found = [rank.communicate(timeout=60)[0] for rank in ranks]
+    found = [rank.communicate(timeout=HANGS_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert len(set(found)) == 1
     assert log.read_text() == "searched\n"
@@ -245,20 +253,159 @@ def test_who_waits_for_anothers_plan_hears_how_far_it_is(kept: Path):
     assert heard == [0.25] * 4
 
 
+def forge(path: Path, **changes: Any) -> None:
+    """Change what a kept file says, its checksum too."""
+    record = json.loads(path.read_text()) | changes
+    mark = record.pop("kept")
+    record["kept"] = mark | {"digest": hashlib.sha256(json.dumps(record).encode()).hexdigest()}
+    path.write_text(json.dumps(record))
+
+
+FORGED = {
+    "other sizes": to_record(plan(replace(REQUEST, microbatches=5))),
+    "other ranks": to_record(plan(replace(REQUEST, ranks=4))),
+    "too much memory": to_record(plan(replace(REQUEST, memory_limit=3))),
+    "another placement": to_record(plan(replace(REQUEST, schedule="interleaved-1f1b"))) | {"name": "adaptive"},
+    "no schedule's name": {"name": "mine"},
+    "an order that cannot finish": {"order": [["0F0"]] * 3},
+    "no order": {"order": 3},
+    "no numbers": {"microbatches": "four"},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_forged_plan_with_a_right_checksum_is_not_believed(
+    kept: Path, searched: list[Request], forged: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    schedule = kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    whole = path.read_bytes()
+    forge(path, **forged)
+    assert kept_plan(REQUEST) == schedule
+    assert len(searched) == 2
+    assert path.read_bytes() == whole, "written anew"
+    (said,) = caplog.messages
+    assert str(path) in said and said.endswith(": planned anew")
+
+
+NOT_RECORDS = [b"null", b"[]", b"3", b'"kept"', b'{"kept": 1}', b"[" * 100_000, b'{"kept": {}, "a": NaN}', b"9" * 9999]
+
+
+@pytest.mark.parametrize("left", NOT_RECORDS, ids=lambda left: left[:12].decode())
+def test_whatever_a_kept_file_holds_the_plan_is_found(kept: Path, left: bytes):
+    schedule = kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    path.write_bytes(left)
+    assert kept_plan(REQUEST) == schedule
+
+
+@pytest.mark.parametrize("how", ["link", "writable"])
+def test_a_plan_that_others_may_have_put_there_is_replaced(
+    kept: Path, searched: list[Request], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+):
+    schedule = kept_plan(REQUEST)
+    (path,) = kept.glob("*.json")
+    if how == "link":
+        path.symlink_to(path.rename(tmp_path / "elsewhere"))
+    else:
+        path.chmod(0o666)
+    for _ in range(2):
+        assert kept_plan(REQUEST) == schedule
+    assert len(searched) == 2
+    assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    assert len(caplog.messages) == 1
+
+
+def test_in_a_directory_open_to_others_it_plans_all_the_same_and_says_so_once(
+    kept: Path, searched: list[Request], caplog: pytest.LogCaptureFixture
+):
+    kept.mkdir(parents=True)
+    kept.chmod(0o777)
+    assert kept_plan(REQUEST) == kept_plan(REQUEST) == plan(REQUEST)
+    assert len(searched) == 2
+    assert not list(kept.iterdir())
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_kept_is_read_where_nothing_can_be_written(
+    kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    kept_plan(REQUEST)
+    before, really = sorted(kept.iterdir()), os.open
+
+    def read_only(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return really(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    other = replace(REQUEST, microbatches=5)
+    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert searched == [REQUEST], "read"
+    assert kept_plan(other) == plan(other)
+    assert searched == [REQUEST, other], "planned, since it is not there"
+    monkeypatch.undo()
+    assert sorted(kept.iterdir()) == before
+    assert not caplog.messages
+
+
+READ_AS_ANOTHER = """
+import os
+from megatron.schedules.planning import store
+from megatron.schedules.planning.registry import Request
+expected = store.kept_plan(Request("1f1b", 8, 512))
+os.setuid(65534)
+store.plan = None
+assert store.kept_plan(Request("1f1b", 8, 512)) == expected
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_roots_plans_are_read_by_a_user_who_cannot_write():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        work = READ_AS_ANOTHER.replace("os.setuid", f"[os.chmod(p, 0o644) for p in os.scandir({folder!r})]; os.setuid")
+        environment = os.environ | {PLANS_VARIABLE: folder}
+        subprocess.run([sys.executable, "-c", work], cwd=ROOT, env=environment, check=True, timeout=120)
+
+
+def test_what_is_kept_needs_no_lock(kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch):
+    kept_plan(REQUEST)
+    monkeypatch.setattr(store, "locked", None)
+    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert searched == [REQUEST]
+
+
+def test_after_a_planner_that_is_stopped_others_plan_for_themselves(
+    kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(cache_lock, "_PATIENCE_S", 0.5)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "worked\n"
+        other.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            assert kept_plan(REQUEST) == plan(REQUEST)
+        other.kill()
+    (said,) = caplog.messages
+    assert f"is locked by process {other.pid} on " in said
+    assert searched == [REQUEST], "and what it found is kept"
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({FOLDER_VARIABLE: "/plans", "XDG_CACHE_HOME": "/cache"}, "/plans"),
-        ({"XDG_CACHE_HOME": "/cache"}, "/cache/megatron-schedules"),
+        ({PLANS_VARIABLE: "/plans", USER_VARIABLE: "/cache"}, "/plans"),
+        ({USER_VARIABLE: "/cache"}, "/cache/megatron-schedules"),
         ({}, "/home/me/.cache/megatron-schedules"),
-        ({FOLDER_VARIABLE: "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/megatron-schedules"),
+        ({PLANS_VARIABLE: "", USER_VARIABLE: ""}, "/home/me/.cache/megatron-schedules"),
     ],
 )
 def test_plans_are_kept_where_the_variable_says_or_in_the_users_cache(
     environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for variable in (FOLDER_VARIABLE, "XDG_CACHE_HOME"):
+    for variable in (PLANS_VARIABLE, USER_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {"HOME": "/home/me", **environment}.items():
         monkeypatch.setenv(variable, value)
-    assert folder() == Path(expected)
+    assert plans_directory() == Path(expected)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.planning import polish
-from megatron.schedules.planning.keeping import FOLDER_VARIABLE
+from megatron.schedules.planning.cache import PLANS_VARIABLE, USER_VARIABLE
 from megatron.schedules.planning.registry import Request, plan
+from tests.counting import lines_run
 from tests.planning.made_schedules import NAMED, UNIT, plan_and_seconds
 
 anew = plan_and_seconds.__wrapped__
@@ -29,29 +30,14 @@ def test_32_ranks_and_128_microbatches_take_less_than_two_seconds(name: str):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-1p", "v-half"])
-def test_four_times_the_microbatches_take_about_four_times_as_long(name: str):
-    """Up to twice that is put down to the machine; growing with the square it would be four times."""
-    few = min(anew(name, 8, 128, UNIT, 2)[1] for _ in range(3))
-    assert seconds(name, 8, 512, most=2 * 4 * few) < 2 * 4 * few
+def test_four_times_the_microbatches_take_about_four_times_the_work(name: str):
+    """In lines of Python, at most twice that; growing with the square it would be four times."""
+    assert lines(name, 8, 512) < 2 * 4 * lines(name, 8, 128)
 
 
 def lines(name: str, ranks: int, microbatches: int) -> int:
-    """How many lines of Python are run to plan: a number that is no matter of the machine."""
-    monitoring, tool, run = sys.monitoring, 4, 0
-
-    def another(*_: object) -> None:
-        nonlocal run
-        run += 1
-
-    monitoring.use_tool_id(tool, "lines")
-    monitoring.register_callback(tool, monitoring.events.LINE, another)
-    monitoring.set_events(tool, monitoring.events.LINE)
-    try:
-        plan(Request(name, ranks, microbatches))
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.free_tool_id(tool)
-    return run
+    """How many lines of Python are run to plan."""
+    return lines_run(lambda: plan(Request(name, ranks, microbatches)))
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -71,7 +57,7 @@ def test_large_plans_take_a_minute_and_a_gigabyte_at_most(
     command = [sys.executable, "-m", "megatron.schedules", "plan", "--schedule", "v-half", *size]
     taken = []
     for attempt in ("first", "again, for machines have their moments"):
-        environment = os.environ | {FOLDER_VARIABLE: str(tmp_path / attempt)}
+        environment = os.environ | dict.fromkeys((PLANS_VARIABLE, USER_VARIABLE), str(tmp_path / attempt))
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

@@ -32,9 +32,9 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
     ("change", "what"),
     [
         ({"version": 2}, "version 2, and 1 is read here"),
-        ({"start": [[0.0]] * 4}, "each pass must have a start and an end"),
-        ({"schedule": {}}, "no recorded run"),
-        ({"costs": None}, "no recorded run"),
+        ({"start": [[0.0]] * 4}, r"\$.start\[0\] must have 43 values, one for each pass of the rank, not 1"),
+        ({"schedule": {}}, r"no recorded run: \$.schedule lacks 'name'"),
+        ({"costs": None}, r"no recorded run: \$.costs must be an object, not null"),
     ],
 )
 def test_another_file_is_refused_in_one_line(tmp_path: Path, change: dict[str, object], what: str):
@@ -48,5 +48,5 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, change: dict[str, o
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     path = tmp_path / "run.json"
     path.write_text("0F0,0B0\n")
-    with pytest.raises(PlanError, match="no JSON; --pipeline-timeline writes such files"):
+    with pytest.raises(PlanError, match=r"no JSON: .*; --pipeline-timeline writes such files"):
         read_recorded(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron.schedules.planning.replanning import Proposal, digest, moved, prop
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.planning.textforms import to_csv
+from tests.waiting import HANGS_S, until
 
 ADAPTIVE = Request("adaptive", 4, 8, memory_limit=0.75, search_seconds=0.05, chunk_choices=(2,))
 MEASURED = Costs(1, 2.2, 0.5, 0.3, stage_weights=(1, 1, 1.6, 1, 1, 1.6, 1, 1))
@@ -84,21 +84,18 @@ def test_a_digest_tells_rows_placements_and_costs_apart() -> None:
 
 
 def waited_for(way: Beside) -> Proposal:
-    for _ in range(1000):
-        if (found := way.poll()) is not None:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("no proposal")
+    found: Proposal = until(way.poll, "the proposal")
+    return found
 
 
 def test_a_process_beside_finds_the_same() -> None:
     current, request = plan(ADAPTIVE), replace(ADAPTIVE, costs=MEASURED)
-    way = Beside(request, current, 60)
+    way = Beside(request, current, HANGS_S)
     assert waited_for(way) == propose(request, current)
 
 
 def test_what_is_wrong_comes_back_in_a_line() -> None:
-    way = Beside(replace(ADAPTIVE, memory_limit=0.01), plan(ADAPTIVE), 60)
+    way = Beside(replace(ADAPTIVE, memory_limit=0.01), plan(ADAPTIVE), HANGS_S)
     with pytest.raises(BesideError, match=r"0\.01 of 1F1B's is too small"):
         waited_for(way)
 
@@ -115,7 +112,7 @@ def test_a_process_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         file.write(b"nonsense")
 
     monkeypatch.setattr(beside.pickle, "dump", nonsense)
-    way = Beside(ADAPTIVE, plan(ADAPTIVE), 60)
+    way = Beside(ADAPTIVE, plan(ADAPTIVE), HANGS_S)
     with pytest.raises(BesideError, match=r"ended with 1: .*Error"):
         waited_for(way)
 
@@ -139,15 +136,11 @@ os._exit(9)
 
 
 def test_the_process_gives_way_to_all_others_and_does_not_outlive_the_job() -> None:
-    job = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=60)
+    job = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=HANGS_S)
     assert job.returncode == 9, job.stderr
     child, found = job.stdout.split()
     assert found == "None"
-    for _ in range(200):
-        if not _runs(int(child)):
-            return
-        time.sleep(0.02)
-    raise AssertionError("it goes on")
+    until(lambda: not _runs(int(child)), "the end of the process")
 
 
 def _runs(process: int) -> bool:

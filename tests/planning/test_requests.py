@@ -110,11 +110,10 @@ for name in NAMES[:-1]:
 """
 
 IMPORTED = """
-import sys, time
-started = time.process_time()
+import sys
 import megatron.schedules.planning.registry
 import megatron.schedules.planning.textforms
-print(time.process_time() - started)
+print(len(sys.modules))
 import megatron.schedules.planning.forward_only
 megatron.schedules.planning.registry.plan(megatron.schedules.planning.registry.Request("v-half", 4, 8))
 for name in sys.modules:
@@ -142,8 +141,8 @@ def test_two_processes_make_the_same_plans_whatever_their_hash_seeds():
 
 
 def test_planning_starts_at_once_and_needs_neither_torch_nor_megatron():
-    seconds, *modules = python(IMPORTED).splitlines()
-    assert float(seconds) < 0.5
+    imported, *modules = python(IMPORTED).splitlines()
+    assert int(imported) < 300, "what starts at once imports little"
     assert "megatron.schedules.planning.registry" in modules
     outside = ("torch", "megatron.core", "megatron.training", "megatron.schedules.runtime", "megatron.schedules.report")
     assert not [name for name in modules if name.startswith(outside)]

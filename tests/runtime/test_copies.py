@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.schedules.runtime import copies, host_left
-from megatron.schedules.runtime.copies import StreamCopies, ThreadCopies, copies_on
+from megatron.schedules.runtime.copies import Pace, StreamCopies, ThreadCopies, copies_on
 from megatron.schedules.runtime.host_left import available_host_bytes
 from megatron.schedules.runtime.host_memory import HostMemory
 
@@ -26,25 +26,46 @@ def pair(size: int = 8, value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 # --- in threads ---------------------------------------------------------------------------------------------------
 
 
+class Standing:
+    """A clock that stands at 0: what a thread sleeps is until when, in seconds. Nobody wakes before :meth:`go_on`."""
+
+    def __init__(self) -> None:
+        self.slept: dict[int, list[float]] = defaultdict(list)
+        self._awake = threading.Event()
+        self.pace = Pace(lambda: 0.0, self._sleep)
+        self.go_on = self._awake.set
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept[threading.get_ident()].append(seconds)
+        assert self._awake.wait(600)
+
+
 def test_copies_take_the_time_that_is_given_one_after_another_each_way():
-    made = ThreadCopies(gbps=1e-3)  # a million bytes a second
-    begun = time.monotonic()
+    clock = Standing()
+    made = ThreadCopies(gbps=1e-3, pace=clock.pace)  # a million bytes a second
     out = [made.to_host([pair(30_000)]), made.to_host([pair(10_000), pair(20_000)])]
     back = made.from_host([pair(30_000)])
-    assert time.monotonic() - begun < 0.02, "to begin waits for nothing"
-    ended = []
+    clock.go_on()  # we come here while all copies stand still: to begin them waits for nothing
     for copying in (back, *out):
         copying.wait()
-        ended.append(time.monotonic() - begun)
-    assert ended == pytest.approx([0.03, 0.03, 0.06], abs=0.02)
+    assert threading.get_ident() not in clock.slept
+    assert sorted(clock.slept.values()) == [pytest.approx([0.03]), pytest.approx([0.03, 0.06])]
+
+
+def test_a_copy_that_is_begun_later_ends_later():
+    now = iter((5.0, 5.5))  # as it is begun, and as it has been carried out
+    slept: list[float] = []
+    ThreadCopies(1e-6, pace=Pace(lambda: next(now), slept.append)).to_host([pair(2000)]).wait()
+    assert slept == pytest.approx([1.5])
 
 
 def test_one_way_at_a_time():
-    made = ThreadCopies(1e-3, both_ways=False)
-    begun = time.monotonic()
+    clock = Standing()
+    made = ThreadCopies(1e-3, both_ways=False, pace=clock.pace)
+    clock.go_on()
     made.to_host([pair(30_000)])
     made.from_host([pair(30_000)]).wait()
-    assert time.monotonic() - begun >= 0.06
+    assert list(clock.slept.values()) == [pytest.approx([0.03, 0.06])]
 
 
 def test_what_is_waited_for_has_been_copied():

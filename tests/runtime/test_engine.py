@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Program, ProgramError
 from megatron.schedules.runtime.transport import Transport
+from tests.counting import lines_run
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.thread_ranks import run_threads
@@ -217,16 +217,12 @@ def test_nothing_is_kept_between_passes_that_use_it_up():
     assert max(alive) <= 1
 
 
-def test_engine_overhead_per_pass():
-    """At most 100 microseconds a pass; the median over runs, without messages."""
+def test_the_engine_runs_few_lines_for_a_pass():
+    """20 of Python, those of the test's stages among them, without messages."""
     n = 64
     forwards = [f"{stage}F{m}" for m in range(n) for stage in (0, 1)]
     backwards = [f"{stage}{kind}{m}" for kind in "IW" for m in range(n) for stage in (1, 0)]
     program = one_rank(" ".join(forwards + backwards), n=n, chunks=2)
     stages = Recorder({0: torch.ones(1)})
-    times = []
-    for _ in range(5):
-        started = time.process_time()
-        run(program, stages, NoTransport())
-        times.append((time.process_time() - started) / len(program.actions))
-    assert sorted(times)[2] < 100e-6
+    run(program, stages, NoTransport())  # what a program is asked first, it remembers
+    assert lines_run(lambda: run(program, stages, NoTransport())) < 20 * len(program.actions)

@@ -21,6 +21,7 @@ from megatron.schedules.runtime.meetings import SideStream, Worker, meetings_on
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_meeting_group
 from megatron.schedules.runtime.variable_transport import VariableTransport
 from tests.ranks import run_ranks
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 SPEC = MessageSpec((4,), torch.float32, CPU)
@@ -84,10 +85,7 @@ def test_a_run_that_is_given_up_leaves_no_thread():
     transport.meet(lambda: None)
     del transport
     gc.collect()
-    deadline = time.monotonic() + 10
-    while workers() != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert workers() == before
+    until(lambda: workers() == before, "the thread's end")
 
 
 def test_messages_of_any_shape_go_with_collectives_too():
@@ -122,10 +120,7 @@ def test_one_that_raised_where_nobody_asks_ends_the_process_with_a_line(capsys: 
     lines: list[str] = []
     worker = Worker(0.05, lines.append)
     worker.meet(lambda: torch.ones(2) @ torch.ones(3))
-    deadline = time.monotonic() + 10
-    while not lines and time.monotonic() < deadline:
-        time.sleep(0.01)
-    (line,) = lines
+    (line,) = until(lambda: lines, "the line")
     assert "error: a collective of the pipeline failed: RuntimeError(" in line and "\n" not in line
     assert "Traceback" in capsys.readouterr().err
 

@@ -37,6 +37,7 @@ from tests.runtime.random_schedules import (
 from tests.runtime.shared_vocabulary import WORDS, Gather, SharingStages, lowered, without_sharing
 from tests.runtime.test_device_sync import ends
 from tests.runtime.thread_ranks import ThreadTalk, errors_in_threads, run_threads, transports
+from tests.waiting import HANGS_S
 
 # --- carried out --------------------------------------------------------------------------------------------------
 
@@ -195,11 +196,10 @@ def _breaking_body(schedule: Schedule, op: Op, patience: float) -> None:
     run(program, stages, GroupTransport(channels, spec, Worker(patience)))
 
 
-@pytest.mark.parametrize(("op", "patience"), [(Op.EMBED, 0.5), (Op.SUM, 60)])
+@pytest.mark.parametrize(("op", "patience"), [(Op.EMBED, 0.5), (Op.SUM, 10 * HANGS_S)])
 def test_a_chain_that_raises_ends_all_processes(op: Op, patience: float):
     """Even of a rank that waits for a message which cannot come without it: its words are looked up nowhere."""
-    outcomes = outcomes_of(2, _breaking_body, shared_plan("v-half", 2, 3), op, patience, timeout=40)
+    outcomes = outcomes_of(2, _breaking_body, shared_plan("v-half", 2, 3), op, patience)
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
-    assert all(outcome.seconds < 30 for outcome in outcomes)
     if op is Op.SUM:
         assert "BrokenError: on purpose" in str(outcomes[1].error)

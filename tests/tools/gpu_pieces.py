@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+from tests.waiting import HANGS_S
 from tools.gpu_tests.pieces import FAULT, Piece, Row, Setting, Skipped
 
 
@@ -40,12 +41,12 @@ def finds_nothing(setting: Setting) -> Iterator[Row]:
 
 def sleeps(setting: Setting) -> Iterator[Row]:
     """With a process of its own that would sleep on."""
-    yield {"what": "good", "child": subprocess.Popen(["sleep", "60"]).pid, FAULT: ""}
-    time.sleep(60)
+    yield {"what": "good", "child": subprocess.Popen(["sleep", "3600"]).pid, FAULT: ""}
+    time.sleep(3600)
 
 
 def leaves(setting: Setting) -> Iterator[Row]:
-    yield {"what": "good", "child": subprocess.Popen(["sleep", "60"]).pid, FAULT: ""}
+    yield {"what": "good", "child": subprocess.Popen(["sleep", "3600"]).pid, FAULT: ""}
 
 
 def rank_of_two(ending: str) -> str:
@@ -57,10 +58,10 @@ def rank_of_two(ending: str) -> str:
         if ending == "dies":
             os._exit(3)
         if ending == "hangs":
-            time.sleep(60)
+            time.sleep(3600)
     return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {os.environ['MORE']}"
 
 
-def piece(name: str, *arguments: object, gpus: int = 1, limit_s: float = 30.0) -> Piece:
+def piece(name: str, *arguments: object, gpus: int = 1, limit_s: float = HANGS_S) -> Piece:
     """One of the functions above."""
     return Piece(name, f"it {name}", (f"tests.tools.gpu_pieces:{name}", arguments), gpus, limit_s)

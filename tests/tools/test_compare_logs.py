@@ -72,6 +72,25 @@ def test_follows_a_training() -> None:
     ]
 
 
+def test_nothing_in_a_log_is_obeyed_by_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "train.py: error: \x1b]0;title\x07 \x1b[2J\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line.encode())))
+    assert compare_logs.main(["--follow", str(tmp_path / "log")]) == 0
+    assert capsys.readouterr().out == "  train.py: error: \\x1b]0;title\\x07 \\x1b[2J\n"
+    assert (tmp_path / "log").read_text() == line, "the log is kept as it came"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_names_the_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a line\n")))
+    with pytest.raises(SystemExit) as stopped:
+        compare_logs.main(["--follow", "/dev/full"])
+    assert stopped.value.code == 2
+    assert "/dev/full: No space left on device" in capsys.readouterr().err
+
+
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").write_text(LOG)
     assert compare_logs.main([f"v-half={tmp_path / 'log'}"]) == 0

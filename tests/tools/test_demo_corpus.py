@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +59,18 @@ def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         demo_corpus.main(["--output", str(tmp_path / "x"), "--megabytes", size])
     assert stopped.value.code == 2
+
+
+def test_a_full_disk_leaves_the_corpus_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "corpus").write_text("before")
+    found = subprocess.run(
+        [sys.executable, demo_corpus.__file__, "--output", str(tmp_path / "corpus"), "--megabytes", "0.1"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert found.returncode == 2
+    assert found.stderr.endswith(f"cannot write {tmp_path / 'corpus'}: File too large\n")
+    assert [*tmp_path.iterdir()] == [tmp_path / "corpus"]
+    assert (tmp_path / "corpus").read_text() == "before"

@@ -52,11 +52,7 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         sizes = Setting(method, question.model, question.device, 1, 1, 8, 1, 16)
         return Found(method, [Estimate(sizes, 1.0, 0.5, 0.1, 7e10, 1e10, 0.2, recomputed=0.25, host=3 * GIB)])
 
-    class Here(ThreadPoolExecutor):
-        def __init__(self, jobs: int, mp_context: object) -> None:
-            super().__init__(jobs)
-
-    monkeypatch.setattr(grid_search, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(grid_search, "worker_pool", ThreadPoolExecutor)
     monkeypatch.setattr(grid_search, "search", found)
     text = said(capsys, *SMALL, "--format", "markdown")
     assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "done again" not in text
@@ -74,7 +70,12 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
         (["--costs-file", "none.json"], "cannot read none.json"),
         (["--validate", "--gpus", "4096"], "--validate runs on 4096 GPUs of this machine, which has 8"),
         (["--output", "/dev/null/found.csv"], "cannot write /dev/null/found.csv"),
+        (["--output", "none/found.csv"], "cannot write none/found.csv: there is no folder none"),
+        (["--output", "."], "cannot write .: Is a directory"),
         (["--gpus", "1"], "'--gpus'"),
+        (["--gpus", "9" * 20], "'--gpus'"),
+        (["--sequence-length", "9" * 20], "'--sequence-length'"),
+        (["--batch-size", "100001"], "'--batch-size'"),
         (["--device", "A100"], "'--device'"),
     ],
 )

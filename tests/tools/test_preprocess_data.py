@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +196,21 @@ def test_json_keys_are_not_for_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--json-keys is for JSONL" in error_of(
         capsys, tmp_path / "d", "--input", tmp_path / "a.txt", "--json-keys", "body"
     )
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    source, out = (
+        write_jsonl(tmp_path / "a.jsonl", *({"text": "many words " * 200} for _ in range(20))),
+        tmp_path / "out",
+    )
+    found = subprocess.run(
+        [sys.executable, preprocess_data.__file__, "--input", str(source), "--output-prefix", str(out / "d")],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert found.returncode == 2, found.stderr
+    assert found.stderr.splitlines()[-1] == f"preprocess_data.py: error: {out / 'd'}: File too large"
+    assert "Traceback" not in found.stderr
+    assert not [*out.iterdir()]

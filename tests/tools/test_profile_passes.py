@@ -30,9 +30,18 @@ def parse(*flags: str, processes: int = 1, output: str = "profile.json") -> prof
         (SHAPE, "--output"),
         (["--output", "x.json", *SHAPE, "--profile-layers", "0"], "--profile-layers must be at least 1, not 0"),
         (["--output", "x.json", *SHAPE, "--profile-repetitions", "0"], "--profile-repetitions must be at least 1"),
+        (
+            ["--output", "x.json", *SHAPE, "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size must be at least 1, not 0",
+        ),
+        (
+            ["--output", "x.json", *SHAPE, "--hidden-size", "9" * 20],
+            f"--hidden-size must be 10000000 or less, not {'9' * 20}",
+        ),
         (["--output", "x.json", *SHAPE, "--num-layers", "-1"], "--num-layers must be at least 1, not -1"),
         (["--output", "no/folder/x.json", *SHAPE], "no/folder/x.json cannot be written"),
         (["--output", ".", *SHAPE], "--output . cannot be written"),
+        (["--output", "\x1b[2J/x.json", *SHAPE], r"--output \x1b[2J/x.json cannot be written: there is no folder"),
         (["--output", "x.json", *SHAPE, "--tensor-model-parallel-size", "2"], "torchrun --nproc-per-node 2"),
         (["--output", "x.json", *SHAPE, "--hidden-size", "many"], "--hidden-size"),
     ],

@@ -12,6 +12,8 @@ from typing import Any
 import click
 
 from megatron.schedules.ending import run
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.files import write_text
 from tools.benchmarks import emulated, lengths, memory, recording, relief, split, tables, vocabulary
 from tools.benchmarks.parts import Kept, Part, Row, Say
 
@@ -49,9 +51,12 @@ def _run(part: Part, rows: Callable[[Say], Iterable[Row]], quick: bool, as_json:
         click.echo(part.section(found))
         return
     kept = Kept(_SAMPLE if quick else _PAGE)
-    kept.keep(part, found, shlex.join(["bash", "scripts/benchmark.sh", *sys.argv[1:]]))
     page = kept.folder / "benchmarks.md"
-    page.write_text(kept.page(PARTS))
+    try:
+        kept.keep(part, found, shlex.join(["bash", "scripts/benchmark.sh", *sys.argv[1:]]))
+        write_text(page, kept.page(PARTS))
+    except OSError as error:
+        raise PlanError(f"cannot write {error.filename}: {error.strerror}") from None
     _say(f"{page} has a new section: {part.title}")
 
 

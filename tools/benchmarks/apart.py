@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
+from megatron.schedules.planning.child_processes import end_with_parent, safe_path
 from tools.benchmarks.parts import Row, Say
 
 Measure = Callable[[bool, Say], Iterator[Row]]
@@ -21,7 +22,8 @@ def rows_apart(measure: Measure, quick: bool, say: Say) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measured, args=(measure, quick, theirs))
-    process.start()
+    with safe_path():
+        process.start()
     theirs.close()
     try:
         while True:
@@ -40,6 +42,7 @@ def rows_apart(measure: Measure, quick: bool, say: Say) -> Iterator[Row]:
 
 
 def _measured(measure: Measure, quick: bool, pipe: Connection) -> None:
+    end_with_parent()
     os.dup2(2, 1)  # Megatron writes to standard output, where rows are written
     for row in measure(quick, lambda text: pipe.send(("say", text))):
         pipe.send(("row", row))

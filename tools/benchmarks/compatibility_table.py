@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.schedules.planning.files import write_text
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 ANY = "any"
@@ -92,7 +94,7 @@ def written(results: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Read the results, write the page."""
     results = json.loads((DOCS / "compatibility.json").read_text())
-    (DOCS / "compatibility.md").write_text(written(results))
+    write_text(DOCS / "compatibility.md", written(results))
     failed = [found["test"] for found in results if found.get("outcome") not in ("passed", "skipped")]
     print(f"{len(results)} results, {len(failed)} failed" + "".join(f"\n  {test}" for test in failed))
 

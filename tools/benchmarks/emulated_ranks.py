@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.schedules.planning.child_processes import end_with_parent
+
 _AHEAD_S = 0.02
 _SET_TIMERSLACK = 29
 
@@ -73,6 +75,7 @@ def _results(pipes: dict[Connection, int], folder: Path, deadline: float) -> lis
 
 
 def _rank(rank: int, ranks: int, folder: Path, pipe: Connection, body: Callable[[], Any], timeout: float) -> None:
+    end_with_parent()
     with open(folder / f"{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

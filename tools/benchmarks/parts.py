@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.schedules.planning.files import write_text
+
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -83,11 +85,11 @@ class Kept:
         today = datetime.date.today().isoformat()
         self.parts[part.name] = {"date": today, "machine": machine(), "command": command, "rows": [*rows]}
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.parts, indent=1) + "\n")
+        write_text(self.path, json.dumps(self.parts, indent=1) + "\n")
         if part.drawing is not None:
             images = self.folder / "images"
             images.mkdir(exist_ok=True)
-            (images / f"{part.name}.svg").write_text(part.drawing(rows))
+            write_text(images / f"{part.name}.svg", part.drawing(rows))
 
     def page(self, parts: Sequence[Part]) -> str:
         """All that was measured, as Markdown."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.schedules.planning.adaptive.plan import default_seconds
+from megatron.schedules.planning.child_processes import worker_pool
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
 from megatron.schedules.report.figures import title
 from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
 from tools.benchmarks import planning_table as table
@@ -108,7 +110,7 @@ class Kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text() if path.exists() else ""
         if text and not text.endswith("\n"):
-            path.write_text(text + "\n")
+            write_text(path, text + "\n")
         for line in text.splitlines():
             with suppress(json.JSONDecodeError):  # a line that was cut short
                 entry = json.loads(line)
@@ -136,18 +138,14 @@ def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # Fresh processes: none of them starts with the memory of another's search.
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with worker_pool(jobs) as pool, Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=len(missing))
         futures = {pool.submit(measure, cell): cell for cell in missing}
-        try:
-            for future in as_completed(futures):
-                cell, result = futures[future], future.result()
-                kept.keep(cell, result)
-                console.print(f"{cell}: {result['seconds']:.1f} s", soft_wrap=True)
-                progress.advance(task)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for future in as_completed(futures):
+            cell, result = futures[future], future.result()
+            kept.keep(cell, result)
+            console.print(f"{cell}: {result['seconds']:.1f} s", soft_wrap=True)
+            progress.advance(task)
 
 
 def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
@@ -293,11 +291,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = " ".join(["bash scripts/benchmark_planning.sh", *(sys.argv[1:] if argv is None else argv)])
     image = output.parent / "images" / "frontier.svg"
     image.parent.mkdir(parents=True, exist_ok=True)
-    if not arguments.drawing:
-        output.write_text(report(cells, kept, peers, command))
     drawn = kept.find(cells.curve[30.0 if 30.0 in cells.curve else max(cells.curve)])
     assert drawn is not None
-    image.write_text(drawing(drawn, _curves(cells.relieved, kept), peers))
+    try:
+        if not arguments.drawing:
+            write_text(output, report(cells, kept, peers, command))
+        write_text(image, drawing(drawn, _curves(cells.relieved, kept), peers))
+    except OSError as error:
+        parser.error(one_line(f"cannot write {error.filename}: {error.strerror}"))
     print(f"{image} is written" if arguments.drawing else f"{output} and {image} are written")
     return 0
 

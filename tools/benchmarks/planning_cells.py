@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning import keeping
+from megatron.schedules.planning import cache
 from megatron.schedules.planning.adaptive.frontier import frontier
 from megatron.schedules.planning.adaptive.plan import bound, default_seconds, effort, least_limit, placements
 from megatron.schedules.planning.adaptive.problem import Problem
@@ -60,7 +60,7 @@ class Cell:
 
 def code_version() -> str:
     """A name for the code that the figures depend on."""
-    return hashlib.sha256(Path(__file__).read_bytes() + keeping.code_version().encode()).hexdigest()[:16]
+    return hashlib.sha256(Path(__file__).read_bytes() + cache.code_version().encode()).hexdigest()[:16]
 
 
 def measure(cell: Cell) -> Result:

@@ -47,7 +47,19 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
     costs = Costs(unit * asked.forward, unit * asked.input_grad, unit * asked.weight_grad)
     programs = lower(schedule, costs.on(schedule.placement))
     check(programs)
-    told = run_ranks(request.ranks, partial(_on_a_rank, schedule, programs, costs, repetitions), timeout=600)
+    return figures(
+        schedule, run_ranks(request.ranks, partial(_on_a_rank, schedule, programs, costs, repetitions), timeout=600)
+    )
+
+
+_Told = tuple[tuple[list[tuple[float, float]], ...], list[float], list[list[tuple[float, float]]]]
+"""By one rank: begin and end in seconds of each iteration without and with, how far each stage's medians are off, and
+start and end in milliseconds of all passes of each iteration, by its own clock."""
+
+
+def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
+    """What all ranks told, as a row."""
+    repetitions = len(told[0][2])
     without, recorded = (
         [
             max(rank[way][at][1] for rank, _, _ in told) - min(rank[way][at][0] for rank, _, _ in told)
@@ -61,7 +73,7 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
     latencies = hops([gaps(schedule, *each) for each in starts])
     lengths = [max(row[-1] for row in aligned(schedule, *each).end) / 1e3 for each in starts]
     return {
-        "schedule": request.schedule,
+        "schedule": schedule.name,
         "without_s": Spread.of(without)._asdict(),
         "recorded_s": Spread.of(recorded)._asdict(),
         "ratio": Spread.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
@@ -71,10 +83,7 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
     }
 
 
-def _on_a_rank(
-    schedule: Schedule, programs: Sequence[Program], costs: Costs, repetitions: int
-) -> tuple[tuple[list[tuple[float, float]], ...], list[float], list[list[tuple[float, float]]]]:
-    """Begin and end of each iteration without and with; how far each stage's medians are off; all passes' times."""
+def _on_a_rank(schedule: Schedule, programs: Sequence[Program], costs: Costs, repetitions: int) -> _Told:
     import torch.distributed as dist
 
     from megatron.schedules.planning.kinds import Kind

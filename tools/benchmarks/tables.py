@@ -5,16 +5,15 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 
 from megatron.schedules.estimate.grid import Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate, Method, Setting, estimate
 from megatron.schedules.estimate.roofline import ONES, PassTimes, corrections
+from megatron.schedules.planning.child_processes import worker_pool
 from megatron.schedules.planning.cost_profile import read_profile
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
 from tools.grid_search import search_all
@@ -73,7 +72,7 @@ def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterato
         for method in METHODS
     ]
     say(f"equal microbatches: {len(settings)} settings")
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with worker_pool(2) as pool:
         for found in chain.from_iterable(pool.map(_estimates, settings)):
             names = {"model": found.setting.model.name, "method": found.setting.method.name}
             yield {"kind": "equal"} | names | _figures(found)

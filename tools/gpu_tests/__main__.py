@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
+from megatron.schedules.planning.printable import printable
 from tools.gpu_tests.pieces import PIECES, Piece, Setting, chosen, lacking
 from tools.gpu_tests.report import Outcome, Result, merged, page, read
 from tools.gpu_tests.running import run_apart
@@ -59,12 +62,16 @@ def _run(todo: Sequence[Piece], pieces: Sequence[Piece], setting: Setting, shown
         else:
             print(f"{piece.name}: {piece.promise}", flush=True)
             outcome = run_apart(piece, setting, output.with_suffix(".logs"))
-        print(f"{piece.name}: {outcome.result} after {outcome.seconds:.0f} s {outcome.note}".rstrip(), flush=True)
+        said = f"{piece.name}: {outcome.result} after {outcome.seconds:.0f} s {outcome.note}"
+        print(printable(said).rstrip(), flush=True)
         failed |= outcome.result is Result.FAILED
         kept = merged(read(results), shown, {piece.name: outcome}, stamp)
-        results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(kept, indent=1) + "\n")
-        output.write_text(page(kept, pieces, setting.on_cpu))
+        try:
+            results.parent.mkdir(parents=True, exist_ok=True)
+            write_text(results, json.dumps(kept, indent=1) + "\n")
+            write_text(output, page(kept, pieces, setting.on_cpu))
+        except OSError as error:
+            _refuse(f"cannot write {error.filename}: {error.strerror}")
     print(f"the report is {output}")
     return 1 if failed else 0
 
@@ -103,7 +110,7 @@ def _commit() -> str:
 
 
 def _refuse(why: str) -> NoReturn:
-    sys.stderr.write(f"{_PROGRAM}: error: {why}\n")
+    sys.stderr.write(f"{_PROGRAM}: error: {one_line(why)}\n")
     raise SystemExit(2)
 
 

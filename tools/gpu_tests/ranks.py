@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megatron.schedules.planning.child_processes import end_with_parent, safe_path
 from tools.benchmarks.emulated_ranks import RankError
 
 
@@ -45,7 +46,8 @@ def run_ranks(
             log = Path(folder, f"{rank}.log")
             mine = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment)
             process = context.Process(target=_rank, args=(body, log, theirs))  # type: ignore[attr-defined]
-            with _environment(mine):  # a new interpreter imports what ``body`` needs before it runs any of ours
+            # A new interpreter imports what ``body`` needs before it runs any of ours.
+            with safe_path(), _environment(mine):
                 process.start()
             theirs.close()
             processes.append(process)
@@ -96,6 +98,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def _rank(body: Callable[[], Any], log: Path, pipe: Connection) -> None:
+    end_with_parent()
     with log.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -139,6 +142,7 @@ def _forks() -> bool:
 def _use_the_gpu() -> None:
     import torch
 
+    end_with_parent()
     os._exit(0 if torch.zeros(1, device="cuda").add_(1).item() == 1 else 1)
 
 

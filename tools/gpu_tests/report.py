@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.schedules.planning.printable import printable
 from tools.gpu_tests.pieces import FAULT, Piece, Row
 
 
@@ -96,7 +97,7 @@ def _verdict(fault: str | None) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return printable(" ".join(str(value).split())).replace("|", "\\|")
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from megatron.schedules.planning.child_processes import end_with_parent
 from tools.gpu_tests.pieces import FAULT, Piece, Row, Setting, Skipped
 from tools.gpu_tests.report import Outcome, Result
 
@@ -24,10 +25,11 @@ def run_apart(piece: Piece, setting: Setting, folder: Path) -> Outcome:
     found, log = folder / f"{piece.name}.jsonl", folder / f"{piece.name}.log"
     found.unlink(missing_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", "tools.gpu_tests.running", json.dumps(piece), json.dumps(setting)]
+    command += [str(found), str(os.getpid())]
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, str(found)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -110,6 +112,7 @@ def _main(piece: Piece, setting: Setting, found: Path) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(int(sys.argv[4]))
     name, promise, (path, arguments), gpus, limit_s = json.loads(sys.argv[1])
     _main(
         Piece(name, promise, (path, tuple(arguments)), gpus, limit_s),

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.layer_pattern import moe_freq_type
 from megatron.schedules.estimate.shape import Experts, Shape
 from megatron.schedules.estimate.transformer import Latent
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import read_text
-
-_PATTERN = re.compile(r"[\s\d\[\](),+*]+")  # a list of zeros and ones, added and multiplied
-
-
-def moe_freq_type(text: str) -> int | list[int]:
-    """Which layers have experts, as Megatron's parser takes it: every so-manieth from the first on, or a list."""
-    if "[" not in text:
-        return int(text)
-    if not _PATTERN.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*31")
-    found = eval(text, {"__builtins__": {}})
-    assert isinstance(found, list)
-    return found
-
 
 Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 """What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""
@@ -145,13 +132,11 @@ def read(path: Path) -> Shape:
     declare(parser, FLAGS)
     try:
         args, _ = parser.parse_known_args(words)
-        needed = {flag: getattr(args, attribute(flag)) for flag in _NEEDED}
-        if missing := [flag for flag, value in needed.items() if not value]:
+        check_bounds(args)
+        if missing := [flag for flag in _NEEDED if getattr(args, attribute(flag)) is None]:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        if least := [flag for flag, value in needed.items() if value < 1]:
-            raise ValueError(f"{least[0]} must be 1 or more")
         return shape(args, padded(args.vocab_size, args))
-    except (ValueError, ZeroDivisionError) as error:
+    except ValueError as error:
         raise PlanError(f"{path} holds no model in Megatron's flags: {error}", "model") from None
 
 

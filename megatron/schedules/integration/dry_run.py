@@ -10,10 +10,11 @@ from megatron.schedules.estimate.device_memory import RankMemory, memory
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.as_built import as_built, numbers
-from megatron.schedules.integration.flags.check import Planned, refuse
+from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.memory_limit import message_bytes
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.layers.arithmetic import shape_of

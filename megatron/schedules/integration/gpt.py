@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
@@ -27,7 +26,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.flags.gpt_data import packs
+from megatron.schedules.integration.flags.gpt_data import packs, sequences_per_dataset
 
 # Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
 _FLAG_OF = {
@@ -109,7 +108,7 @@ def _counts(args: Any) -> dict[str, Any]:
     """How many sequences each data set holds, where a file says it and spares opening all of them."""
     if getattr(args, "per_dataset_sequences_path", None) is None:
         return {}
-    return {"sequences_per_dataset": json.loads(Path(args.per_dataset_sequences_path).read_text())}
+    return {"sequences_per_dataset": sequences_per_dataset(Path(args.per_dataset_sequences_path))}
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -26,12 +26,13 @@ from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
-from megatron.schedules.integration.flags.check import check, refuse, stall_seconds
-from megatron.schedules.integration.flags.declared import FLAGS, add_arguments, mend_help
+from megatron.schedules.integration.flags.check import check, stall_seconds
+from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.replan import measures_limit, replans
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.flags.replan import replans
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.job_replan import JobReplan
@@ -42,13 +43,11 @@ from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.lengths.beside import LengthsBeside
 from megatron.schedules.integration.log import line
 from megatron.schedules.integration.log.run_log import RunLog
-from megatron.schedules.integration.memory_left import can_be_measured
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import profiler_of
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
-from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.spread import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
@@ -88,11 +87,6 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
-        if measures_limit(args):
-            try:
-                can_be_measured()
-            except PlanError as error:
-                refuse(error.told(FLAGS))
         if shares(args) and (shape := shape_of(args)) is not None:
             args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement

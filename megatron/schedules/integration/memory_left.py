@@ -8,6 +8,7 @@ import torch
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import whole
 
 STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
 # Of the device: for what comes and goes, and for holes between what is held.
@@ -44,11 +45,11 @@ def standin_bytes() -> float:
     Raises:
         PlanError: where nobody says it.
     """
-    text = os.environ.get(STANDIN_VARIABLE, "")
-    if not text.isdecimal():
+    size = whole(os.environ.get(STANDIN_VARIABLE, ""))
+    if size is None or size < 0:
         raise PlanError(
-            f"auto measures what GPUs have left, and here is none: give a number, or ${STANDIN_VARIABLE}, the bytes "
-            "that a rank has for activations",
+            "auto measures what GPUs have left, and this job runs on the CPU: give a fraction of 1F1B's, such as 0.5, "
+            "or GiB, such as 20GiB",
             "memory_limit",
         )
-    return float(text)
+    return float(size)

@@ -85,7 +85,7 @@ def _agree(digest: str) -> None:
     if other is not None:
         raise RuntimeError(
             f"rank {other} has another plan than rank 0: their Python, numba or version of this package differ; give "
-            "all the same, or one folder for plans in $MEGATRON_SCHEDULES_CACHE"
+            "all the same, or one directory for plans, of your own, in $MEGATRON_SCHEDULES_CACHE"
         )
 
 

@@ -27,6 +27,8 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.planning.clocks import aligned, gaps, hops
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.files import write_text
 from megatron.schedules.planning.job_profile import JobProfile
 from megatron.schedules.planning.job_profile_text import to_text
 from megatron.schedules.planning.kinds import KINDS, Resource
@@ -188,11 +190,12 @@ class Profiler:
         assert file is not None
         versions = {name: version(name) for name in ("torch", "megatron-core")}
         try:
-            file.write_text(to_text(profile, versions=versions, date=date.today().isoformat()), encoding="utf-8")
+            write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))
         except OSError as error:  # hours of training are worth more
-            print_rank_0(f"pipeline schedule: the costs could not be written to {file}: {error.strerror}")
+            said = f"the costs could not be written to {file}: {error.strerror}"
         else:
-            print_rank_0(f"pipeline schedule: costs written to {file}, for --pipeline-schedule-costs-file")
+            said = f"costs written to {file}, for --pipeline-schedule-costs-file"
+        print_rank_0(one_line(f"pipeline schedule: {said}"))
 
 
 def profiler_of(planner: Planner, args: Any) -> Profiler | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.recorded import Recorded
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.report.figures import percent
@@ -14,9 +15,9 @@ def saved_timeline(recorded: Recorded, folder: Path) -> str:
     try:
         names = write_run(recorded, folder)
     except OSError as error:  # hours of training are worth more
-        return f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}"
+        return one_line(f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}")
     bubbles = f"bubble {percent(recorded.timeline.bubble)}, planned {percent(recorded.planned.bubble)}"
-    return (
+    return one_line(
         f"pipeline schedule: timeline of iteration {recorded.iteration} ({bubbles}) written to {folder}: "
         f"{', '.join(names)}"
     )

@@ -1,16 +1,14 @@
 """Planning again in a process of its own, beside a job that runs: one core, and only when nobody else wants it.
 
-``python -m megatron.schedules.planning.beside`` is that process: a pickled request and plan come in, a proposal or
-the reason why there is none goes out.
+That process calls :func:`main`: a pickled request and plan come in, a proposal or the reason why there is none goes
+out.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,13 +18,13 @@ from contextlib import suppress
 from typing import IO
 
 from megatron.schedules.planning.adaptive.cores import THREADS_VARIABLE
+from megatron.schedules.planning.child_processes import isolated_command, isolated_environment
 from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.replanning import Proposal, propose
 from megatron.schedules.planning.request import Request
 from megatron.schedules.planning.schedule import Schedule
 
 _NICENESS = 19
-_DIE_WITH_PARENT = 1
 
 
 class BesideError(RuntimeError):
@@ -49,16 +47,11 @@ class Beside:
             pickle.dump((request, current), asked)
             asked.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                isolated_command(__name__),
                 stdin=asked,
                 stdout=self._said,
                 stderr=self._complaints,
-                env=os.environ
-                | {
-                    THREADS_VARIABLE: "1",
-                    "NUMBA_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
+                env=isolated_environment() | {THREADS_VARIABLE: "1", "NUMBA_NUM_THREADS": "1"},
             )
         self._ending = weakref.finalize(self, _end, self._process)
 
@@ -107,15 +100,9 @@ def main() -> None:
     with suppress(OSError, AttributeError):
         # Ranks may have asked to go before all others, which is handed down.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     request, current = pickle.load(sys.stdin.buffer)
     try:
         answer = propose(request, current).to_text()
     except Exception as error:
         answer = json.dumps({"error": one_line(f"{error}") or type(error).__name__})
     sys.stdout.write(answer + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,30 +5,29 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
+from megatron.schedules.planning import job_profile_text
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import read_text
-from megatron.schedules.planning.job_profile_text import VERSION, from_data
+from megatron.schedules.planning.job_profile_text import VERSION
+from megatron.schedules.planning.json_files import Amount, Form, Positive, check_version, decode, read_file
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.model_memory import ModelMemory
 from megatron.schedules.planning.profile_facts import (
-    MOST_LAYERS,
     CopyRates,
     Facts,
+    FactsForm,
+    LayerCount,
     Profile,
+    RatesForm,
     copy_time,
-    read_facts,
-    read_rates,
 )
-
-_PASSES = ("forward", "input_grad", "weight_grad")
 
 
 @dataclass(frozen=True)
@@ -114,64 +113,98 @@ class CostProfile:
         )
 
 
+class TimedForm[Time](Form, frozen=True, kw_only=True):
+    """A time in seconds: the middle one of several; ``low`` and ``high``, the shortest and the longest, for people."""
+
+    median: Time
+    low: Any = UNSET
+    high: Any = UNSET
+
+
+class EndForm(Form, frozen=True, kw_only=True):
+    """The embedding or the output layer; ``weight_bytes`` is for people."""
+
+    forward: TimedForm[Amount]
+    input_grad: TimedForm[Amount]
+    weight_grad: TimedForm[Amount]
+    activation_bytes: Amount
+    weight_bytes: Any = UNSET
+
+    def load(self) -> Load:
+        """The same as planning has it."""
+        return Load(self.forward.median, self.input_grad.median, self.weight_grad.median, self.activation_bytes)
+
+
+class ChunkForm(Form, frozen=True, kw_only=True):
+    """A chunk of decoder layers; ``again`` and ``input_bytes`` come together."""
+
+    layers: LayerCount
+    forward: TimedForm[Positive]
+    input_grad: TimedForm[Positive]
+    weight_grad: TimedForm[Positive]
+    activation_bytes: Amount
+    weight_bytes: Amount
+    again: TimedForm[Positive] | UnsetType = UNSET
+    input_bytes: Amount | UnsetType = UNSET
+
+
+class ChunkProfileForm(FactsForm, frozen=True, kw_only=True):
+    """:class:`CostProfile` in a file; the ends come together."""
+
+    chunk: ChunkForm
+    output_layer: EndForm | UnsetType = UNSET
+    embedding: EndForm | UnsetType = UNSET
+    copy_gbps: RatesForm | UnsetType = UNSET
+
+
 def read_profile(path: Path) -> Profile:
     """The profile in the JSON file ``path``: of one chunk, or of a whole job.
 
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    text, writer = read_text(path, "costs_file"), "tools/profile_passes.py and --pipeline-save-costs write such files"
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):  # numbers may be too long for Python, and lists too deep
-        raise PlanError(f"{path} is no JSON; {writer}", "costs_file") from None
-    try:
-        found: Profile = from_data(data) if "version" in data and data["version"] == VERSION else _profile(data)
-        found.costs(1)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
-        raise PlanError(f"{path} is no cost profile: it {what}; {writer}", "costs_file") from None
+    writers = "tools/profile_passes.py and --pipeline-save-costs write such files"
+    return read_file(path, "costs_file", "cost profile", writers, _profile)
+
+
+def _profile(text: str) -> Profile:
+    found = _READERS[check_version(text, *_READERS)](text)
+    found.costs(1)  # whether all that was measured makes costs that are planned for
     return found
 
 
-def _profile(data: Mapping[str, Any]) -> CostProfile:
-    if "version" in data and data["version"] != 1:
-        raise ValueError(f"version {data['version']}, and 1 or {VERSION} is read here")
-    _, chunk, _ = data["model"], data["chunk"], data["version"]
-    facts = read_facts(data)
-    forward, input_grad, weight_grad = _seconds(chunk)
-    found = CostProfile(
-        facts=facts,
-        layers=int(chunk["layers"]),
-        seconds=(forward, input_grad, weight_grad),
-        activation_bytes=float(chunk["activation_bytes"]),
-        weight_bytes=float(chunk["weight_bytes"]),
-        ends=(_end(data["embedding"]), _end(data["output_layer"])) if "output_layer" in data else None,
-        copy_gbps=read_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
-        again=_again(chunk) if "again" in chunk else None,
+def from_text(text: str) -> CostProfile:
+    """Read a :class:`ChunkProfileForm`; raises :class:`.PlanError`, the field first, for anything else."""
+    form = decode(text, ChunkProfileForm)
+    chunk, output, embedding, rates = form.chunk, form.output_layer, form.embedding, form.copy_gbps
+    if chunk.layers > form.model.layers:
+        raise PlanError(f"$.chunk.layers must be {form.model.layers} at most, as $.model.layers, not {chunk.layers}")
+    if output is not UNSET and embedding is UNSET:
+        raise PlanError("$ lacks 'embedding', and has an output layer")
+    return CostProfile(
+        facts=form.facts(),
+        layers=chunk.layers,
+        seconds=(chunk.forward.median, chunk.input_grad.median, chunk.weight_grad.median),
+        activation_bytes=chunk.activation_bytes,
+        weight_bytes=chunk.weight_bytes,
+        ends=None if output is UNSET or embedding is UNSET else (embedding.load(), output.load()),
+        copy_gbps=None if rates is UNSET else rates.rates(),
+        again=_again(chunk),
     )
-    if min(found.seconds) <= 0 or not 1 <= found.layers <= facts.layers <= MOST_LAYERS:
-        raise ValueError("times and layers must be positive, and a chunk's layers a part of the model's")
-    if not all(0 <= held < math.inf for held in (found.activation_bytes, found.weight_bytes)):
-        raise ValueError("bytes must be zero or positive")
-    return found
 
 
-def _seconds(measured: Mapping[str, Any]) -> tuple[float, float, float]:
-    forward, input_grad, weight_grad = (float(measured[name]["median"]) for name in _PASSES)
-    return forward, input_grad, weight_grad
+def _again(chunk: ChunkForm) -> tuple[float, float] | None:
+    if chunk.again is UNSET:
+        return None
+    if chunk.input_bytes is UNSET:
+        raise PlanError("$.chunk lacks 'input_bytes', and has a forward that was done again")
+    held = max(1.0, chunk.activation_bytes)
+    if chunk.input_bytes > held:
+        raise PlanError(
+            f"$.chunk.input_bytes must be {held:g} at most, as $.chunk.activation_bytes, not {chunk.input_bytes:g}: a "
+            "forward done again is left no more than a forward holds"
+        )
+    return chunk.again.median / chunk.forward.median, chunk.input_bytes / held
 
 
-def _end(measured: Mapping[str, Any]) -> Load:
-    found = Load(*_seconds(measured), float(measured["activation_bytes"]))
-    if not all(0 <= each < math.inf for each in found):
-        raise ValueError("times and bytes of the ends must be zero or positive")
-    return found
-
-
-def _again(chunk: Mapping[str, Any]) -> tuple[float, float]:
-    again = float(chunk["again"]["median"]) / float(chunk["forward"]["median"])
-    left = float(chunk["input_bytes"]) / max(1.0, float(chunk["activation_bytes"]))
-    if not (0 < again < math.inf and 0 <= left <= 1):
-        raise ValueError("a forward done again must take time, and leave no more than a forward holds")
-    return again, left
+_READERS: Mapping[int, Callable[[str], Profile]] = {1: from_text, VERSION: job_profile_text.from_text}

@@ -127,7 +127,7 @@ class Costs:
     def parse(text: str) -> Costs:
         """Read ``F,I,W`` or ``F,I,W,COMM``; raises :class:`PlanError` saying what is wrong."""
         try:
-            numbers = [float(part) for part in text.split(",")]
+            numbers = [float(part) for part in text.split(",")] if text.isascii() and "_" not in text else []
         except ValueError:
             numbers = []
         if len(numbers) not in (3, 4):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from megatron.schedules.planning.printable import printable
+
 # Longer words are numbers or lists that nobody wants to see whole; a path may be long.
 _LONGEST_WORD = 200
+# A longer message quotes a file.
+_LONGEST_MESSAGE = 4000
 
 
 class PlanError(ValueError):
@@ -33,7 +37,11 @@ class PlanError(ValueError):
 
 
 def one_line(message: str) -> str:
-    """``message`` without line breaks, very long words of it cut in their middle."""
-    return re.sub(
-        rf"\S{{{_LONGEST_WORD},}}", lambda word: f"{word[0][:40]}...{word[0][-20:]}", " ".join(message.split())
+    """``message`` on one line of printable characters; very long words and messages are cut in their middle."""
+    shown = re.sub(
+        rf"\S{{{_LONGEST_WORD},}}",
+        lambda word: f"{word[0][:40]}...{word[0][-20:]}",
+        printable(" ".join(message.split())),
     )
+    half = _LONGEST_MESSAGE // 2
+    return shown if len(shown) <= _LONGEST_MESSAGE else f"{shown[:half]} ... {shown[-half:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import stat
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from megatron.schedules.planning.errors import PlanError
 
 # A CSV of a million passes has some ten.
 _MOST_MIB = 32
+# Of a number; one with more stands for any that is too large.
+_MOST_DIGITS = 100
 
 
-def read_text(path: Path, about: str) -> str:
+def read_text(path: Path, about: str | None) -> str:
     """The text of the regular file ``path``.
 
     Raises:
@@ -31,14 +34,29 @@ def read_text(path: Path, about: str) -> str:
         raise PlanError(f"{path} is not a text file in UTF-8", about) from None
 
 
+def whole(text: str) -> int | None:
+    """The whole number that ``text`` is in plain digits, None where it is none."""
+    # int() would also take digits of other scripts and underscores, and refuse thousands of digits.
+    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+        return None
+    return int(text) if len(text) <= _MOST_DIGITS else int("-1" if "-" in text else "1") * 10**_MOST_DIGITS
+
+
+def decimal(text: str) -> float:
+    """The number that ``text`` is in plain digits, infinite ones too; not a number where it is none."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
 def integer(flag: str, text: str | None, least: int, why: str, most: int | None = None) -> int | None:
     """The number given for ``flag``, None where there is none."""
     if text is None:
         return None
-    try:
-        value = int(text)
-    except ValueError:
-        raise PlanError(f"{flag} {text!r} is not a whole number: {why}") from None
+    value = whole(text)
+    if value is None:
+        raise PlanError(f"{flag} {text!r} is not a whole number: {why}")
     if value < least:
         raise PlanError(f"{flag} {text} is too small: {why}")
     if most is not None and value > most:
@@ -48,10 +66,7 @@ def integer(flag: str, text: str | None, least: int, why: str, most: int | None 
 
 def number(flag: str, text: str, what: str) -> float:
     """The number given for ``flag``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = decimal(text)
     if not math.isfinite(value):
         raise PlanError(f"{flag} {text!r} is not a number: {what} is needed")
     return value

@@ -2,90 +2,136 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, Meta, UnsetType
+
+from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.profile_facts import MOST_LAYERS, read_facts, read_rates, written_facts
+from megatron.schedules.planning.json_files import (
+    Amount,
+    ByKind,
+    Count,
+    Form,
+    Hop,
+    Index,
+    Name,
+    Portion,
+    check_length,
+    decode,
+    encode,
+    read_hops,
+)
+from megatron.schedules.planning.profile_facts import MOST_LAYERS, FactsForm, RatesForm, written_facts
+from megatron.schedules.planning.textforms import PlacementForm
 
 VERSION = 2
-# Bytes of a stage, as they are called in the file.
-_BYTES = {
-    "activation_bytes": "held",
-    "weight_bytes": "left",
-    "again_bytes": "again",
-    "away_bytes": "away",
-    "vocabulary_bytes": "vocabulary",
-}
 
 
-def to_text(profile: JobProfile, **about: Any) -> str:
-    """The profile as one JSON object; ``about`` goes in too, and nobody reads it."""
-    placement = profile.placement
-    data = {
-        "version": VERSION,
+class MeasuredForm(Form, frozen=True, kw_only=True):
+    """:class:`.Measured` in the file."""
+
+    median: Amount
+    low: Amount
+    high: Amount
+
+
+class StageForm(Form, frozen=True, kw_only=True):
+    """:class:`.StageProfile` in the file."""
+
+    layers: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
+    passes: ByKind[MeasuredForm]
+    halved: bool
+    redone: Portion
+    activation_bytes: Amount
+    weight_bytes: Amount
+    again_bytes: Amount
+    away_bytes: Amount
+    vocabulary_bytes: Amount
+
+    @staticmethod
+    def of(stage: StageProfile) -> StageForm:
+        """``stage`` as it is written."""
+        return StageForm(
+            layers=stage.layers,
+            passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
+            halved=stage.halved,
+            redone=stage.redone,
+            activation_bytes=stage.held,
+            weight_bytes=stage.left,
+            again_bytes=stage.again,
+            away_bytes=stage.away,
+            vocabulary_bytes=stage.vocabulary,
+        )
+
+    def stage(self) -> StageProfile:
+        """The same as planning has it."""
+        return StageProfile(
+            self.layers,
+            {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
+            self.halved,
+            held=self.activation_bytes,
+            left=self.weight_bytes,
+            again=self.again_bytes,
+            away=self.away_bytes,
+            vocabulary=self.vocabulary_bytes,
+            redone=self.redone,
+        )
+
+
+class JobProfileForm(FactsForm, frozen=True, kw_only=True):
+    """:class:`.JobProfile` in the file."""
+
+    schedule: Name
+    placement: PlacementForm
+    microbatches: Count
+    iterations: tuple[Index, Index]
+    replicas: Count
+    times_in: Literal["ms"] = "ms"
+    stages: tuple[StageForm, ...]
+    hops: tuple[Hop, ...]
+    copy_gbps: RatesForm | UnsetType = UNSET
+
+
+def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) -> str:
+    """The profile as one JSON object; ``versions`` of packages and ``date`` go in too, for people."""
+    rates = profile.copy_gbps
+    form = JobProfileForm(
+        version=VERSION,
         **written_facts(profile.facts),
-        "schedule": profile.schedule,
-        "placement": {"name": placement.name, "rank_of": placement.rank_of},
-        "microbatches": profile.microbatches,
-        "iterations": profile.iterations,
-        "replicas": profile.replicas,
-        "times_in": "ms",
-        "stages": [_written(stage) for stage in profile.stages],
-        "hops": profile.hops,
-        **({} if profile.copy_gbps is None else {"copy_gbps": profile.copy_gbps._asdict()}),
-        **about,
-    }
-    return json.dumps(data, indent=1) + "\n"
-
-
-def _written(stage: StageProfile) -> dict[str, Any]:
-    return {
-        "layers": stage.layers,
-        "passes": {kind.value: times._asdict() for kind, times in stage.times.items()},
-        "halved": stage.halved,
-        "redone": stage.redone,
-        **{name: getattr(stage, field) for name, field in _BYTES.items()},
-    }
-
-
-def from_data(data: Mapping[str, Any]) -> JobProfile:
-    """Read what :func:`to_text` wrote, parsed; raises KeyError, TypeError and ValueError for anything else."""
-    where = data["placement"]
-    placement = Placement(str(where["name"]), tuple(map(int, where["rank_of"])))
-    first, last = map(int, data["iterations"])
-    found = JobProfile(
-        read_facts(data),
-        str(data["schedule"]),
-        placement,
-        int(data["microbatches"]),
-        (first, last),
-        int(data["replicas"]),
-        tuple(map(_stage, data["stages"])),
-        tuple((int(source), int(to), float(time)) for source, to, time in data["hops"]),
-        read_rates(data["copy_gbps"]) if "copy_gbps" in data else None,
+        schedule=profile.schedule,
+        placement=PlacementForm.of(profile.placement),
+        microbatches=profile.microbatches,
+        iterations=profile.iterations,
+        replicas=profile.replicas,
+        stages=tuple(map(StageForm.of, profile.stages)),
+        hops=profile.hops,
+        copy_gbps=UNSET if rates is None else RatesForm(**rates._asdict()),
+        versions=versions,
+        date=date,
     )
-    if len(found.stages) != placement.stages or not 1 <= sum(found.layers) == found.facts.layers <= MOST_LAYERS:
-        raise ValueError("it must have every stage of its placement, and these all layers of the model")
-    if not all(0 <= time < math.inf for _, _, time in found.hops):
-        raise ValueError("latencies must be zero or positive")
-    return found
+    return encode(form, indent=1) + "\n"
 
 
-def _stage(data: Mapping[str, Any]) -> StageProfile:
-    times = {
-        Kind(kind): Measured(*(float(each[name]) for name in Measured._fields)) for kind, each in data["passes"].items()
-    }
-    amounts = {field: float(data[name]) for name, field in _BYTES.items()}
-    found = StageProfile(int(data["layers"]), times, bool(data["halved"]), redone=float(data["redone"]), **amounts)
-    if not {Kind.F, Kind.I, Kind.W} <= times.keys():
-        raise ValueError("each stage must have F, I and W")
-    if found.layers < 0 or not 0 <= found.redone <= 1:
-        raise ValueError("layers must be zero or more, and those done again a part of them")
-    if not all(0 <= each < math.inf for each in (*amounts.values(), *(t for each in times.values() for t in each))):
-        raise ValueError("times and bytes must be zero or positive")
+def from_text(text: str) -> JobProfile:
+    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    form = decode(text, JobProfileForm)
+    placement = form.placement.placement("$.placement")
+    check_length(form.stages, placement.stages, "$.stages", "stage of the placement")
+    found = JobProfile(
+        form.facts(),
+        form.schedule,
+        placement,
+        form.microbatches,
+        form.iterations,
+        form.replicas,
+        tuple(stage.stage() for stage in form.stages),
+        form.hops,
+        None if form.copy_gbps is UNSET else form.copy_gbps.rates(),
+    )
+    if sum(found.layers) != found.facts.layers:
+        raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")
+    if not found.iterations[0] <= found.iterations[1]:
+        raise PlanError("$.iterations must be the first and the last one that were timed")
+    read_hops(form.hops, placement.ranks, "$.hops")
     return found

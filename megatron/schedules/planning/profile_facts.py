@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from msgspec import UNSET, Meta
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.json_files import Count, Form, Index, Name, Positive
 from megatron.schedules.planning.model_memory import ModelMemory
 
 # Far more than any model has: a slip.
 MOST_LAYERS = 10_000
+LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
 
 
 class CopyRates(NamedTuple):
@@ -91,35 +93,68 @@ def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float
     return 1e3 * held / (1e9 * min(rates if both_ways else rates[:2]))
 
 
-def read_facts(data: Mapping[str, Any]) -> Facts:
-    """The facts in a profile's JSON; raises KeyError, TypeError and ValueError for what is none."""
-    model = data["model"]
-    return Facts(
-        device=str(data["device"]),
-        layers=int(model["layers"]),
-        hidden_size=int(model["hidden_size"]),
-        heads=int(model["heads"]),
-        sequence_length=int(model["sequence_length"]),
-        micro_batch_size=int(data["micro_batch_size"]),
-        tensor_parallel=int(data["tensor_parallel"]),
-        context_parallel=int(data.get("context_parallel", 1)),
-        vocabulary=int(model.get("vocabulary") or 0),
-        dtype=str(data.get("dtype", "")),
-        recompute=None if model.get("recompute") is None else str(model["recompute"]),
-        name=None if model.get("name") is None else str(model["name"]),
-    )
+class RatesForm(Form, frozen=True, kw_only=True):
+    """:class:`CopyRates` in a profile."""
+
+    to_host: Positive
+    from_host: Positive
+    both_ways: Positive
+
+    def rates(self) -> CopyRates:
+        """The same as planning has it."""
+        return CopyRates(self.to_host, self.from_host, self.both_ways)
+
+
+class ModelForm(Form, frozen=True, kw_only=True):
+    """A model in a profile. ``flags``, those it was built with, are for people."""
+
+    layers: LayerCount
+    hidden_size: Count
+    heads: Count
+    sequence_length: Count
+    vocabulary: Index | None = 0
+    recompute: Name | None = None
+    name: Name | None = None
+    flags: Any = UNSET
+
+
+class FactsForm(Form, frozen=True, kw_only=True):
+    """What every profile says; ``versions`` and ``date`` are for people.
+
+    A class of its own says what is measured, and of which version it is.
+    """
+
+    version: int
+    device: Name
+    micro_batch_size: Count
+    tensor_parallel: Count
+    context_parallel: Count = 1
+    dtype: Name = ""
+    model: ModelForm
+    versions: Any = UNSET
+    date: Any = UNSET
+
+    def facts(self) -> Facts:
+        """The same as planning has it."""
+        model = self.model
+        return Facts(
+            device=self.device,
+            layers=model.layers,
+            hidden_size=model.hidden_size,
+            heads=model.heads,
+            sequence_length=model.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            tensor_parallel=self.tensor_parallel,
+            context_parallel=self.context_parallel,
+            vocabulary=model.vocabulary or 0,
+            dtype=self.dtype,
+            recompute=model.recompute,
+            name=model.name,
+        )
 
 
 def written_facts(facts: Facts) -> dict[str, Any]:
-    """The same as what JSON is made of."""
-    outside = ("device", "micro_batch_size", "tensor_parallel", "context_parallel", "dtype")
+    """The fields of a :class:`FactsForm` that say ``facts``."""
     every = facts._asdict()
-    return {name: every.pop(name) for name in outside} | {"model": every}
-
-
-def read_rates(measured: Mapping[str, Any]) -> CopyRates:
-    """How fast copies are; raises KeyError, TypeError and ValueError for anything else."""
-    found = CopyRates(*(float(measured[name]) for name in CopyRates._fields))
-    if not all(0 < rate < math.inf for rate in found):
-        raise ValueError("rates of copies must be positive")
-    return found
+    outside = {name: every.pop(name) for name in FactsForm.__struct_fields__ if name in every}
+    return outside | {"model": ModelForm(**every)}

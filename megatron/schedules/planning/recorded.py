@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import read_text
-from megatron.schedules.planning.kinds import Kind, Share
-from megatron.schedules.planning.passes import Pass
+from megatron.schedules.planning.json_files import (
+    LEAST,
+    MOST,
+    Amount,
+    Amounts,
+    ByKind,
+    ByShare,
+    Form,
+    Hop,
+    Index,
+    Name,
+    check_length,
+    check_version,
+    decode,
+    encode,
+    read_file,
+    read_hops,
+)
+from megatron.schedules.planning.kinds import KINDS, Resource
+from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.printable import printable_name
+from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Copy, Timeline, simulate
 from megatron.schedules.planning.stage_costs import StageCosts
-from megatron.schedules.planning.textforms import from_record, to_record
+from megatron.schedules.planning.textforms import ScheduleForm, read_pass
 
+_VERSION = 1
+# Milliseconds by which the times of a rank may disagree, as clocks do and sums of rounded numbers.
+_APART = 1e-3
+
+Moment = Annotated[float, Meta(ge=-_APART, le=MOST)]
+"""Milliseconds since the first start of any pass, to which clocks were aligned."""
+Held = Annotated[float, Meta(ge=-MOST, le=MOST)]
+"""Bytes; fewer than before the iteration where that freed some."""
 Steps = tuple[tuple[float, float], ...]
 """(time, what is held from then on), ascending."""
 
@@ -41,22 +69,77 @@ class Recorded:
     held: tuple[Steps, ...] = ()
 
 
+class StageCostsForm(Form, frozen=True, kw_only=True):
+    """:class:`.StageCosts` in the file."""
+
+    times: ByKind[Amounts]
+    activation: Amounts
+    comm: Amount
+    held: ByShare[Amounts]
+    standing: Amounts
+    one_way: bool
+    hops: tuple[Hop, ...]
+
+    @staticmethod
+    def of(costs: StageCosts) -> StageCostsForm:
+        """``costs`` as they are written."""
+        return StageCostsForm(
+            times=ByKind.of(costs.times),
+            activation=costs.activation,
+            comm=costs.comm,
+            held=ByShare.of(costs.held),
+            standing=costs.standing,
+            one_way=costs.one_way,
+            hops=tuple((source, to, latency) for (source, to), latency in costs.hops.items()),
+        )
+
+    def costs(self, placement: Placement, at: str) -> StageCosts:
+        """The same as planning has it; raises :class:`.PlanError` with its path where it is not for ``placement``."""
+        times, held = self.times.values(), self.held.values()
+        lists = {
+            **{f"times.{kind}": each for kind, each in times.items()},
+            "activation": self.activation,
+            **{f"held.{share.name}": each for share, each in held.items()},
+            **({"standing": self.standing} if self.standing else {}),
+        }
+        for name, each in lists.items():
+            check_length(each, placement.stages, f"{at}.{name}", "stage")
+        hops = read_hops(self.hops, placement.ranks, f"{at}.hops")
+        return StageCosts(times, self.activation, self.comm, held, self.standing, self.one_way, hops)
+
+
+class RecordedForm(Form, frozen=True, kw_only=True):
+    """:class:`Recorded` in the file."""
+
+    version: int
+    iteration: Index
+    device: Name
+    schedule: ScheduleForm
+    planned_costs: StageCostsForm
+    costs: StageCostsForm
+    start: tuple[tuple[Moment, ...], ...]
+    end: tuple[tuple[Moment, ...], ...]
+    copies: tuple[tuple[tuple[str, Moment, Moment], ...], ...]
+    held: tuple[Annotated[tuple[tuple[Moment, Held], ...], Meta(min_length=1)], ...]
+
+
 def to_text(recorded: Recorded) -> str:
     """The recorded run as one JSON object."""
     timeline = recorded.timeline
-    return json.dumps(
-        {
-            "version": 1,
-            "iteration": recorded.iteration,
-            "device": recorded.device,
-            "schedule": to_record(timeline.schedule),
-            "planned_costs": _written(recorded.planned.costs),
-            "costs": _written(timeline.costs),
-            "start": timeline.start,
-            "end": timeline.end,
-            "copies": [[[str(work), *times] for work, *times in rank] for rank in timeline.copies],
-            "held": recorded.held,
-        }
+    schedule = replace(timeline.schedule, name=printable_name(timeline.schedule.name))
+    return encode(
+        RecordedForm(
+            version=_VERSION,
+            iteration=recorded.iteration,
+            device=printable_name(recorded.device),
+            schedule=ScheduleForm.of(schedule),
+            planned_costs=StageCostsForm.of(recorded.planned.costs),
+            costs=StageCostsForm.of(timeline.costs),
+            start=timeline.start,
+            end=timeline.end,
+            copies=tuple(tuple((str(work), start, end) for work, start, end in rank) for rank in timeline.copies),
+            held=recorded.held,
+        )
     )
 
 
@@ -66,63 +149,74 @@ def read_recorded(path: Path) -> Recorded:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    writer, text = "--pipeline-timeline writes such files", read_text(path, "recorded")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise PlanError(f"{path} is no JSON; {writer}", "recorded") from None
-    try:
-        return _read(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"holds something else: {error}"
-        raise PlanError(f"{path} is no recorded run: it {what}; {writer}", "recorded") from None
+    return read_file(path, "recorded", "recorded run", "--pipeline-timeline writes such files", from_text)
 
 
-def _read(data: Mapping[str, Any]) -> Recorded:
-    if data["version"] != 1:
-        raise ValueError(f"version {data['version']}, and 1 is read here")
-    schedule = from_record(data["schedule"])
-    start, end = (_times(data[name], schedule.order) for name in ("start", "end"))
-    copies = tuple(
-        tuple(Copy(Pass.parse(work), float(begun), float(over)) for work, begun, over in rank)
-        for rank in data["copies"]
+def from_text(text: str) -> Recorded:
+    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    check_version(text, _VERSION)
+    form = decode(text, RecordedForm)
+    schedule = form.schedule.schedule("$.schedule")
+    planned, measured = (
+        each.costs(schedule.placement, f"$.{name}")
+        for name, each in (("planned_costs", form.planned_costs), ("costs", form.costs))
     )
-    held = tuple(tuple((float(time), float(amount)) for time, amount in rank) for rank in data["held"])
+    _check_passes(form, schedule)
+    if form.held:
+        check_length(form.held, schedule.ranks, "$.held", "rank")
+    for rank, steps in enumerate(form.held):
+        _check_ascending([time for time, _ in steps], f"$.held[{rank}]")
+    timeline = simulate(schedule, planned)
+    for rank, (start, end) in enumerate(zip(timeline.start, timeline.end, strict=True)):
+        if end[-1] - start[0] < LEAST:
+            raise PlanError(f"$.planned_costs.times: the passes of rank {rank} must take time")
     return Recorded(
-        Timeline(schedule, _costs(data["costs"]), start, end, copies),
-        simulate(schedule, _costs(data["planned_costs"])),
-        int(data["iteration"]),
-        str(data["device"]),
-        held,
+        Timeline(schedule, measured, form.start, form.end, _copies(form, schedule)),
+        timeline,
+        form.iteration,
+        form.device,
+        form.held,
     )
 
 
-def _times(rows: Sequence[Sequence[Any]], order: Sequence[Sequence[Pass]]) -> tuple[tuple[float, ...], ...]:
-    found = tuple(tuple(float(time) for time in row) for row in rows)
-    if list(map(len, found)) != list(map(len, order)) or not all(map(math.isfinite, (t for row in found for t in row))):
-        raise ValueError("each pass must have a start and an end")
-    return found
+def _check_passes(form: RecordedForm, schedule: Schedule) -> None:
+    """Raise :class:`.PlanError` where passes of a rank do not begin and end one after another."""
+    for name, rows in (("start", form.start), ("end", form.end)):
+        check_length(rows, schedule.ranks, f"$.{name}", "rank")
+        for rank, (row, order) in enumerate(zip(rows, schedule.order, strict=True)):
+            check_length(row, len(order), f"$.{name}[{rank}]", "pass of the rank")
+    for rank, (start, end) in enumerate(zip(form.start, form.end, strict=True)):
+        for index, (begun, over) in enumerate(zip(start, end, strict=True)):
+            if over < begun - _APART:
+                raise PlanError(f"$.end[{rank}][{index}] is {over:g}, before the start of the pass at {begun:g}")
+            if index and begun < end[index - 1] - _APART:
+                raise PlanError(
+                    f"$.start[{rank}][{index}] is {begun:g}, before the end of the pass before it at {end[index - 1]:g}"
+                )
+        if sum(end) - sum(start) < LEAST:
+            raise PlanError(f"$.end[{rank}]: the passes of a rank must take time")
 
 
-def _written(costs: StageCosts) -> dict[str, Any]:
-    return {
-        "times": {kind.value: times for kind, times in costs.times.items()},
-        "activation": costs.activation,
-        "comm": costs.comm,
-        "held": {share.name: held for share, held in costs.held.items()},
-        "standing": costs.standing,
-        "one_way": costs.one_way,
-        "hops": [[*pair, latency] for pair, latency in costs.hops.items()],
-    }
+def _copies(form: RecordedForm, schedule: Schedule) -> tuple[tuple[Copy, ...], ...]:
+    if form.copies:
+        check_length(form.copies, schedule.ranks, "$.copies", "rank")
+    found = []
+    for rank, row in enumerate(form.copies):
+        copies, order = [], {work for work in schedule.order[rank] if KINDS[work.kind].resource is not Resource.COMPUTE}
+        for index, (cell, start, end) in enumerate(row):
+            at = f"$.copies[{rank}][{index}]"
+            work = read_pass(cell, at)
+            if work not in order:
+                raise PlanError(f"{at}: {work} is no copy that rank {rank} makes, or makes once more")
+            if end < start - _APART:
+                raise PlanError(f"{at} ends at {end:g}, before its start at {start:g}")
+            order.remove(work)
+            copies.append(Copy(work, start, end))
+        found.append(tuple(copies))
+    return tuple(found)
 
 
-def _costs(data: Mapping[str, Any]) -> StageCosts:
-    return StageCosts(
-        {Kind(kind): tuple(map(float, times)) for kind, times in data["times"].items()},
-        tuple(map(float, data["activation"])),
-        float(data["comm"]),
-        {Share[name]: tuple(map(float, held)) for name, held in data["held"].items()},
-        tuple(map(float, data["standing"])),
-        bool(data["one_way"]),
-        {(int(source), int(to)): float(latency) for source, to, latency in data["hops"]},
-    )
+def _check_ascending(times: Sequence[float], at: str) -> None:
+    for index, (time, later) in enumerate(pairwise(times), start=1):
+        if later < time - _APART:
+            raise PlanError(f"{at}[{index}] is at {later:g}, before the step before it at {time:g}")

@@ -34,6 +34,7 @@ class _Entry(NamedTuple):
         heeds: the parts of a request that not every schedule heeds, and this one does.
         needs: those of them that it cannot do without, and what they are.
         stated: whether its order is the same whatever passes cost.
+        splits: whether it may split backwards into I and W.
     """
 
     build: Callable[[Request, Progress], Schedule]
@@ -43,6 +44,7 @@ class _Entry(NamedTuple):
     heeds: tuple[str, ...] = ()
     needs: Mapping[str, str] = MappingProxyType({})
     stated: bool = False
+    splits: bool = True
 
 
 def _at_once(build: Callable[[Request], Schedule]) -> Callable[[Request, Progress], Schedule]:
@@ -83,6 +85,7 @@ _ENTRIES = {
         _sequential,
         chunks=1,
         stated=True,
+        splits=False,
     ),
     "eager-1f1b": _Entry(
         _at_once(one_chunk.eager_1f1b),
@@ -90,6 +93,7 @@ _ENTRIES = {
         _sequential,
         chunks=1,
         stated=True,
+        splits=False,
     ),
     "interleaved-1f1b": _Entry(
         _at_once(interleaved_1f1b.interleaved_1f1b),
@@ -97,6 +101,7 @@ _ENTRIES = {
         interleaved,
         heeds=("chunks",),
         stated=True,
+        splits=False,
     ),
     "zb-1p": _Entry(
         one_chunk.zb_1p,
@@ -115,6 +120,7 @@ _ENTRIES = {
         "two thirds of 1F1B's memory without splitting the backward",
         zigzag,
         chunks=2,
+        splits=False,
     ),
     "v-min": _Entry(
         v_shaped.v_min,
@@ -160,6 +166,11 @@ def describe(name: str) -> str:
 def follows_costs(name: str, *, shared_vocabulary: bool) -> bool:
     """Whether the order of schedule ``name`` depends on what passes cost, be it only where S and T stand in it."""
     return not _entry(name).stated or (shared_vocabulary and name != "file")
+
+
+def splits(name: str) -> bool:
+    """Whether schedule ``name`` may split backwards into I and W."""
+    return _entry(name).splits
 
 
 def names_following_costs() -> tuple[str, ...]:

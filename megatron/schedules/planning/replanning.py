@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.json_files import decode, encode
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.registry import plan
@@ -47,13 +47,12 @@ class Proposal:
 
     def to_text(self) -> str:
         """As one JSON object."""
-        return json.dumps({"before": self.before, "after": self.after, "csv": self.csv})
+        return encode(self)
 
     @staticmethod
     def from_text(text: str) -> Proposal:
-        """What :meth:`to_text` wrote."""
-        data = json.loads(text)
-        return Proposal(Expected(*data["before"]), Expected(*data["after"]), data["csv"])
+        """What :meth:`to_text` wrote; raises :class:`.PlanError` for anything else."""
+        return decode(text, Proposal)
 
 
 def propose(request: Request, current: Schedule) -> Proposal:

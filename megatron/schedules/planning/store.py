@@ -7,10 +7,14 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
+import msgspec
+
+from megatron.schedules.planning.answers import check_layers, check_plan, check_shares
+from megatron.schedules.planning.cache import Directory, UntrustedError, code_version, plans
+from megatron.schedules.planning.cache_lock import locked
+from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.progress import Progress, unheard
 from megatron.schedules.planning.registry import Request, plan
 from megatron.schedules.planning.relief import relieve, relieved, without_relief
@@ -26,8 +30,9 @@ _log = logging.getLogger(__name__)
 def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
     """:func:`plan`, which plans an equal request once only, even where many processes ask at the same time.
 
-    What takes no time is planned each time. Where nothing can be written each process plans for itself; the outcome is
-    the same. A file that holds anything but the plan asked for is written anew, and the log says so.
+    What takes no time is planned each time. Where nothing can be written each process plans for itself what it cannot
+    read; the outcome is the same. A file that others may have written, or that holds anything but a plan for this
+    request, is written anew, and the log says so.
 
     Args:
         request: what is asked for.
@@ -38,7 +43,13 @@ def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
     """
     if not takes_long(request):
         return plan(request, progress)
-    return _kept(_key(request), progress, lambda told: plan(request, told), to_record, from_record)
+
+    def found(record: Any) -> Schedule:
+        schedule = from_record(record)
+        check_plan(schedule, request)
+        return schedule
+
+    return _kept(_key(request), progress, lambda told: plan(request, told), to_record, found)
 
 
 def kept_spread(request: Request, progress: Progress = unheard) -> Request:
@@ -53,8 +64,10 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
     def record(found: Request) -> dict[str, Any]:
         return {"layers": found.costs.layers, "chunks": found.chunk_choices}
 
-    def found(record: dict[str, Any]) -> Request:
-        return placed(plain, tuple(record["layers"]), tuple(record["chunks"]))
+    def found(record: Any) -> Request:
+        kept = msgspec.convert(record, _Layers)
+        check_layers(kept.layers, kept.chunks, plain)
+        return placed(plain, kept.layers, kept.chunks)
 
     plain = without_relief(request)
     placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: spread_layers(plain, told), record, found)
@@ -75,11 +88,27 @@ def kept_relief(request: Request, progress: Progress = unheard) -> Request:
             "chunks": found.chunk_choices,
         }
 
-    def found(record: dict[str, Any]) -> Request:
-        redone, offloaded = (None if each is None else tuple(each) for each in (record["redone"], record["offloaded"]))
-        return relieved(request, redone, offloaded, tuple(record["chunks"]))
+    def found(record: Any) -> Request:
+        kept = msgspec.convert(record, _Shares)
+        check_shares(kept.redone, kept.offloaded, kept.chunks, request)
+        return relieved(request, kept.redone, kept.offloaded, kept.chunks)
 
     return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told, kept_plan), record, found)
+
+
+class _Layers(msgspec.Struct, forbid_unknown_fields=True):
+    """A layer partition on disk: layers of each stage, and the stages a rank may hold."""
+
+    layers: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+class _Shares(msgspec.Struct, forbid_unknown_fields=True):
+    """Recompute and offload on disk: shares of each stage's layers, and the stages a rank may hold."""
+
+    redone: tuple[float, ...] | None
+    offloaded: tuple[float, ...] | None
+    chunks: tuple[int, ...]
 
 
 def _kept[Made](
@@ -87,38 +116,57 @@ def _kept[Made](
     progress: Progress,
     make: Callable[[Progress], Made],
     record_of: Callable[[Made], dict[str, Any]],
-    made_of: Callable[[dict[str, Any]], Made],
+    made_of: Callable[[Any], Made],
 ) -> Made:
-    """What is kept for ``key``, or else is made now."""
-    path = folder() / f"{key}.json"
-    with locked(path, progress) as lock:
-        if lock is None:
+    """What is kept for ``key``, or else is made now.
+
+    It is read without a lock, since files are replaced whole: many processes read at once, and from a directory that
+    they cannot write to. Only who has to make it locks it.
+    """
+    with plans() as directory:
+        if directory is None:
             return make(progress)
-        found = _read(path, key, made_of)
-        if found is None:
-            found = make(lock.telling(progress))
-            record = record_of(found)
-            write_whole(path, json.dumps(record | {"kept": _mark(key, record)}))
-        return found
+        name = f"{key}.json"
+        before = directory.version(name)
+        found, wrong = _read(directory, name, key, made_of)
+        if found is not None:
+            return found
+        if wrong:
+            _log.warning("pipeline schedule: %s: planned anew", wrong)
+        with locked(directory, name, progress, until=lambda: directory.version(name) != before) as lock:
+            if directory.version(name) != before:  # another process has made it since
+                found, _ = _read(directory, name, key, made_of)
+            if found is None:
+                found = make(lock.telling(progress) if lock else progress)
+                record = record_of(found)
+                directory.write(name, json.dumps(record | {"kept": _mark(key, record)}))
+            return found
 
 
 def takes_long(request: Request) -> bool:
-    """Whether its plan is kept: one that is searched for, or a large one."""
-    return request.schedule == "adaptive" or request.ranks * request.microbatches >= _LARGE
+    """Whether its plan is kept: one that is searched for, or a large one. A CSV is read as fast as a kept plan."""
+    large = request.schedule != "file" and request.ranks * request.microbatches >= _LARGE
+    return request.schedule == "adaptive" or large
 
 
-def _read[Made](path: Path, key: str, made_of: Callable[[dict[str, Any]], Made]) -> Made | None:
-    """What was made for ``key`` and is in ``path``; None where nothing is."""
+def _read[Made](
+    directory: Directory, name: str, key: str, made_of: Callable[[Any], Made]
+) -> tuple[Made | None, str | None]:
+    """What was made for ``key``, or None; and what is wrong with its file, where anything is."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(directory.read(name))
         if record.pop("kept") == _mark(key, record):
-            return made_of(record)
+            return made_of(record), None
+        why = "it is damaged, or was made for another request"
     except FileNotFoundError:
-        return None
+        return None, None
+    except UntrustedError as error:
+        return None, str(error)
+    except PlanError as error:
+        why = one_line(str(error))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    _log.warning("%s does not hold the plan it was made for, or not all of it: planned anew", path)
-    return None
+        why = "it cannot be read"
+    return None, f"{directory.path / name} does not hold the plan it was made for, or not all of it ({why})"
 
 
 def _mark(key: str, record: dict[str, Any]) -> dict[str, str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import operator
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from megatron.schedules.planning import placement as placements
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.json_files import Count, Form, Index, Name, convert, decode
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Rows, Schedule
@@ -94,6 +97,66 @@ def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
     return Placement("custom", found)
 
 
+class PlacementForm(Form, frozen=True, kw_only=True):
+    """A placement in a file."""
+
+    name: Name
+    rank_of: Annotated[tuple[Index, ...], Meta(min_length=1)]
+
+    @staticmethod
+    def of(placement: Placement) -> PlacementForm:
+        """``placement`` as it is written."""
+        return PlacementForm(name=placement.name, rank_of=placement.rank_of)
+
+    def placement(self, at: str) -> Placement:
+        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        try:
+            return Placement(self.name, self.rank_of)
+        except PlanError as error:
+            raise PlanError(f"{at}.rank_of: {error}") from None
+
+
+class ScheduleForm(Form, frozen=True, kw_only=True):
+    """A schedule in a file."""
+
+    name: Name
+    placement: PlacementForm
+    microbatches: Count
+    order: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(schedule: Schedule) -> ScheduleForm:
+        """``schedule`` as it is written."""
+        return ScheduleForm(
+            name=schedule.name,
+            placement=PlacementForm.of(schedule.placement),
+            microbatches=schedule.microbatches,
+            order=tuple(tuple(map(str, row)) for row in schedule.order),
+        )
+
+    def schedule(self, at: str = "$") -> Schedule:
+        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        placement = self.placement.placement(f"{at}.placement")
+        order: Rows = tuple(
+            tuple(read_pass(cell, f"{at}.order[{rank}][{index}]") for index, cell in enumerate(row))
+            for rank, row in enumerate(self.order)
+        )
+        schedule = Schedule(self.name, placement, self.microbatches, order)
+        try:
+            validate(schedule)
+        except PlanError as error:
+            raise PlanError(f"{at}.order: {error}") from None
+        return schedule
+
+
+def read_pass(cell: str, at: str) -> Pass:
+    """The pass that is written as ``cell``; raises :class:`PlanError` with its path where it is none."""
+    try:
+        return Pass.parse(cell)
+    except PlanError as error:
+        raise PlanError(f"{at}: {error}") from None
+
+
 def to_json(schedule: Schedule, extra: dict[str, Any] | None = None) -> str:
     """The schedule as one JSON object; ``extra`` (costs, results) is added under its own keys."""
     record = to_record(schedule)
@@ -103,30 +166,21 @@ def to_json(schedule: Schedule, extra: dict[str, Any] | None = None) -> str:
 
 def to_record(schedule: Schedule) -> dict[str, Any]:
     """The schedule as what JSON is made of."""
-    return {
-        "name": schedule.name,
-        "placement": {"name": schedule.placement.name, "rank_of": list(schedule.placement.rank_of)},
-        "microbatches": schedule.microbatches,
-        "order": [[str(work) for work in row] for row in schedule.order],
-    }
+    record: dict[str, Any] = msgspec.to_builtins(ScheduleForm.of(schedule))
+    return record
 
 
 def from_json(text: str) -> Schedule:
     """Read what :func:`to_json` wrote; raises :class:`PlanError` for anything else."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return decode(text, ScheduleForm).schedule()
+    except PlanError as error:
         raise PlanError(f"this JSON is not a schedule: {error}") from None
-    return from_record(data)
 
 
 def from_record(data: Any) -> Schedule:
     """Read what :func:`to_record` made; raises :class:`PlanError` for anything else."""
     try:
-        placement = Placement(data["placement"]["name"], tuple(data["placement"]["rank_of"]))
-        order: Rows = tuple(tuple(Pass.parse(cell) for cell in row) for row in data["order"])
-        schedule = Schedule(str(data["name"]), placement, operator.index(data["microbatches"]), order)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return convert(data, ScheduleForm).schedule()
+    except PlanError as error:
         raise PlanError(f"this JSON is not a schedule: {error}") from None
-    validate(schedule)
-    return schedule

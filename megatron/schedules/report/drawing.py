@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.schedules.planning.files import make_folder, write_text
+from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.recorded import Recorded, to_text
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report.figures import counted, title
@@ -56,7 +58,7 @@ def of_run(recorded: Recorded) -> Drawing:
     schedule = recorded.timeline.schedule
     caption = (
         f"{counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, measured on "
-        f"{recorded.device}. {explained(recorded)}"
+        f"{printable_name(recorded.device)}. {explained(recorded)}"
     )
     return Drawing(views(recorded), f"{title(schedule.name)}, iteration {recorded.iteration}", caption, "ms")
 
@@ -90,10 +92,10 @@ def write_run(recorded: Recorded, folder: Path) -> list[str]:
     Raises:
         OSError: where it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     drawing = of_run(recorded)
     written = [name for name, form in FILES.items() if drawing.passes <= FORMS[form]]
-    (folder / RUN).write_text(to_text(recorded), encoding="utf-8")
+    write_text(folder / RUN, to_text(recorded))
     for name in written:
-        (folder / name).write_text(drawn(drawing, FILES[name]), encoding="utf-8")
+        write_text(folder / name, drawn(drawing, FILES[name]))
     return [*written, RUN]

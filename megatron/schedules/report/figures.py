@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.simulate import Timeline
 
 
@@ -81,8 +82,11 @@ def reference_memory(timeline: Timeline) -> int:
 
 
 def title(name: str) -> str:
-    """A schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B."""
-    parts = name.split("-")
+    """A schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B.
+
+    A file may hold any name: what is shown of it is printable and not too long.
+    """
+    parts = printable_name(name).split("-")
     return "-".join(part.upper() if len(part) < 3 or part[0].isdigit() else part.capitalize() for part in parts)
 
 

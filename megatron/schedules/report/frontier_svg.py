@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import number, ticks
+from megatron.schedules.report.markup import markup
 
 _WIDTH, _HEIGHT = 960, 578
 _LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 96
@@ -82,7 +82,7 @@ def draw_frontier(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
         f'height="{_HEIGHT}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_n(_SIZE)}">\n'
-        f'<title id="t">{escape(heading)}</title><desc id="d">{escape(caption)}</desc>\n'
+        f'<title id="t">{markup(heading)}</title><desc id="d">{markup(caption)}</desc>\n'
         f"<style>{_style()}</style>\n"
         f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
     )
@@ -156,7 +156,7 @@ class _Chart:
         near = min(max(x, left), left + width)
         if max(abs(middle - y), abs(near - x)) > 14:
             self.parts.append(f'<path class="lead" d="M{_n(x)} {_n(y)}L{_n(near)} {_n(middle)}"/>')
-        self.text(left, middle + 4, escape(text), "theirs" if group[0].project else "ours")
+        self.text(left, middle + 4, markup(text), "theirs" if group[0].project else "ours")
 
     def covered(self, box: Box) -> float:
         """The area a label there would cover, what leaves the plane counting most."""
@@ -166,7 +166,7 @@ class _Chart:
 
     def words(self, heading: str, caption: str) -> None:
         """The heading, the legend and the caption."""
-        self.text(18, 28, escape(heading), "head")
+        self.text(18, 28, markup(heading), "head")
         x, y = float(_LEFT), _HEIGHT - 36
         for shape, meaning in _LEGEND.items():
             if any(f'"{look}"' in shape for look in {"again", "offload"} - self.looks):
@@ -175,7 +175,7 @@ class _Chart:
             x += 24 if "h18" in shape else 10
             self.text(x, y, meaning, "faint")
             x += len(meaning) * _LETTER + 18
-        self.text(_LEFT, _HEIGHT - 16, escape(caption), "faint")
+        self.text(_LEFT, _HEIGHT - 16, markup(caption), "faint")
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
         """A line of text; ``content`` is markup."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import pairwise
 from textwrap import wrap
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from megatron.schedules.report.figures import (
     title,
 )
 from megatron.schedules.report.lanes import Lane, copied, lanes
+from megatron.schedules.report.markup import markup
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18
@@ -147,7 +147,7 @@ class _Sheet:
         self.text(
             _MARGIN,
             self.y + 18,
-            f'<tspan class="name">{escape(f"{title(found.name)} {label}".rstrip())}</tspan>'
+            f'<tspan class="name">{markup(f"{title(found.name)} {label}".rstrip())}</tspan>'
             f'<tspan class="faint" dx="12">bubble</tspan>'
             f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
@@ -233,7 +233,7 @@ class _Sheet:
         for time in marks:
             self.text(self.x(time), self.y + 15, number(time), "faint middle small")
         words = f"time, {self.unit}" if self.unit else "time"
-        self.text(_LEFT - 8, self.y + 15, words, "faint end small")
+        self.text(_LEFT - 8, self.y + 15, markup(words), "faint end small")
         self.y += 22
 
     def legend(self) -> None:
@@ -265,7 +265,7 @@ class _Sheet:
     def caption(self, caption: str) -> None:
         """Plain words, in as many lines as they need."""
         for line in wrap(caption, _LINE):
-            self.text(_LEFT, self.y + 10, escape(line), "faint")
+            self.text(_LEFT, self.y + 10, markup(line), "faint")
             self.y += 20
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
@@ -290,7 +290,7 @@ class _Sheet:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
             f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="12">\n'
-            f'<title id="t">{escape(heading)}</title><desc id="d">{escape(described)}</desc>\n'
+            f'<title id="t">{markup(heading)}</title><desc id="d">{markup(described)}</desc>\n'
             f"<style>{self.style()}</style>\n"
             f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
         )

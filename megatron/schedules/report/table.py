@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.schedules.planning.errors import one_line
+from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.report.figures import Figures, number, percent
 
 
@@ -89,7 +91,7 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
     for row in rows:
         found = row.result
         if isinstance(found, str):
-            records.append({"schedule": row.name, "reason": found})
+            records.append({"schedule": row.name, "reason": one_line(found)})
         else:
             records.append(
                 {
@@ -118,9 +120,9 @@ def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[st
 def _cells(row: Row, relief: bool) -> list[str]:
     found = row.result
     if isinstance(found, str):
-        return [row.name, found]
+        return [printable_name(row.name), one_line(found)]
     return [
-        row.name,
+        printable_name(row.name),
         percent(found.bubble),
         percent(found.span_bubble),
         number(found.peak),

@@ -11,6 +11,7 @@ from rich.text import Text
 from megatron.schedules.planning.kinds import KINDS, Kind, Resource
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
@@ -73,7 +74,7 @@ class _Frame:
         """One timeline: heading, a row a rank, the time axis, the figures."""
         found, schedule = figures(timeline), timeline.schedule
         text = Text()
-        text.append(f"{title(schedule.name)} {label}".rstrip(), Style(bold=True))
+        text.append(printable(f"{title(schedule.name)} {label}").rstrip(), Style(bold=True))
         text.append(
             f": {counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, "
             f"{counted(schedule.placement.chunks, 'chunk')} a rank\n"

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.schedules.report import palette
 from megatron.schedules.report.figures import figures, number, percent
 from megatron.schedules.report.idle import gaps, idle
 from megatron.schedules.report.idle_table import idle_table
+from megatron.schedules.report.markup import markup
 from megatron.schedules.report.packed import TICKS, Packer, packed
 from megatron.schedules.report.views import View, extent, slowest_stage
 
@@ -56,12 +56,12 @@ def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: 
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src {_hash(style)}; \
 script-src {_hash(script)}">
 <meta name="viewport" content="width=device-width">
-<title>{escape(heading)}</title>
+<title>{markup(heading)}</title>
 <style>{style}</style>
 </head>
 <body>
-<h1>{escape(heading)}</h1>
-<p>{escape(caption)}</p>
+<h1>{markup(heading)}</h1>
+<p>{markup(caption)}</p>
 <dl id="cards">{_cards(shown, unit)}</dl>
 <div id="tools">
 <div class="legend">{_legend(shown)}</div>
@@ -147,7 +147,7 @@ def _cards(shown: Sequence[View], unit: str) -> str:
         amount = f"{number(most)} microbatches"
     cards.append((f"Most activations, {last.label}", amount, f"on rank {peaks.index(most)}"))
     return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(more)}</small></dd></div>"
+        f"<div><dt>{markup(name)}</dt><dd>{markup(value)} <small>{markup(more)}</small></dd></div>"
         for name, value, more in cards
     )
 
@@ -156,7 +156,7 @@ def _legend(shown: Sequence[View]) -> str:
     """A swatch for each kind that there is; the script paints it."""
     there: set[Kind] = {kind for view in shown for kind in view.timeline.schedule.kinds}
     swatches = "".join(
-        f'<span><canvas class="swatch" data-kind="{kind}"></canvas>{kind} {escape(row.meaning)}</span>'
+        f'<span><canvas class="swatch" data-kind="{kind}"></canvas>{kind} {markup(row.meaning)}</span>'
         for kind, row in KINDS.items()
         if kind in there
     )
@@ -167,5 +167,5 @@ def _legend(shown: Sequence[View]) -> str:
 def _foldable(heading: str, table: str, view: View) -> str:
     """A table under its heading, folded where it is long."""
     if view.timeline.schedule.ranks <= _MANY:
-        return f'<h2>{escape(heading)}</h2><div class="wide">{table}</div>'
-    return f'<details><summary>{escape(heading)}</summary><div class="wide">{table}</div></details>'
+        return f'<h2>{markup(heading)}</h2><div class="wide">{table}</div>'
+    return f'<details><summary>{markup(heading)}</summary><div class="wide">{table}</div></details>'

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -162,21 +162,38 @@ class _OnStream:
         self._cuda.current_stream(self._device).wait_event(self.event)
 
 
+class Pace(NamedTuple):
+    """What copies are slowed down by.
+
+    Args:
+        now: seconds of a clock that only goes forward.
+        sleep: returns when so many seconds have passed on that clock.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+
+
+_REAL = Pace()
+
+
 class ThreadCopies:
     """Copies of a CPU that stands for a device, in a thread for each direction, no faster than is given.
 
     Args:
         gbps: 10**9 bytes a second of each direction.
         both_ways: whether each direction has a thread.
+        pace: the clock that tells how long copies take.
     """
 
     smallest = 1
 
-    def __init__(self, gbps: float = math.inf, both_ways: bool = True) -> None:
+    def __init__(self, gbps: float = math.inf, both_ways: bool = True, pace: Pace = _REAL) -> None:
         self.device = torch.device("cpu")
         self.watch: CopyWatch | None = None
-        self._out = _Lane(gbps)
-        self._back = _Lane(gbps) if both_ways else self._out
+        self._pace = pace
+        self._out = _Lane(gbps, pace)
+        self._back = _Lane(gbps, pace) if both_ways else self._out
 
     def allocate(self, size: int) -> Tensor:
         """See :meth:`Copies.allocate`."""
@@ -184,24 +201,24 @@ class ThreadCopies:
 
     def to_host(self, pairs: Sequence[Pair], after: Copying | None = None) -> Copying:
         """See :meth:`Copies.to_host`."""
-        return self._out.post(_InThread(pairs, after, self.watch))
+        return self._out.post(_InThread(pairs, after, self.watch, self._pace.now()))
 
     def from_host(self, pairs: Sequence[Pair]) -> Copying:
         """See :meth:`Copies.from_host`."""
-        return self._back.post(_InThread(pairs, None, self.watch))
+        return self._back.post(_InThread(pairs, None, self.watch, self._pace.now()))
 
 
 class _Lane:
     """A thread that copies, which is there from the first copy on for as long as this object is."""
 
-    def __init__(self, gbps: float) -> None:
-        self._bytes_a_second = 1e9 * gbps
+    def __init__(self, gbps: float, pace: Pace) -> None:
+        self._bytes_a_second, self._pace = 1e9 * gbps, pace
         self._posted: SimpleQueue[_InThread | None] | None = None
 
     def post(self, copying: _InThread) -> _InThread:
         if self._posted is None:
             self._posted = SimpleQueue()
-            args = self._posted, self._bytes_a_second
+            args = self._posted, self._bytes_a_second, self._pace
             threading.Thread(target=_carry_out, args=args, name="pipeline copies", daemon=True).start()
             weakref.finalize(self, self._posted.put, None)
         self._posted.put(copying)
@@ -211,10 +228,10 @@ class _Lane:
 class _InThread:
     """Copies that a lane has, or has had."""
 
-    def __init__(self, pairs: Sequence[Pair], after: Copying | None, watch: CopyWatch | None) -> None:
+    def __init__(self, pairs: Sequence[Pair], after: Copying | None, watch: CopyWatch | None, begun: float) -> None:
         self._pairs, self._after = pairs, after
         self._mark = _unwatched if watch is None else watch.copying()
-        self._begun = time.monotonic()
+        self._begun = begun
         self._over = threading.Event()
         self._error: Exception | None = None
 
@@ -223,7 +240,7 @@ class _InThread:
         if self._error is not None:
             raise self._error
 
-    def carry_out(self, free_at: float, bytes_a_second: float) -> float:
+    def carry_out(self, free_at: float, bytes_a_second: float, pace: Pace) -> float:
         """Copy, and take as long as that takes at such a rate from when the lane was free; returns when it ended."""
         pairs, after, self._pairs, self._after = self._pairs, self._after, (), None
         end = max(free_at, self._begun)
@@ -234,7 +251,7 @@ class _InThread:
             for source, target in pairs:
                 target.copy_(source)
             end += sum(source.nbytes for source, _ in pairs) / bytes_a_second
-            time.sleep(max(0.0, end - time.monotonic()))
+            pace.sleep(max(0.0, end - pace.now()))
             self._mark()
         except Exception as error:
             self._error = error
@@ -242,10 +259,10 @@ class _InThread:
         return end
 
 
-def _carry_out(posted: SimpleQueue[_InThread | None], bytes_a_second: float) -> None:
+def _carry_out(posted: SimpleQueue[_InThread | None], bytes_a_second: float, pace: Pace) -> None:
     free_at = 0.0
     while (copying := posted.get()) is not None:
-        free_at = copying.carry_out(free_at, bytes_a_second)
+        free_at = copying.carry_out(free_at, bytes_a_second, pace)
         del copying  # which is not kept while there is nothing to do
 
 

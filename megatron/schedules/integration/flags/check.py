@@ -6,24 +6,29 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
 from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
+from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.later import after_megatron
 from megatron.schedules.integration.flags.memory_limit import with_memory_limit
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.flags.replan import check_replan, measures_limit, with_first_limit
-from megatron.schedules.integration.flags.supposed import device_memory, is_first, supposed_gpus, supposes
+from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
-from megatron.schedules.planning.errors import PlanError, one_line
+from megatron.schedules.planning.cache import plans_directory
+from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
 from megatron.schedules.planning.host import taken
-from megatron.schedules.planning.keeping import folder
+from megatron.schedules.planning.limits import check_size
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
@@ -61,15 +66,8 @@ def check(args: Any) -> Planned | None:
         return _checked(args)
     except PlanError as error:
         message = error.told(FLAGS)
-        named = message.startswith("--")
+        named = message.startswith(("--", "$"))
         refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
-
-
-def refuse(message: str) -> NoReturn:
-    """End this process with status 2; the first rank says why, in one line."""
-    if is_first():
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(message)}\n")
-    raise SystemExit(2)
 
 
 def _checked(args: Any) -> Planned | None:
@@ -79,6 +77,8 @@ def _checked(args: Any) -> Planned | None:
         if ours:
             raise PlanError(f"{FLAGS[ours[0]]} goes with --pipeline-schedule: name one of {', '.join(NAMES)}")
         return None
+    check_environment()
+    check_bounds(args)
     device_memory(args)  # refused before anything is planned
     if supposes(args):
         args.world_size, _ = supposed_gpus(args)
@@ -98,6 +98,8 @@ def _checked(args: Any) -> Planned | None:
     if name == "adaptive" and (fault := unsplittable(args)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(args)
+    if measures_limit(args) and not supposes(args):  # refused before a search
+        after_megatron("megatron.schedules.integration.memory_left").can_be_measured()
     request = _request(args)
     _check_layers(args)
     if placed_by_planner(args):
@@ -151,12 +153,12 @@ def planned(request: Request) -> Schedule:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
-        said = f"searches some {search_seconds(request):.0f} s, unless {folder()} has the plan"
+        said = f"searches some {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
     else:
-        said = f"planned anew unless {folder()} has the plan" if takes_long(request) else ""
+        said = f"planned anew unless {plans_directory()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"
     if said and is_first():
-        sys.stdout.write(f"{what}: {said}\n")
+        sys.stdout.write(f"{what}: {printable(said)}\n")
         sys.stdout.flush()
     with shown(what, sys.stdout if is_first() else None) as progress:
         return kept_plan(request, progress)
@@ -180,11 +182,12 @@ def _request(args: Any) -> Request:
         PlanError: naming the flag that cannot be read.
     """
     file = args.pipeline_schedule_file
-    chunks = integer(FLAGS["chunks"], args.pipeline_schedule_chunks, 1, "a rank holds 1 chunk or more")
+    least, most = BOUNDS[FLAGS["chunks"]]
+    chunks = integer(FLAGS["chunks"], args.pipeline_schedule_chunks, least, "a rank holds 1 chunk or more", most)
     request = Request(
         schedule=args.pipeline_schedule,
         ranks=args.pipeline_model_parallel_size,
-        microbatches=_microbatches(args),
+        microbatches=_microbatches(args, chunks),
         chunks=chunks or 2,
         csv=None if file is None else read_text(Path(file), "csv"),
     )
@@ -215,7 +218,7 @@ def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
     return (found[-1:] if depends else found) or (1,)
 
 
-def _microbatches(args: Any) -> int:
+def _microbatches(args: Any, chunks: int | None) -> int:
     """n, as stock will compute it; stock's own message would come only after processes have met."""
     across = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     data_parallel, rest = divmod(args.world_size, across)
@@ -224,8 +227,8 @@ def _microbatches(args: Any) -> int:
             f"{args.world_size} processes do not divide into tensor x pipeline x context parallel = {across} ranks; "
             f"start a multiple of {across}"
         )
-    if not args.micro_batch_size or args.micro_batch_size < 1:
-        raise PlanError(f"--micro-batch-size must be at least 1, not {args.micro_batch_size}")
+    if args.micro_batch_size is None:
+        raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
     each = args.micro_batch_size * data_parallel
     flag, batches = _batches(args, each)
     # Steps that are behind a run may not divide on the GPUs it has now, as stock knows.
@@ -235,6 +238,11 @@ def _microbatches(args: Any) -> int:
             f"{flag} {batches[0]} gives {batches[0] / each:g} microbatches; it must be 1 or more times "
             f"micro batch {args.micro_batch_size} x data parallel {data_parallel} = {each}"
         )
+    for batch in fitting:
+        size, microbatches = args.pipeline_model_parallel_size, batch // each
+        chunks_too = "" if chunks is None else f" and {FLAGS['chunks']} {chunks}"
+        said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {microbatches} microbatches{chunks_too},"
+        check_size(size, microbatches, chunks, said)
     return fitting[0] // each
 
 

@@ -23,6 +23,7 @@ from megatron.schedules.planning import given
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.printable import printable
 from megatron.schedules.planning.profile_facts import Facts, Profile
 from megatron.schedules.planning.spread import as_layout
 
@@ -76,7 +77,7 @@ def costs_of(args: Any, stages: int) -> Costs:
 def assumed(args: Any, costs: Costs) -> str:
     """What a job says of the costs that it was planned for."""
     if args.pipeline_schedule_costs_file is not None:
-        said = f"measured times ({args.pipeline_schedule_costs_file})"
+        said = f"measured times ({printable(str(args.pipeline_schedule_costs_file))})"
     elif args.pipeline_schedule_costs is not None:
         said = f"F,I,W {args.pipeline_schedule_costs} as given"
     else:

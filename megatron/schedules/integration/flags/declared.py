@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
 from megatron.schedules.planning.registry import NAMES, describe
 
 # The flag of each part of a request, and of what else is asked about it.
@@ -88,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-search-seconds",
         metavar="S",
         help="For --pipeline-schedule adaptive: how long to search, in seconds of a usual core; without it 2 to 100 by "
-        "size. Give more for a long run. A plan is kept on disk ($MEGATRON_SCHEDULES_CACHE) and found at once again.",
+        "size. Give more for a long run. A plan is searched once and then read from the cache "
+        "($MEGATRON_SCHEDULES_CACHE, a directory of yours).",
     )
     group.add_argument(
         "--pipeline-recompute",
@@ -239,6 +241,7 @@ STOCK: megatron_flags.Flags = {
     "--hybrid-layer-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
     "--main-grads-dtype": (str, "fp32"),
+    "--linear-attention-freq": (la_freq_type, None),
     "--max-position-embeddings": (int, None),
     "--micro-batch-size": (int, None),
     "--moe-expert-rank-capacity-factor": (float, None),
@@ -247,6 +250,7 @@ STOCK: megatron_flags.Flags = {
     "--no-bias-swiglu-fusion": (None, True),
     "--no-create-attention-mask-in-dataloader": (None, True),
     "--no-position-embedding": (None, True),
+    "--no-rope-freq": (no_rope_freq_type, None),
     "--no-rope-fusion": (None, True),
     "--normalization": (str, "LayerNorm"),
     "--num-distributed-optimizer-instances": (int, 1),
@@ -283,6 +287,7 @@ STOCK: megatron_flags.Flags = {
     "--use-rotary-position-embeddings": (None, False),
     "--use-torch-fsdp2": (None, False),
     "--use-transformer-engine-op-fuser": (None, False),
+    "--window-attn-skip-freq": (moe_freq_type, None),
     "--yaml-cfg": (str, None),
 }
 _NAMED_OTHERWISE = {

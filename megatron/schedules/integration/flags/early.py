@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.schedules.integration.flags.check import check, refuse
+from megatron.schedules.estimate.bounds import BOUNDS
+from megatron.schedules.estimate.layer_pattern import EXPRESSION
+from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.integration.flags.environment import check_environment, whole_variable
 from megatron.schedules.integration.flags.later import TooEarlyError
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.planning.errors import PlanError
 
+_OURS = "--pipeline-schedule"
 # With these Megatron takes its settings from elsewhere.
 _ELSEWHERE = ("use_checkpoint_args",)
 
@@ -22,19 +28,46 @@ def refuse_early(argv: Sequence[str]) -> None:
     """
     try:
         args, _ = _parser().parse_known_args(argv)
-        args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if args.pipeline_schedule is not None:
+            check_environment()
+        args.world_size = whole_variable("WORLD_SIZE", 1)
         if not any(getattr(args, name) for name in _ELSEWHERE):
             check(args)
-    except (TooEarlyError, ValueError):  # an odd WORLD_SIZE is Megatron's to refuse
+    except TooEarlyError:
         return
+    except _FlagError as error:
+        # Of our flags in one line, and of Megatron's beside them; of its own alone it says what it says.
+        if any(word.startswith(_OURS) for word in (*argv, error.flag)):
+            refuse(str(error))
+    except PlanError as error:
+        if args.pipeline_schedule is not None:
+            refuse(str(error))
+
+
+class _FlagError(Exception):
+    """What is wrong with one flag, as the parser sees it.
+
+    Args:
+        message: the parser's.
+    """
+
+    def __init__(self, message: str) -> None:
+        text = message.removeprefix("argument ")
+        self.flag = text.partition(":")[0]
+        if found := re.fullmatch(r"(\S+): invalid (int|\w+_freq_type) value: (.*)", text):
+            text = f"{self.flag} must be {self._works(found[2])}, not {found[3]}"
+        super().__init__(text)
+
+    def _works(self, kind: str) -> str:
+        if kind != "int":
+            return EXPRESSION
+        least, most = BOUNDS.get(self.flag, (0, None))
+        return f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Of our flags in one line; about its own Megatron says what it says."""
-        if message.startswith("argument --pipeline-schedule"):
-            refuse(message.removeprefix("argument "))
-        raise TooEarlyError(message)
+        raise _FlagError(message)
 
 
 def _parser() -> argparse.ArgumentParser:

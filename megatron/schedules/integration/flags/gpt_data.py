@@ -1,15 +1,19 @@
-"""Which of Megatron's flags about data :mod:`.gpt` cannot follow, told without importing Megatron."""
+"""Which of Megatron's flags about data :mod:`.gpt` cannot follow, and the files they name, without Megatron."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron.schedules.integration.flags.check import refuse
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.json_files import Index, decode, read_file
 
 # Flags that ask for samples of another make.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
+_SEQUENCES = "--per-dataset-sequences-path"
 
 
 def refuse_other_data(argv: Sequence[str]) -> None:
@@ -19,6 +23,7 @@ def refuse_other_data(argv: Sequence[str]) -> None:
         parser.add_argument(flag, action="store_true")
     for flag in ("--micro-batch-size", "--context-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
+    parser.add_argument(_SEQUENCES, type=Path)
     given, _ = parser.parse_known_args(argv)
     for flag in _OTHER_DATA:
         if flag in argv:
@@ -29,8 +34,25 @@ def refuse_other_data(argv: Sequence[str]) -> None:
         refuse("packed sequences go one sample at a time: give --micro-batch-size 1 and a longer --seq-length")
     if packs(given) and given.context_parallel_size > 1:
         refuse("packed sequences do not work with --context-parallel-size above 1 here; leave the flag out")
+    if given.per_dataset_sequences_path is not None:
+        sequences_per_dataset(given.per_dataset_sequences_path)
 
 
 def packs(args: Any) -> bool:
     """Whether a sample is several sequences end to end, each of which attends to itself only."""
     return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def sequences_per_dataset(path: Path) -> dict[str, tuple[int, int]]:
+    """How many sequences and documents each data set holds, by its path, as the JSON file ``path`` says.
+
+    Ends with status 2 and one line where it says something else.
+    """
+    writers = "tools/build_sequences_per_dataset.py of Megatron-LM writes such files"
+    try:
+        return read_file(path, None, "list of data sets", writers, lambda text: decode(text, _Datasets))
+    except PlanError as error:
+        refuse(f"{_SEQUENCES}: {error}")
+
+
+_Datasets = dict[str, tuple[Index, Index]]

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.schedules.integration.flags.as_built import number_bytes
 from megatron.schedules.planning.adaptive.plan import least_limit
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import decimal
 from megatron.schedules.planning.request import Request
 
 _GIB = 2**30
@@ -32,10 +33,7 @@ def with_memory_limit(args: Any, request: Request) -> Request:
     """
     text, memory = args.pipeline_memory_limit, request.costs.memory
     number, unit = (text[:-3], _GIB) if text.lower().endswith("gib") else (text, 1)
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
+    value = decimal(number)
     if not (math.isfinite(value) and value > 0):
         raise PlanError(f"--pipeline-memory-limit {text!r} is neither a fraction such as 0.5 nor such as 20GiB")
     if unit == 1:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.timeline import timeline_asked, usual_iterations
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.files import objection
 
 
 class ProfileAsked(NamedTuple):
@@ -50,7 +51,7 @@ def profile_asked(args: Any) -> ProfileAsked | None:
                 f"{to_file} writes what {flag} measures, which is missing: give it too, such as {flag} 5-10"
             )
         return None
-    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
     counted, last = map(int, found.groups()) if found else (0, 0)
     if not found or counted < 1:
         raise PlanError(f"{flag} {text!r} is not two iterations with a dash between, from 1 on: write it as in 5-10")
@@ -70,6 +71,6 @@ def _writable(flag: str, file: Path) -> Path:
     elsewhere = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0"
     if elsewhere:
         return file
-    if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
-        raise PlanError(f"{flag} {file} cannot be written: name a file in a folder that is there")
+    if why := objection(file):
+        raise PlanError(f"{flag} {file} cannot be written: name a file in a folder that is there and writable ({why})")
     return file

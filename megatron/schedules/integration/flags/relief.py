@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.integration.flags.supposed import supposes
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
@@ -75,7 +75,7 @@ def check_host(args: Any, costs: Costs, microbatches: float) -> float:
     if costs.memory is None or not microbatches:
         return 0.0
     each = microbatches * costs.memory.of_rank(args.pipeline_model_parallel_size)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = whole_variable("LOCAL_WORLD_SIZE", 1)
     free = None if supposes(args) else available_host_bytes()
     if free is not None and each * ranks > free:
         raise PlanError(

@@ -6,7 +6,9 @@ import math
 import os
 from typing import Any
 
+from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, positive
 
@@ -25,16 +27,16 @@ def supposed_gpus(args: Any) -> tuple[int, str]:
         args: with ``pipeline_dry_run``, the flag's text, empty where it names no number.
 
     Raises:
-        PlanError: where the flag's number is none.
+        PlanError: where the number is none.
     """
     flag = FLAGS["dry_run"]
-    given = integer(flag, args.pipeline_dry_run or None, 1, "the number of GPUs that the job would have")
+    _, most = BOUNDS[flag]
+    given = integer(flag, args.pipeline_dry_run or None, 1, "the number of GPUs that the job would have", most)
     if given is not None:
         return given, "as given"
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text), f"from ${name}"
+        if os.environ.get(name):
+            return whole_variable(name, 1), f"from ${name}"
     return _one_replica(args), f"one replica of the model; {flag} GPUS says another number"
 
 
@@ -55,12 +57,6 @@ def device_memory(args: Any) -> float | None:
     value = positive(flag, text[: -len(unit)].strip(), "a size such as 80GiB")
     assert value is not None
     return value * _UNITS[unit]
-
-
-def is_first() -> bool:
-    """Whether this is the process that speaks for a job, whoever started it."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return rank in ("", "0")
 
 
 def _one_replica(args: Any) -> int:

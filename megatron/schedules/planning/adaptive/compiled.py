@@ -1,13 +1,15 @@
-"""Inner loops as machine code, compiled once on a machine and kept where plans are kept."""
+"""Inner loops as machine code, compiled once for a user and kept in a directory of the user's own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.planning.keeping import code_version, folder, locked, write_whole
+from megatron.schedules.planning.cache import Directory, code_version, compiled_code, fault_within
+from megatron.schedules.planning.cache_lock import locked
 from megatron.schedules.planning.list_scheduling import Instance, Policy, list_schedule
 
 _SUMS = "sums.json"
@@ -51,28 +54,57 @@ def policy_type() -> Any:
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """``function`` compiled for one signature, or its machine code as it was kept.
 
-    numba keeps its code in files that it trusts. So they are read and written by one process at a time, and only as
-    they were written: what has changed since is thrown away, compiled again, and the log says so.
+    numba keeps its code in pickles, and reading one runs it. So they are read only from a directory of this user's in
+    which nobody else can have written a file, by one process at a time, and only as they were written. What is not so
+    is thrown away and compiled again, and the log says so.
     """
     import numba
 
-    kept = folder() / "compiled" / f"{code_version()[:16]}-numba-{numba.__version__}"
-    with locked(kept) as lock:
-        if lock is None:
-            made: Callable[..., Any] = numba.njit(signature, nogil=True)(function)
-            return made
-        if kept.exists() and _read_sums(kept) != _sums(kept):
-            _log.warning("%s holds machine code other than was put there, or not all of it: compiled anew", kept)
-            shutil.rmtree(kept, ignore_errors=True)
-        try:
-            with _kept_in(kept):
-                made = numba.njit(signature, nogil=True, cache=True)(function)
-        except OSError:  # a full disk
-            made = numba.njit(signature, nogil=True)(function)
-        else:
-            if _read_sums(kept) != _sums(kept):
-                write_whole(kept / _SUMS, json.dumps(_sums(kept)))
+    def compile_it(**options: Any) -> Callable[..., Any]:
+        made: Callable[..., Any] = numba.njit(signature, nogil=True, **options)(function)
         return made
+
+    with compiled_code(f"{code_version()[:16]}-numba-{numba.__version__}") as directory:
+        if directory is None:
+            return compile_it()
+        with locked(directory, function.__name__) as lock:
+            if lock is None or not _usable(directory, function.__name__):
+                return compile_it()
+            kept = directory.pinned / function.__name__
+            try:
+                tempfile.TemporaryFile(dir=directory.pinned).close()  # numba tries so too, and else goes elsewhere
+                with _kept_in(kept):
+                    made = compile_it(cache=True)
+            except OSError:  # a full disk
+                return compile_it()
+            _make_private(kept)
+            if _read_sums(kept) != _sums(kept):
+                directory.write(f"{function.__name__}/{_SUMS}", json.dumps(_sums(kept)))
+            return made
+
+
+def _usable(directory: Directory, name: str) -> bool:
+    """Whether the code kept under ``name`` may be read, or there is none; what may not be read is deleted."""
+    kept = directory.pinned / name
+    if not os.path.lexists(kept):
+        return True
+    why = fault_within(kept)
+    if why is None and _read_sums(kept) == _sums(kept):
+        return True
+    _log.warning(
+        "pipeline schedule: %s holds machine code other than was put there, or not all of it%s: compiled anew",
+        directory.path / name,
+        f" ({why})" if why else "",
+    )
+    with suppress(OSError):
+        kept.unlink() if kept.is_symlink() or kept.is_file() else shutil.rmtree(kept)
+    return not os.path.lexists(kept)
+
+
+def _make_private(kept: Path) -> None:
+    """Undo what the umask let others do with the files that numba wrote; the directory above kept them out so far."""
+    for path in (kept, *kept.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def scheduled(

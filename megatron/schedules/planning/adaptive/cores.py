@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.given import whole
 
 THREADS_VARIABLE = "MEGATRON_SCHEDULES_THREADS"
 
@@ -29,6 +30,7 @@ def threads() -> int:
     given = os.environ.get(THREADS_VARIABLE)
     if not given:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not given.isdecimal() or int(given) < 1:
+    number = whole(given)
+    if number is None or number < 1:
         raise PlanError(f"${THREADS_VARIABLE} must be a whole number from 1 on, not {given!r}")
-    return int(given)
+    return number

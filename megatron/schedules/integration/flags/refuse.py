@@ -1,0 +1,76 @@
+"""How a job is refused: one line for all its processes, and status 2 for each."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.schedules.integration.flags.environment import is_first
+from megatron.schedules.planning.errors import one_line
+
+# For a lower rank to say why. Importing Megatron takes ranks of a busy machine seconds more or less.
+_PATIENCE = 20.0
+_LOOK_EVERY = 0.05
+_RANKS = ("RANK", "SLURM_PROCID")
+_ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
+# What all processes of a job have alike, and no two jobs on a machine.
+_OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def refuse(message: str) -> NoReturn:
+    """End this process with status 2; the first rank says why, in one line.
+
+    The others end after it: a launcher such as torchrun kills all ranks as soon as one has ended. Where only they
+    refuse, the lowest of them says why.
+    """
+    if is_first() or not _said_by_another():
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(message)}\n")
+        sys.stderr.flush()
+    raise SystemExit(2)
+
+
+def _said_by_another() -> bool:
+    """Wait until the lower ranks have ended, which leaves nothing to be said; False where they go on."""
+    lower = _lower_ranks()
+    # Where the first on this machine is not the first of the job, that runs on another one.
+    local = next((os.environ[name] for name in _ON_THIS_MACHINE if name in os.environ), "0")
+    elsewhere = not lower and local == "0"
+    end = time.monotonic() + _PATIENCE + len(lower)  # not all at once, where several wait in vain
+    while time.monotonic() < end:
+        if not elsewhere and not any(_environment(process) for process in lower):
+            return True
+        time.sleep(_LOOK_EVERY)
+    return False
+
+
+def _lower_ranks() -> list[Path]:
+    """The processes of this job on this machine that have a lower rank."""
+    own = _environment(Path("/proc/self"))
+    rank = _rank(own)
+    if rank is None:
+        return []
+    found = {process: _environment(process) for process in Path("/proc").glob("[0-9]*")}
+    return [
+        process
+        for process, environment in found.items()
+        if (other := _rank(environment)) is not None
+        and other < rank
+        and all(environment.get(name) == own.get(name) for name in _OF_A_JOB)
+    ]
+
+
+def _environment(process: Path) -> dict[str, str]:
+    """What ``process`` was started with; empty where it has ended, or is another user's."""
+    try:
+        entries = (process / "environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _rank(environment: dict[str, str]) -> int | None:
+    text = next((environment[name] for name in _RANKS if name in environment), "")
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -1,0 +1,91 @@
+"""The programs in tools/ with values that nobody can mean: each call ends soon, well or in one line."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.sweep import files
+from tests.sweep.calls import Flag, of_argparse, of_click, parser_of
+from tests.sweep.judged import faults
+from tests.sweep.programs import click_command
+from tests.sweep.values import values
+from tests.sweep.worker import ROOT, Call, Calls
+
+# Programs that people call, each with a call that works and is soon over. The others are parts of these.
+GRID = "--model 9.6B --gpus 8 --batch-size 8 --method 1F1B --jobs 1"
+BASES: dict[str, list[str]] = {
+    "collect_sweep": ["sweep"],
+    "demo_corpus": ["--output", "corpus.jsonl", "--megabytes", "0.01"],
+    "emulate_run": "--output run --pipeline-size 2 --microbatches 2 --unit-ms 0.1".split(),
+    "grid_search": GRID.split(),
+    "preprocess_data": ["--input", "conversation.jsonl", "--output-prefix", "corpus"],
+    "profile_passes": "--output profile.json --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1".split(),
+}
+# These start processes that work for a second or two in each call that is good: of their values, one of so many.
+SLOW = {"emulate_run": 16, "grid_search": 12}
+# What goes wrong together is told of any of these.
+RELATED = {
+    "--slow": ["--costs"],
+    "--sequence-length": ["passes and P2P latency may differ"],
+    "--json-keys": ["--output"],
+}
+# These do as many seconds of work as they are asked for.
+LONG = {"--relief", "--vocabulary-parallel", "--validate", "--top"}
+
+
+def flags_of(tool: str) -> list[Flag]:
+    module = importlib.import_module(f"tools.{tool}")
+    command = click_command(module)
+    return of_click(command) if command is not None else of_argparse(parser_of(module.main))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    files.good(folder)
+    (folder / "sweep").mkdir()
+    (folder / "sweep" / "candidates.csv").write_text("method,flags\n1F1B,--x 1\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(folder: Path) -> tuple[list[str], list[str]]:
+    return files.odd_inputs(folder), files.odd_outputs(folder)
+
+
+def calls_of(tool: str, places: tuple[list[str], list[str]], every: int) -> Sequence[Call]:
+    calls = [Call(BASES[tool]), Call([*BASES[tool], "--no-such-flag"], ["--no-such-flag"]), Call([])]
+    for flag in flags_of(tool):
+        if flag.name in LONG:
+            continue
+        start = BASES[tool] if flag.name else []
+        names = [flag.name, *RELATED.get(flag.name, [])] if flag.name else []
+        named = [flag.name] if flag.name else []
+        calls.append(Call([*start, *named], names))
+        if not flag.is_switch:
+            odd = values(flag.kinds, flag.choices, *places)
+            calls += [Call([*start, *named, each], names) for each in odd[:: every if len(odd) > 30 else 1]]
+    return calls
+
+
+def test_every_program_of_tools_is_swept():
+    programs = {
+        path.stem
+        for path in (ROOT / "tools").glob("*.py")
+        if not path.stem.startswith("_") and "__main__" in path.read_text()
+    }
+    assert programs == set(BASES)
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
+    tool: str, places: tuple[list[str], list[str]], folder: Path, pytestconfig: pytest.Config
+):
+    every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 4)
+    calls = calls_of(tool, places, every)
+    assert "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool)) == ""

@@ -1,0 +1,158 @@
+"""Training's flags, ours and those of Megatron's that our checks read, with values that nobody can mean.
+
+All of them before Megatron is imported, as any job reads them first; a part of them in dry runs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from tests.integration.results import MODEL, UNTIED
+from tests.sweep import files
+from tests.sweep.calls import Flag, of_argparse
+from tests.sweep.judged import faults
+from tests.sweep.values import Kind, short, values
+from tests.sweep.worker import Call, Calls
+
+PROGRAM = "pretrain_gpt.py: error: "
+JOB = [*MODEL, *UNTIED, "--train-iters", "10", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
+DRY = "--pipeline-dry-run"
+V_HALF = ["--pipeline-schedule", "v-half"]
+ADAPTIVE = "--pipeline-schedule adaptive --pipeline-memory-limit 0.7 --pipeline-search-seconds 0.01".split()
+# What a flag goes with; without it, whatever it says is refused for that.
+COMPANY = {
+    "--pipeline-schedule-chunks": ["--pipeline-schedule", "interleaved-1f1b"],
+    "--pipeline-schedule-file": ["--pipeline-schedule", "file"],
+    "--pipeline-memory-limit": ADAPTIVE,
+    "--pipeline-search-seconds": ADAPTIVE,
+    "--pipeline-recompute": ADAPTIVE,
+    "--pipeline-offload": ADAPTIVE,
+    "--pipeline-save-costs": ["--pipeline-profile-iterations", "3-5"],
+    "--pipeline-plan-lengths": ["--sft"],
+}
+# These launch a job, or say who is who in it.
+VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_RANK", "MEGATRON_SCHEDULES_CACHE")
+LAUNCHERS = dict.fromkeys(VARIABLES[:-1])
+ODD_VARIABLES = [
+    "",
+    " ",
+    "²",
+    "٣",
+    "-1",
+    "0",
+    "3",
+    "nan",
+    "1e3",
+    "9" * 30,
+    "9" * 5000,
+    "x",
+    "\x1b[31m",
+    "4\n",
+    "0x4",
+    "1_0",
+]
+
+
+def ours() -> list[Flag]:
+    return of_argparse(add_arguments(argparse.ArgumentParser(add_help=False)))
+
+
+def stock() -> list[Flag]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_stock_arguments(parser)
+    return of_argparse(parser)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture(scope="module")
+def places(folder: Path) -> tuple[list[str], list[str]]:
+    """Paths to read from, and to write to."""
+    good = files.good(folder)
+    read = [str(good[name]) for name in ("schedule.csv", "chunk-profile.json", "job-profile.json")]
+    return [*read, *files.odd_inputs(folder)], files.odd_outputs(folder)
+
+
+def odd(flag: Flag, places: tuple[list[str], list[str]], every: int = 1) -> Sequence[list[str]]:
+    """What stands after ``flag``: nothing, or a hostile value."""
+    if flag.is_switch:
+        return [[]]
+    found = values(flag.kinds, flag.choices, *places, every)
+    if flag.name == "--pipeline-search-seconds":
+        found = [each for each in found if short(each)]
+    return [[], *([each] for each in found)]
+
+
+def calls_of(flags: list[Flag], places: tuple[list[str], list[str]], every: int) -> Iterator[Call]:
+    for flag in flags:
+        company = COMPANY.get(flag.name, V_HALF)
+        names = [flag.name, *(word for word in company if word.startswith("--"))]
+        for value in odd(flag, places, every):
+            yield Call([*JOB, DRY, *V_HALF, *company, flag.name, *value], names, LAUNCHERS)
+
+
+def before_megatron(calls: list[Call], folder: Path) -> str:
+    return "\n".join(faults(Calls("before_megatron", folder).ended(calls), PROGRAM))
+
+
+def test_our_flags_are_refused_in_one_line_before_megatron_is_imported(places, folder: Path):
+    assert before_megatron(list(calls_of(ours(), places, 1)), folder) == ""
+
+
+def test_our_flags_without_what_they_go_with_are_refused_in_one_line(places, folder: Path):
+    calls = []
+    for flag in ours():
+        for value in odd(flag, places)[:12]:
+            calls.append(Call([*JOB, flag.name, *value], [flag.name], LAUNCHERS))
+            names = [flag.name, "--pipeline-memory-limit", DRY]
+            calls.append(Call([*JOB, *V_HALF, flag.name, *value], names, {**LAUNCHERS, "WORLD_SIZE": "4"}))
+            calls.append(Call([*JOB, DRY, *ADAPTIVE, flag.name, *value], [flag.name], LAUNCHERS))
+    assert before_megatron(calls, folder) == ""
+
+
+def test_sizes_of_megatrons_are_refused_in_one_line_before_it_is_imported(places, folder: Path):
+    few = ([], [])
+    assert before_megatron([call for call in calls_of(stock(), few, 1) if call.arguments], folder) == ""
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_an_odd_environment_is_refused_in_one_line_or_left_to_megatron(name: str, folder: Path):
+    calls = []
+    for value in ODD_VARIABLES:
+        if name in ("RANK", "SLURM_PROCID") and value.isdecimal() and value.strip("0"):
+            continue  # another process than the first leaves the words to that one
+        around = {**LAUNCHERS, name: value}
+        calls.append(Call([*JOB, *V_HALF], [], around))
+        calls.append(Call([*JOB, *V_HALF, DRY], [], around))
+        calls.append(Call([*JOB, *ADAPTIVE, DRY, "--device-memory", "1GiB"], [], around))
+    assert before_megatron(calls, folder) == ""
+
+
+def test_dry_runs_end_with_a_plan_or_in_one_line(places, folder: Path, pytestconfig: pytest.Config):
+    """Those of flags that the checks before Megatron let pass, or leave to it."""
+    every = 1 if pytestconfig.getoption("--full-matrix") else 8
+    calls = [call for flags in (ours(), stock()) for call in calls_of(flags, places, every)]
+    early = Calls("before_megatron", folder).ended(calls)
+    passed = [call for call, ending in early if ending.status == 0]
+    if every > 1:
+        passed = [call for at, call in enumerate(passed) if at % every == 0 or len(call.arguments[-1]) < 3]
+    ended = Calls("training", folder).ended(passed)
+    found = faults(ended, PROGRAM, good=(0, 3))
+    assert "\n".join(found) == ""
+
+
+def test_the_kinds_of_each_of_our_flags_are_told_by_its_declaration():
+    assert {flag.name for flag in ours() if not flag.kinds} == set()
+
+
+def test_a_number_is_what_a_size_of_megatrons_is():
+    kinds = {flag.name: flag.kinds for flag in stock()}
+    assert kinds["--hidden-size"] == {Kind.NUMBER}
