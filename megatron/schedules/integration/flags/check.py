@@ -224,8 +224,8 @@ def _microbatches(args: Any, chunks: int | None) -> int:
     if rest or not data_parallel:
         dry_run = f"{FLAGS['dry_run']} {args.world_size}: " if getattr(args, "pipeline_dry_run", None) else ""
         raise PlanError(
-            f"{dry_run}{args.world_size} processes do not divide into tensor x pipeline x context parallel = {across} ranks; "
-            f"start a multiple of {across}"
+            f"{dry_run}{args.world_size} processes do not divide into tensor x pipeline x context parallel = "
+            f"{across} ranks; start a multiple of {across}"
         )
     if args.micro_batch_size is None:
         raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
