@@ -12,7 +12,6 @@ LIMITS = {
     "waiting.py": 1,
     "examples/test_real_slurm.py": 1,
     "integration/test_main_program.py": 1,
-    "test_cli_sweep.py": 1,
 }
 
 

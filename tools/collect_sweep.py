@@ -23,8 +23,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.ending import emit
+from megatron.schedules.planning.errors import PlanError, one_line
 from megatron.schedules.planning.printable import printable
 from scripts.compare_logs import read_iteration
 from tools._parsing import Parser
@@ -225,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.output is None:
             sys.stdout.write(text)
         else:
-            write_text(arguments.output, text)
+            emit(text, arguments.output)
+    except PlanError as error:
+        return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename}: {error.strerror}")
     except (ValueError, csv.Error) as error:

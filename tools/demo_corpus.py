@@ -18,7 +18,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.schedules.planning.errors import one_line
 from megatron.schedules.planning.files import write_text
 from megatron.schedules.planning.printable import printable
 from tools._parsing import Parser
@@ -66,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     library = Path(sysconfig.get_path("stdlib"))
     found = list(documents(library, int(arguments.megabytes * 1e6)))
     if not found:
-        parser.error(f"no source file of at most {arguments.megabytes:g} MB in {library}")
+        parser.error(f"--megabytes: no source file of at most {arguments.megabytes:g} MB in {library}")
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output, "".join(json.dumps({"path": path, "text": text}) + "\n" for path, text in found))
     except OSError as error:
-        parser.error(one_line(f"cannot write {arguments.output}: {error.strerror}"))
+        parser.error(f"--output: cannot write {arguments.output}: {error.strerror}")
     size = sum(len(text.encode()) for _, text in found)
     said = f"{arguments.output}: {len(found)} source files from {library}, {size / 1e6:.1f} MB of text"
     print(printable(said))

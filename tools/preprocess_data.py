@@ -369,6 +369,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for flag, words in (("--output-prefix", [arguments.output_prefix]), ("--json-keys", arguments.json_keys)):
         if any(map(_HALF_A_SURROGATE_PAIR.search, words)):
             parser.error(f"{flag} holds half a surrogate pair, which is no text")
+    if not Path(arguments.output_prefix).name:
+        parser.error(f"--output-prefix {arguments.output_prefix!r} names a folder: add the beginning of a file's name")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         parser.error("--json-keys names a key twice")
     return arguments
@@ -408,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = f"--tokenizer-type {arguments.tokenizer_type}"
     if arguments.tokenizer_type == BYTE_LEVEL:
         flags = f"--tokenizer-type NullTokenizer --vocab-size {BYTE_LEVEL_EOD + 1}"
-    print(f"train with: --data-path {writers[0].prefix} {flags}")
+    print(f"train with: --data-path {printable(str(writers[0].prefix))} {flags}")
     return 0
 
 

@@ -61,7 +61,7 @@ def test_of_a_launchers_processes_the_first_speaks(megatron):
 def test_what_the_job_would_be_refused_for_is_refused_by_the_first(megatron):
     status, text = said(megatron, "--pipeline-dry-run", "3", world=2)
     assert status == 2
-    assert text.startswith("pretrain_gpt.py: error: --pipeline-schedule v-half: 3 processes do not divide into tensor")
+    assert text.startswith("pretrain_gpt.py: error: --pipeline-dry-run 3: 3 processes do not divide into tensor")
 
 
 def test_where_it_does_not_fit_a_status_and_what_would_help(megatron):

@@ -30,7 +30,7 @@ def faults(ended: Iterable[tuple[Call, Ending]], program: str, *, good: tuple[in
 
 def fault(call: Call, ending: Ending, program: str, good: tuple[int, ...]) -> str:
     """What is wrong with how ``call`` ended, empty where nothing is."""
-    err = _MEGATRONS.sub("", _PROGRESS.sub("", ending.err))
+    err, by_megatron = _MEGATRONS.subn("", _PROGRESS.sub("", ending.err))
     if ending.status is None:
         last = ending.err.strip().splitlines()[-1:] or [""]
         return f"no end ({last[0][:80]})"
@@ -42,7 +42,7 @@ def fault(call: Call, ending: Ending, program: str, good: tuple[int, ...]) -> st
         return f"status {ending.status}"
     if not err.startswith(program) or err.count("\n") != 1 or not err.endswith("\n"):
         return "refused in other than one line"
-    if len(err) >= _LONGEST_LINE:
+    if len(err) >= _LONGEST_LINE and not by_megatron:
         return "refused in a line that is too long"
     if call.flags and not any(flag in err for flag in (*call.flags, *_OF_ALL)):
         return f"refused without the flag {' or '.join(call.flags)}"

@@ -148,11 +148,13 @@ def test_the_kinds_of_each_flag_are_told_by_its_declaration():
 
 
 def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(odd_calls: list[Call], folder: Path):
-    assert judged(odd_calls, folder) == ""
+    said = judged(odd_calls, folder)
+    assert not said, said
 
 
 def test_two_odd_flags_end_soon_and_a_refusal_is_one_line_that_names_one(odd_calls: list[Call], folder: Path):
-    assert judged(list(of_two(odd_calls)), folder) == ""
+    said = judged(list(of_two(odd_calls)), folder)
+    assert not said, said
 
 
 @pytest.mark.parametrize("sort", READERS)
@@ -176,7 +178,8 @@ def test_every_file_with_one_fault_ends_soon_and_a_refusal_is_one_line(sort: str
             for form in forms if path == good[sort] else [draw.choice(forms)]:
                 calls.append(Call([*base, *beside, *form, flag, str(path)], [flag, *beside[:1], *form]))
     assert calls
-    assert judged(calls, folder) == ""
+    said = judged(calls, folder)
+    assert not said, said
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -185,7 +188,8 @@ def test_an_odd_environment_changes_no_ending(name: str, folder: Path):
     calls += [Call([*bases("draw")[0], "--format", form]) for form in flags_of("draw")["--format"].choices]
     calls += [Call([*bases("plan")[0], "--schedule", odd], ["--schedule"]) for odd in ("é", "\ud800", "\x1b[31m")]
     ended = Calls("command_line", folder, ENVIRONMENTS[name]).ended(calls)
-    assert "\n".join(faults(ended, PROGRAM)) == ""
+    said = "\n".join(faults(ended, PROGRAM))
+    assert not said, said
 
 
 def test_an_odd_cache_folder_or_terminal_changes_no_ending(folder: Path):
@@ -197,7 +201,8 @@ def test_an_odd_cache_folder_or_terminal_changes_no_ending(folder: Path):
     for number, each in enumerate(around):
         size = ["--pipeline-size", "4", "--microbatches", str(2 + number)]  # that no cache has
         calls.append(Call(["plan", "--schedule", "v-half", *size], around=each))
-    assert judged(calls, folder) == ""
+    said = judged(calls, folder)
+    assert not said, said
 
 
 def started(arguments: list[str], closed: set[int]) -> tuple[int, str]:

@@ -88,4 +88,5 @@ def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
 ):
     every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 4)
     calls = calls_of(tool, places, every)
-    assert "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool)) == ""
+    said = "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool))
+    assert not said, said

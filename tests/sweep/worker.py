@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 60.0  # of a call; many times what any takes on a busy machine
 _START_S = 120.0  # of a process that may import torch and Megatron
 _MOST_BYTES = 16 * 2**30  # of address space: what reads without end ends in a MemoryError
+_SHOWN = 8  # arguments of a call that is at fault: the last are the odd ones
 _MOST_FILE = 2**26  # of a file that is written
 
 
@@ -42,8 +43,9 @@ class Call:
     around: Mapping[str, str | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        variables = [f"{name}={'(unset)' if value is None else value[:40]!r}" for name, value in self.around.items()]
-        return " ".join([*variables, *(repr(argument[:60]) for argument in self.arguments)])
+        variables = [f"{name}={value[:40]!r}" for name, value in self.around.items() if value is not None]
+        shown, more = self.arguments[-_SHOWN:], ["..."] if len(self.arguments) > _SHOWN else []
+        return " ".join([*variables, *more, *(repr(argument[:60]) for argument in shown)])
 
 
 @dataclass(frozen=True)

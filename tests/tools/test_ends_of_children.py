@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests import endless
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 POOL = """
@@ -68,11 +69,13 @@ def parent_of(
         parent = subprocess.Popen(command, cwd=cwd, env=environment, stdout=file, stderr=file, start_new_session=True)
     children: list[int] = []
     try:
-        process, until = psutil.Process(parent.pid), time.monotonic() + 240
-        while not begun(process):
+        process = psutil.Process(parent.pid)
+
+        def come() -> bool:
             assert parent.poll() is None, log.read_text()
-            assert time.monotonic() < until, f"nothing begins; {log.read_text()}"
-            time.sleep(0.05)
+            return begun(process)
+
+        until(come, f"what writes {log}")
         children = [child.pid for child in process.children(recursive=True)]
         yield parent, children
     finally:

@@ -32,6 +32,8 @@ def read_text(path: Path, about: str | None) -> str:
         raise PlanError(f"cannot read {path}: {error.strerror}", about) from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not a text file in UTF-8", about) from None
+    except ValueError:  # a NUL, or half of a surrogate pair
+        raise PlanError(f"cannot read {path}: no file can have this name", about) from None
 
 
 def whole(text: str) -> int | None:

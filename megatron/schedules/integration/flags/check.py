@@ -223,9 +223,10 @@ def _microbatches(args: Any, chunks: int | None) -> int:
     across = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     data_parallel, rest = divmod(args.world_size, across)
     if rest or not data_parallel:
+        dry_run = f"{FLAGS['dry_run']} {args.world_size}: " if getattr(args, "pipeline_dry_run", None) else ""
         raise PlanError(
-            f"{args.world_size} processes do not divide into tensor x pipeline x context parallel = {across} ranks; "
-            f"start a multiple of {across}"
+            f"{dry_run}{args.world_size} processes do not divide into tensor x pipeline x context parallel = "
+            f"{across} ranks; start a multiple of {across}"
         )
     if args.micro_batch_size is None:
         raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
@@ -236,7 +237,7 @@ def _microbatches(args: Any, chunks: int | None) -> int:
     if not fitting:
         raise PlanError(
             f"{flag} {batches[0]} gives {batches[0] / each:g} microbatches; it must be 1 or more times "
-            f"micro batch {args.micro_batch_size} x data parallel {data_parallel} = {each}"
+            f"--micro-batch-size {args.micro_batch_size} x data parallel {data_parallel} = {each}"
         )
     for batch in fitting:
         size, microbatches = args.pipeline_model_parallel_size, batch // each

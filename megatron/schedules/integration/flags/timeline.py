@@ -28,6 +28,8 @@ def timeline_asked(args: Any) -> Path | None:
         pass  # it is made later, or a file is in its place
     except OSError as error:  # a name that is too long, or links that go in a circle
         raise PlanError(f"{flag} {folder}: {error.strerror}; give another name") from None
+    except ValueError:  # a NUL, or half of a surrogate pair
+        raise PlanError(f"{flag} {folder}: no folder can have this name; give another") from None
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not there.is_dir():
         raise PlanError(f"{flag} {folder}: {there} is no folder; name a folder, there or to be made")
