@@ -15,6 +15,7 @@ import click
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.planning.adaptive.plan import chunk_choices
 from megatron.schedules.planning.cost_profile import read_profile
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
@@ -307,10 +308,9 @@ class Ask:
         """Schedule ``name`` at this size, under these costs and this limit."""
         asked = Request(name, self.ranks, self.microbatches, self.costs, csv=self.csv)
         if name == "adaptive":
-            most = self.chunks or max(asked.chunk_choices)
-            choices = {chunks for chunks in (1, 2, 4, 8, 16) if chunks <= most} | {most}
+            choices = chunk_choices(self.chunks or max(asked.chunk_choices))
             limit, seconds = self.memory_limit, self.search_seconds
-            asked = replace(asked, chunk_choices=tuple(sorted(choices)), memory_limit=limit, search_seconds=seconds)
+            asked = replace(asked, chunk_choices=choices, memory_limit=limit, search_seconds=seconds)
             return replace(asked, recompute=self._again, offload=self._offload)
         return with_own_relief(asked if self.chunks is None else replace(asked, chunks=self.chunks))
 

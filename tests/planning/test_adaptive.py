@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.schedules.planning.adaptive.plan import bound, least_limit
+from megatron.schedules.planning.adaptive.plan import bound, chunk_choices, least_limit
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape, zigzag
@@ -210,3 +210,10 @@ def test_a_settled_placement_stays_whatever_the_microbatches(placement: Placemen
         assert timeline.schedule.placement == placement
         assert timeline.peak <= 2
         assert timeline.makespan >= bound(request) - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("most", "choices"), [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))]
+)
+def test_chunks_up_to_a_number_are_powers_of_two_and_that_number(most: int, choices: tuple[int, ...]):
+    assert chunk_choices(most) == choices

@@ -61,13 +61,17 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     """
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
+    # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
+    around_one = replace(request, costs=request.costs.around_one()[0])
     found = []
-    where = _placements(request)
+    where = _placements(around_one)
     for each in where:
-        found.append(_Search(request, each).best(lambda share: progress(share / len(where))))
+        found.append(_Search(around_one, each).best(lambda share: progress(share / len(where))))
     shortest = min(found, key=lambda each: each.makespan)
-    best = placed(request, shortest.spread, (shortest.placement.chunks,))
-    return _or_even(request, best, shortest.makespan) if request.schedule == "adaptive" else best
+    best = placed(around_one, shortest.spread, (shortest.placement.chunks,))
+    if request.schedule == "adaptive":
+        best = _or_even(around_one, best, shortest.makespan)
+    return replace(best, costs=replace(request.costs, layers=best.costs.layers))
 
 
 def _or_even(request: Request, found: Request, climbed: float) -> Request:

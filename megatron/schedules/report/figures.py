@@ -96,8 +96,8 @@ def percent(share: float, digits: int = 2) -> str:
 
 
 def number(value: float) -> str:
-    """A time or an amount of memory without needless digits: ``3``, ``2.5``, ``1.333``."""
-    return f"{round(value, 3):.10g}"
+    """A time or an amount of memory without needless digits: ``3``, ``2.5``, ``1.333``, ``5.77e-09``."""
+    return f"{round(value, 3):.10g}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
 def microbatches(amount: float) -> str:

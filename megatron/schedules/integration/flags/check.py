@@ -22,7 +22,7 @@ from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.flags.replan import check_replan, measures_limit, with_first_limit
 from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
-from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, search_seconds
+from megatron.schedules.planning.adaptive.plan import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planning.cache import plans_directory
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer, not_negative, positive, read_text
@@ -212,7 +212,7 @@ def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
     """
     size = args.pipeline_model_parallel_size
     if placed_by_planner(args):
-        return tuple(chunks for chunks in (1, 2, 4) if chunks <= most)
+        return chunk_choices(most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size))
     depends = placed_by_hand(args) or args.recompute_method == "block"
     return (found[-1:] if depends else found) or (1,)

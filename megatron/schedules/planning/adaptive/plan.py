@@ -46,6 +46,11 @@ def placements(request: Request) -> list[Placement]:
     return found
 
 
+def chunk_choices(most: int) -> tuple[int, ...]:
+    """How many stages a rank may hold where any layers fit: powers of two up to ``most``, and ``most`` itself."""
+    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
+
+
 def least_limit(request: Request) -> float:
     """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
     found = []
