@@ -20,6 +20,7 @@ from megatron.schedules.report.figures import percent
 from megatron.schedules.report.idle import idle
 from tests.planning.test_recorded import made
 from tests.refused import assert_refused
+from tests.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[1]
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
@@ -404,20 +405,6 @@ def test_starting_takes_under_half_a_second_and_no_torch():
     ("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
 def test_colours_on_a_terminal_unless_not_wanted(environment, coloured):
-    import pty
-
-    ours, theirs = pty.openpty()
-    wanted = {"TERM": "xterm-256color", "COLUMNS": "80", **environment}
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
-    process = command(*PLAN, stdout=theirs, env={**kept, **wanted})
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError:
-        pass  # how a terminal says that its other side is closed
-    os.close(ours)
-    assert process.wait() == 0
-    assert (b"48;5;" in shown) == coloured
-    assert (b"FFFF" in shown) == (not coloured)
+    shown = on_a_terminal(PLAN, environment)
+    assert ("48;5;" in shown) == coloured
+    assert ("FFFF" in shown) == (not coloured)

@@ -17,6 +17,7 @@ from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.recorded import to_text
 from tests.planning.test_recorded import made
 from tests.refused import assert_refused
+from tests.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[1]
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
@@ -149,27 +150,6 @@ def test_no_name_in_a_recording_is_obeyed_by_a_terminal(evil: Path):
     assert "\x1b[" in shown, "colours"
     for part in ("\u202e", "\u2028", "\u2066"):
         assert part not in shown
-
-
-def on_a_terminal(arguments: list[str]) -> str:
-    import pty
-
-    ours, theirs = pty.openpty()
-    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    environment |= {"TERM": "xterm-256color", "COLORTERM": "", "COLUMNS": "80"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron.schedules", *arguments], stdout=theirs, cwd=ROOT, env=environment
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError:
-        pass  # how a terminal says that its other side is closed
-    os.close(ours)
-    assert process.wait() == 0
-    return shown.decode()
 
 
 @pytest.mark.parametrize("cell", ["\x1b[2J", "0F0\x1b[31m", "\u202e0F0", "x" * 100_000])
