@@ -292,7 +292,8 @@ REFUSED = {
     ),
     "a cost profile that is none": (
         "--pipeline-schedule v-half --pipeline-schedule-costs-file LICENSE",
-        "--pipeline-schedule-costs-file: LICENSE is no JSON; tools/profile_passes.py and "
+        "--pipeline-schedule-costs-file: LICENSE is no cost profile: it is no JSON: JSON is malformed: invalid character "
+        "(byte 34); tools/profile_passes.py and "
         "--pipeline-save-costs write such files",
     ),
     "layers placed by nobody known": (
@@ -439,7 +440,7 @@ REFUSED = {
     "costs saved under too long a name": (
         "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs "
         + "x" * 300,
-        "cannot be written: File name too long; give another name",
+        "cannot be written: name a file in a folder that is there and writable (File name too long)",
     ),
     "a timeline under too long a name": (
         f"--pipeline-schedule v-half --train-iters 4 --pipeline-timeline {'x' * 300}",

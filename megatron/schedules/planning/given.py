@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 from pathlib import Path
@@ -22,7 +23,7 @@ def read_text(path: Path, about: str | None) -> str:
         PlanError: what keeps it from being read. A pipe may have no writer and a device no end, so neither is opened.
     """
     try:
-        found = path.stat()
+        found = _status(path, about)
         if not stat.S_ISREG(found.st_mode):
             raise PlanError(f"cannot read {path}: it is no regular file", about)
         if found.st_size > _MOST_MIB * 2**20:
@@ -32,6 +33,11 @@ def read_text(path: Path, about: str | None) -> str:
         raise PlanError(f"cannot read {path}: {error.strerror}", about) from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not a text file in UTF-8", about) from None
+
+
+def _status(path: Path, about: str | None) -> os.stat_result:
+    try:
+        return path.stat()
     except ValueError:  # a NUL, or half of a surrogate pair
         raise PlanError(f"cannot read {path}: no file can have this name", about) from None
 
