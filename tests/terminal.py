@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_a_terminal(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What ``megatron-schedules`` shows on a terminal of 80 columns and 256 colours, which ``environment`` may change."""
+    """What ``megatron-schedules`` shows on a terminal of 80 columns and 256 colours, or as ``environment`` says."""
     ours, theirs = pty.openpty()
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
     wanted = {"TERM": "xterm-256color", "COLUMNS": "80", **(environment or {})}

@@ -292,8 +292,8 @@ REFUSED = {
     ),
     "a cost profile that is none": (
         "--pipeline-schedule v-half --pipeline-schedule-costs-file LICENSE",
-        "--pipeline-schedule-costs-file: LICENSE is no cost profile: it is no JSON: JSON is malformed: invalid character "
-        "(byte 34); tools/profile_passes.py and "
+        "--pipeline-schedule-costs-file: LICENSE is no cost profile: it is no JSON: JSON is malformed: invalid "
+        "character (byte 34); tools/profile_passes.py and "
         "--pipeline-save-costs write such files",
     ),
     "layers placed by nobody known": (
