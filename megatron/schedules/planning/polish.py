@@ -27,8 +27,13 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
 def polish(base: Schedule, costs: Costs, limit: float, progress: Progress = unheard) -> Schedule:
-    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split."""
-    return polished(base, costs.around_one()[0].on(base.placement), [limit] * base.ranks, progress)
+    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split.
+
+    Where every rank keeps more of a microbatch than its layers do, such as an attention mask, the limit grows with it.
+    """
+    on_stages, where = costs.around_one()[0].on(base.placement), base.placement
+    own = [sum(on_stages.activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
+    return polished(base, on_stages, [limit * max(1.0, min(own))] * base.ranks, progress)
 
 
 def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progress: Progress = unheard) -> Schedule:
