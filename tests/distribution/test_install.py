@@ -54,7 +54,7 @@ def python(tmp_path: Path) -> Path:
     for name, text in STOCK.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
-    for borrowed in ("setuptools*", "_distutils_hack", "click", "rich", "markdown_it", "mdurl", "pygments"):
+    for borrowed in ("setuptools*", "_distutils_hack", "click", "msgspec", "rich", "markdown_it", "mdurl", "pygments"):
         for path in Path(sysconfig.get_path("platlib")).glob(borrowed):
             (site / path.name).symlink_to(path)
     return tmp_path / "env" / "bin" / "python"

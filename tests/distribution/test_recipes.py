@@ -25,6 +25,7 @@ PLACES = {
     "planning/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
     "planning/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)",
     "planning/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
+    "planning/json_files.py, ByKind": r"\n    W: Value\n",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
     "integration/flags/refusals.py, _RULES": r"\n_RULES = \(\n",

@@ -276,7 +276,8 @@ def test_nothing_in_a_log_is_obeyed_by_a_terminal(
 def test_a_table_is_written_whole_or_not_at_all(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(measured.iterdir())
     assert collect_sweep.main([str(measured), "--output", str(measured / "none" / "table.md")]) == 2
-    said = f"collect_sweep: error: {measured / 'none' / 'table.md'}: No such file or directory\n"
+    table = measured / "none" / "table.md"
+    said = f"collect_sweep: error: --output: cannot write {table}: No such file or directory\n"
     assert capsys.readouterr().err == said
     assert sorted(measured.iterdir()) == before
 

@@ -211,6 +211,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert found.returncode == 2, found.stderr
-    assert found.stderr.splitlines()[-1] == f"preprocess_data.py: error: {out / 'd'}: File too large"
+    assert found.stderr.splitlines()[-1] == (
+        f"preprocess_data.py: error: --output-prefix: cannot write {out / 'd'}: File too large"
+    )
     assert "Traceback" not in found.stderr
     assert not [*out.iterdir()]
