@@ -22,11 +22,12 @@ from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.textforms import from_csv, from_json
 from megatron.schedules.report.figures import as_form, figures
-from tests.planning import plain_checker
+from tests.planning import plain_checker, plain_schema
 from tests.planning.made_schedules import NAMED, costed_schedules, examples, timed
 from tests.test_damaged_files import a_chunks_profile, a_jobs_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
+SCHEMA = json.loads((DOCS / "plan.schema.json").read_text())
 SIZE = "--pipeline-size 4 --microbatches 8 "
 ADAPTIVE = f"--schedule adaptive {SIZE} --search-seconds 0.05 "
 MODEL = "--model Llama-3-8B "
@@ -39,9 +40,9 @@ PLANS = {
     "uniform recompute": f"--schedule 1f1b {SIZE} --recompute 1 --kept 0.06",
     "half memory": f"{ADAPTIVE} --memory-limit 0.5 --costs 1,1.1,0.75,0.05",
     "a quarter, recomputed": f"{ADAPTIVE} --memory-limit 0.25 --recompute auto",
-    "a quarter, offloaded": f"{ADAPTIVE} --memory-limit 0.25 --offload 0.5 --chunks 1",
-    "a quarter, offloaded one way": f"{ADAPTIVE} --memory-limit 0.25 --offload 0.5 --offload-one-way --chunks 1",
-    "both": f"{ADAPTIVE} --memory-limit 0.2 --offload 2 --recompute auto --chunks 2",
+    "offloaded": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.5 --chunks 1",
+    "offloaded one way": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.3 --offload-one-way --chunks 1",
+    "both": f"{ADAPTIVE} --memory-limit 0.3 --offload 0.3 --recompute auto --chunks 2",
     "model": f"--schedule v-half {SIZE} {MODEL}",
     "automatic layers": f"--schedule 1f1b {SIZE} {MODEL} --layers auto",
     "adaptive model": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --chunks 2",
@@ -50,7 +51,7 @@ PLANS = {
     "vocabulary parallelism, adaptive": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --vocabulary-parallel --chunks 2",
     "a chunk's profile": f"--schedule v-half {SIZE} --costs-file chunk.json",
     "a job's profile": "--schedule v-half --pipeline-size 2 --microbatches 8 --costs-file job.json",
-    "a job's profile, recomputed": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs-file job.json "
+    "a job's profile, offloaded": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs-file job.json "
     "--memory-limit 0.4 --recompute auto --offload auto --search-seconds 0.05",
     "csv": "--schedule-file relief.csv --offload 1.5",
     "csv, one way": "--schedule-file relief.csv --offload 1.5 --offload-one-way",
@@ -63,13 +64,13 @@ PLANS = {
 KINDS = {
     "half memory": "FIW",
     "a quarter, recomputed": "R",
-    "a quarter, offloaded": "OL",
-    "a quarter, offloaded one way": "OL",
+    "offloaded": "OL",
+    "offloaded one way": "OL",
     "both": "ROL",
     "vocabulary parallelism": "ST",
     "vocabulary parallelism, whole backwards": "ST",
     "vocabulary parallelism, adaptive": "ST",
-    "a job's profile, recomputed": "R",
+    "a job's profile, offloaded": "OL",
     "csv": "ROLB",
 }
 
@@ -103,7 +104,8 @@ def test_figures_follow_from_the_json_alone(name: str, tmp_path: Path, capsys, m
     document = json.loads(text)
     found = assert_follows(document)
     assert {work.strip("0123456789") for row in document["order"] for work in row} >= set(KINDS.get(name, "F"))
-    # It keeps to the form, and there is nothing that the form does not know.
+    # It keeps to the schema, and there is nothing that the form does not know.
+    assert plain_schema.faults(document, SCHEMA, SCHEMA) == []
     assert json.loads(encode(decode(text, PlanForm))) == document
     timeline = from_text(text)
     assert timeline.schedule == from_json(text)
@@ -153,6 +155,23 @@ def test_the_checker_tells_wrong_figures():
 def test_the_committed_schema_is_that_of_the_form():
     """To write it: print(schema(), end="") into docs/plan.schema.json."""
     assert (DOCS / "plan.schema.json").read_text() == schema()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"microbatches": 0}, "$.microbatches: 0"),
+        ({"microbatches": 1.5}, "$.microbatches: no integer"),
+        ({"name": "a\nb"}, "$.name: no "),
+        ({"costs": {}}, "$.costs lacks forward"),
+        ({"placement": {"name": "v", "rank_of": []}}, "$.placement.rank_of: too few"),
+        ({"order": [[1]]}, "$.order[0][0]: no string"),
+    ],
+)
+def test_the_schema_tells_what_is_no_plan(change: dict[str, object], fault: str):
+    document = json.loads(document_of(timed(plan(Request("v-half", 4, 8))), Costs()))
+    assert plain_schema.faults(document, SCHEMA, SCHEMA) == []
+    assert plain_schema.faults(document | change, SCHEMA, SCHEMA)[0].startswith(fault)
 
 
 @pytest.mark.parametrize(
