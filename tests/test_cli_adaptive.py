@@ -43,7 +43,8 @@ def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
     assert last.startswith("The shortest found within this memory is V-Min. No schedule within this memory ends before")
     assert main([*arguments, "--chunks", "2", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["name"], data["asked"]) == ("v-min", {"schedule": "adaptive", "memory_limit": 0.5})
+    asked = {"schedule": "adaptive", "memory_limit": 0.5, "chunk_choices": [1, 2], "search_seconds": 0.001}
+    assert (data["name"], data["asked"]) == ("v-min", asked)
 
 
 def test_a_limit_and_what_is_reported_are_of_the_same_memory(capsys):

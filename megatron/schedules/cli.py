@@ -17,14 +17,15 @@ from megatron.schedules.planning.adaptive.plan import bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.given import integer
+from megatron.schedules.planning.plan_json import PlanForm, to_text
 from megatron.schedules.planning.recorded import read_recorded
 from megatron.schedules.planning.registry import NAMES, describe
 from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.planning.spread import as_layout
-from megatron.schedules.planning.textforms import to_csv, to_json
+from megatron.schedules.planning.textforms import to_csv
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import Figures, counted, figures, number, percent, title
+from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
@@ -97,14 +98,9 @@ def _plan(
     if form == "csv":
         emit(to_csv(timeline.schedule), output)
     elif form == "json":
-        extra = _extra(ask.costs, figures(timeline))
-        if name == "adaptive":
-            extra["asked"] = {"schedule": name, "memory_limit": ask.memory_limit}
-            extra["figures"]["lower_bound"] = bound(ask.planned[name])
-        if layers := ask.planned[name].costs.layers:
-            extra["layers"] = list(layers)
-        extra |= _relief(ask.planned[name].costs)
-        emit(to_json(timeline.schedule, extra) + "\n", output)
+        least = bound(ask.planned[name]) if name == "adaptive" else None
+        found = as_form(figures(timeline), least)
+        emit(to_text(PlanForm.of(timeline, ask.request(name), ask.planned[name], found)) + "\n", output)
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
         footer += _where(ask.planned[name].costs.layers) + _relieved(ask.planned[name].costs)
@@ -193,34 +189,6 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     return asked
 
 
-def _extra(costs: Costs, found: Figures) -> dict[str, Any]:
-    return {
-        "costs": {
-            "forward": costs.forward,
-            "input_grad": costs.input_grad,
-            "weight_grad": costs.weight_grad,
-            "comm": costs.comm,
-        }
-        | _ends(costs)
-        | ({"copy": costs.copy} if costs.copy else {}),
-        "figures": {
-            "makespan": found.makespan,
-            "bubble": found.bubble,
-            "span_bubble": found.span_bubble,
-            "peak_memory": found.peak,
-            "peak_memory_by_rank": list(found.peaks),
-            "memory_of_1f1b": found.share,
-        }
-        | _beside(found),
-    }
-
-
-def _beside(found: Figures) -> dict[str, float]:
-    """What there is to say of forwards done again and of copies."""
-    again = {"recomputed": found.recomputed, "useful": found.useful} if found.recomputed else {}
-    return again | ({"copying": found.copying} if found.copying else {})
-
-
 def _how_good(timeline: Timeline, ask: Ask) -> str:
     """How far from the best possible an adaptive plan is at most."""
     least = bound(ask.planned["adaptive"])
@@ -235,25 +203,13 @@ def _how_good(timeline: Timeline, ask: Ask) -> str:
     )
 
 
-def _ends(costs: Costs) -> dict[str, Any]:
-    """What there is to say of a model's ends."""
-    if costs.model is None:
-        return {}
-    return {"output_layer_in_layers": costs.last_in_layers, "shared_vocabulary": costs.shared_vocabulary}
-
-
 def _where(layers: tuple[int, ...] | None) -> str:
     """The layout, for Megatron's own flag too."""
     return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
-def _relief(costs: Costs) -> dict[str, Any]:
-    """What is recomputed and what offloaded of each stage's layers, where anything is."""
-    return {name: list(each) for name, each in costs.relief.items() if each is not None}
-
-
 def _relieved(costs: Costs) -> str:
-    """The same in words, all stages together."""
+    """What is recomputed and what offloaded of the layers of all stages together, in words."""
     said = {"redone": "done again", "offloaded": "offloaded"}
     parts = [f"{percent(share)} of the layers {said[name]}" for name, share in costs.mean_relief.items()]
     return f"Relief: {', '.join(parts)}.\n" if parts else ""

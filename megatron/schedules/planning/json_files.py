@@ -33,8 +33,8 @@ Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
 Portion = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 Index = Annotated[int, Meta(ge=0, le=_LARGEST)]
-# What XML cannot hold cannot be drawn.
-Name = Annotated[str, Meta(max_length=_LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f\ufffe\uffff]*\Z")]
+# What XML cannot hold cannot be drawn. It ends as both Python and the readers of JSON Schemas understand.
+Name = Annotated[str, Meta(max_length=_LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f\ufffe\uffff]*(?![\s\S])")]
 Amounts = tuple[Amount, ...]
 Hop = tuple[Index, Index, Amount]
 """From rank, to rank, and the latency of a message."""

@@ -10,16 +10,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from megatron.schedules.planning.costs_forms import StageCostsForm, stage_costs
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.json_files import (
     LEAST,
     MOST,
     Amount,
-    Amounts,
-    ByKind,
-    ByShare,
     Form,
-    Hop,
     Index,
     Name,
     check_length,
@@ -27,14 +24,11 @@ from megatron.schedules.planning.json_files import (
     decode,
     encode,
     read_file,
-    read_hops,
 )
 from megatron.schedules.planning.kinds import KINDS, Resource
-from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Copy, Timeline, simulate
-from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.planning.textforms import ScheduleForm, read_pass
 
 _VERSION = 1
@@ -69,45 +63,6 @@ class Recorded:
     held: tuple[Steps, ...] = ()
 
 
-class StageCostsForm(Form, frozen=True, kw_only=True):
-    """:class:`.StageCosts` in the file."""
-
-    times: ByKind[Amounts]
-    activation: Amounts
-    comm: Amount
-    held: ByShare[Amounts]
-    standing: Amounts
-    one_way: bool
-    hops: tuple[Hop, ...]
-
-    @staticmethod
-    def of(costs: StageCosts) -> StageCostsForm:
-        """``costs`` as they are written."""
-        return StageCostsForm(
-            times=ByKind.of(costs.times),
-            activation=costs.activation,
-            comm=costs.comm,
-            held=ByShare.of(costs.held),
-            standing=costs.standing,
-            one_way=costs.one_way,
-            hops=tuple((source, to, latency) for (source, to), latency in costs.hops.items()),
-        )
-
-    def costs(self, placement: Placement, at: str) -> StageCosts:
-        """The same as planning has it; raises :class:`.PlanError` with its path where it is not for ``placement``."""
-        times, held = self.times.values(), self.held.values()
-        lists = {
-            **{f"times.{kind}": each for kind, each in times.items()},
-            "activation": self.activation,
-            **{f"held.{share.name}": each for share, each in held.items()},
-            **({"standing": self.standing} if self.standing else {}),
-        }
-        for name, each in lists.items():
-            check_length(each, placement.stages, f"{at}.{name}", "stage")
-        hops = read_hops(self.hops, placement.ranks, f"{at}.hops")
-        return StageCosts(times, self.activation, self.comm, held, self.standing, self.one_way, hops)
-
-
 class RecordedForm(Form, frozen=True, kw_only=True):
     """:class:`Recorded` in the file."""
 
@@ -115,8 +70,8 @@ class RecordedForm(Form, frozen=True, kw_only=True):
     iteration: Index
     device: Name
     schedule: ScheduleForm
-    planned_costs: StageCostsForm
-    costs: StageCostsForm
+    planned_costs: StageCostsForm[Amount]
+    costs: StageCostsForm[Amount]
     start: tuple[tuple[Moment, ...], ...]
     end: tuple[tuple[Moment, ...], ...]
     copies: tuple[tuple[tuple[str, Moment, Moment], ...], ...]
@@ -158,7 +113,7 @@ def from_text(text: str) -> Recorded:
     form = decode(text, RecordedForm)
     schedule = form.schedule.schedule("$.schedule")
     planned, measured = (
-        each.costs(schedule.placement, f"$.{name}")
+        stage_costs(each, schedule.placement, f"$.{name}")
         for name, each in (("planned_costs", form.planned_costs), ("costs", form.costs))
     )
     _check_passes(form, schedule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +11,7 @@ from msgspec import Meta
 
 from megatron.schedules.planning import placement as placements
 from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.json_files import Count, Form, Index, Name, convert, decode
+from megatron.schedules.planning.json_files import Count, Form, Index, Name, convert, decode, encode
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.schedule import Rows, Schedule
@@ -157,11 +156,9 @@ def read_pass(cell: str, at: str) -> Pass:
         raise PlanError(f"{at}: {error}") from None
 
 
-def to_json(schedule: Schedule, extra: dict[str, Any] | None = None) -> str:
-    """The schedule as one JSON object; ``extra`` (costs, results) is added under its own keys."""
-    record = to_record(schedule)
-    order = record.pop("order")
-    return json.dumps(record | (extra or {}) | {"order": order})
+def to_json(schedule: Schedule) -> str:
+    """The schedule as one JSON object; :mod:`.plan_json` writes its costs and figures, too."""
+    return encode(ScheduleForm.of(schedule))
 
 
 def to_record(schedule: Schedule) -> dict[str, Any]:
@@ -171,7 +168,7 @@ def to_record(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Schedule:
-    """Read what :func:`to_json` wrote; raises :class:`PlanError` for anything else."""
+    """The schedule in what :func:`to_json` or :mod:`.plan_json` wrote; raises :class:`PlanError` for anything else."""
     try:
         return decode(text, ScheduleForm).schedule()
     except PlanError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.schedules.planning.plan_json import FiguresForm
 from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.planning.simulate import Timeline
 
@@ -54,6 +55,25 @@ class Figures:
         """What there is to say of forwards done again and of copies, in few words: shares, and what of."""
         again = (("done again", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
         return again + ((("copying", self.copying),) if self.copying else ())
+
+
+def as_form(found: Figures, lower_bound: float | None = None) -> FiguresForm:
+    """``found`` as a plan's JSON has them; with the bound of an adaptive plan."""
+    maybe = {
+        "recomputed": found.recomputed,
+        "useful": found.useful if found.recomputed else 0.0,
+        "copying": found.copying,
+        "lower_bound": lower_bound,
+    }
+    return FiguresForm(
+        makespan=found.makespan,
+        bubble=found.bubble,
+        span_bubble=found.span_bubble,
+        peak_memory=found.peak,
+        peak_memory_by_rank=found.peaks,
+        memory_of_1f1b=found.share,
+        **{name: each for name, each in maybe.items() if each},
+    )
 
 
 def figures(timeline: Timeline) -> Figures:
