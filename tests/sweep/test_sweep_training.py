@@ -133,7 +133,7 @@ def test_sizes_of_megatrons_are_refused_in_one_line_before_it_is_imported(places
 def test_an_odd_environment_is_refused_in_one_line_or_left_to_megatron(name: str, folder: Path):
     calls = []
     for value in ODD_VARIABLES:
-        if name in ("RANK", "SLURM_PROCID") and value.isdecimal() and value.strip("0"):
+        if name in ("RANK", "SLURM_PROCID") and value.strip().isdecimal() and value.strip("0\n"):
             continue  # another process than the first leaves the words to that one
         around = {**LAUNCHERS, name: value}
         calls.append(Call([*JOB, *V_HALF], [], around))
