@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
 from megatron.schedules.integration.dry_run import estimated
 from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
@@ -21,10 +23,12 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     """The estimate for the command line of this process, or what it is where attention is one kernel."""
     hooks.install()
     args = arguments.parse_args()
-    if one_kernel:  # said of Transformer Engine's layers
-        args.transformer_impl = "transformer_engine"
     asked = check(args)
     assert asked is not None
+    if one_kernel:  # said of Transformer Engine's layers
+        args.transformer_impl = "transformer_engine"
+        costs = costs_of(args, asked.schedule.placement.stages)
+        asked = asked._replace(request=replace(asked.request, costs=costs))
     return estimated(args, asked, Planner(asked)).ranks
 
 

@@ -7,7 +7,9 @@ import argparse
 import pytest
 
 from megatron.schedules.integration.flags import relief
+from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.model_memory import EndMemory, LayerMemory, ModelMemory
 from tests.integration.results import UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
 
@@ -41,11 +43,11 @@ def test_the_first_lines_say_what_is_relieved(megatron, how):
 
 def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
     args = argparse.Namespace(pipeline_model_parallel_size=4)
-    monkeypatch.setattr(relief, "shape_of", lambda _: "known")
-    monkeypatch.setattr(relief, "bytes_of_a_rank", lambda *_: 2**30)
+    layer = LayerMemory(full=2**30, kept=2**30, weights=2**30)
+    costs = Costs(memory=ModelMemory((layer,) * 4, input=0.0, first=EndMemory(), last=EndMemory()))
     monkeypatch.setattr(relief, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert relief.check_host(args, 1.5) == 1.5 * 2**30
+    assert relief.check_host(args, costs, 1.5) == 1.5 * 2**30
     with pytest.raises(PlanError, match=r"--pipeline-offload takes 2\.0 GiB of host memory for each of 2 ranks"):
-        relief.check_host(args, 2.0)
-    assert relief.check_host(args, 0.0) == 0
+        relief.check_host(args, costs, 2.0)
+    assert relief.check_host(args, costs, 0.0) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.vocabulary import shares
-from megatron.schedules.planning.adaptive.plan import least_limit
+from megatron.schedules.planning.adaptive.plan import least_limit, placements
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.registry import follows_costs, names_following_costs
 from megatron.schedules.planning.request import Request
@@ -42,5 +42,9 @@ def check_replan(args: Any) -> None:
 
 
 def with_first_limit(request: Request) -> Request:
-    """``request`` within little memory, for a job whose limit is yet to be measured."""
-    return replace(request, memory_limit=max(_BEGINNING, least_limit(request)))
+    """``request`` within little memory, for a job whose limit is yet to be measured.
+
+    Where the stages live is settled by the first plan. So the limit is one under which they may be anywhere.
+    """
+    least = max(least_limit(replace(request, placement=where)) for where in placements(request))
+    return replace(request, memory_limit=max(_BEGINNING, least))

@@ -78,7 +78,7 @@ def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequenc
     most = max(lowest, min(2 * ranks, microbatches * max(least)), *named)
     # Whole multiples: people ask for such, and between two of them all that is found is that for the lower one.
     limits = {step * k for k in range(math.ceil(lowest / step), math.ceil(ranks / step))}
-    limits |= {lowest, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
+    limits |= {*least, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
     return sorted(limit for limit in limits if lowest <= limit <= most)
 
 
