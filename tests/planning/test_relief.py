@@ -160,7 +160,7 @@ def shortest(problem: Problem, limit: float) -> float:
     return timeline.makespan
 
 
-# A plain greedy order in time comes to 130.9 for 16 microbatches, 16 * 7.7 of which are a rank's work.
+# A rank computes for 61.6 and 45.6; where no microbatch may overtake another the same search finds 110.9 and 136.9.
 @pytest.mark.parametrize(("relief", "most"), [("redone", 76.0), ("offloaded", 72.0)])
 def test_half_a_microbatch_of_memory_lets_several_be_under_way(relief: str, most: float):
     placement = zigzag(4, 4)
@@ -269,7 +269,7 @@ _GREEDY = [(4, 16, {"recompute": True}, 130.9), (4, 16, {"offload": True}, 149.0
 def test_the_default_search_is_no_longer_than_a_greedy_order(d: int, n: int, how: dict[str, bool], greedy: float):
     costs = replace(REAL, copy=1.425)
     request = Request("adaptive", d, n, costs, memory_limit=0.125, chunk_choices=(1, 2, 4), **how)
-    assert makespan(relieve(request)) <= greedy
+    assert makespan(relieve(request)) <= greedy + 1e-6
 
 
 # What a plain prototype came to, makespans at d = 8, n = 32 where the work is 182.4: by memory, recompute chosen by

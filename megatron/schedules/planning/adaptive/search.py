@@ -28,8 +28,9 @@ class _Mixture(NamedTuple):
 
 # No one lookahead or patience is best everywhere; a mixture is, see docs/adaptive.md. Lookaheads are in passes a rank.
 _LOOKAHEADS = (1.5, 3.0, 6.0)
-# With recompute and offload a microbatch has more passes, and where memory is least only later microbatches can run.
-_LOOKAHEADS_WITH_RELIEF = (*_LOOKAHEADS, 12.0)
+# Within less than one microbatch of memory, which takes recompute or offload, a microbatch has more passes and a rank
+# idles unless it sees those of the next ones. With more memory so long a lookahead gives longer plans.
+_SCARCE, _LOOKAHEADS_WHERE_SCARCE = 1.0, (*_LOOKAHEADS, 12.0)
 _NOISE = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 # To find a way, and to go on where it is good: ranks that wait for what is due gain more then.
 _EARLY, _LATE = _Mixture((0.0, 0.5, 0.6, 1.0), 0.2), _Mixture((0.0, 0.0, 0.0, 0.5, 0.5, 0.6, 1.0), 0.05)
@@ -66,7 +67,8 @@ class Climb:
         self.best = self.order
         self._length = float("inf")
         self._random = random.Random(self.seed)
-        lookaheads = _LOOKAHEADS_WITH_RELIEF if self.problem.costs.relieved else _LOOKAHEADS
+        scarce = self.problem.costs.relieved and self.limit < _SCARCE - EPSILON
+        lookaheads = _LOOKAHEADS_WHERE_SCARCE if scarce else _LOOKAHEADS
         self._lookaheads = [max(8, int(share * ranks)) for share in lookaheads]
         self._threshold = _THRESHOLD * sum(self.problem.costs.durations[Kind.F]) / (2 * ranks)
 
