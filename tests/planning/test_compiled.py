@@ -40,7 +40,7 @@ def works(function: Callable[..., float]) -> bool:
         np.array([0, 2]),
         *(ints, np.ones(2), np.zeros(2), flags, flags),
         *(ints - 1, np.zeros(2), flags),
-        *(ints, np.zeros(3, int), none, 1.0 * none),
+        *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1),
     )
     order, found = np.array([1, 0]), np.zeros(2, dtype=np.int64)
     return function(tasks, order, np.ones(1), Policy(1), ints.copy(), np.zeros(2), found) == 2 and list(found) == [1, 0]

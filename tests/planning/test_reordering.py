@@ -168,6 +168,7 @@ def second_row(
         channel=whole(-1 for _ in names),
         copying=fractions(0.0 for _ in names),
         opens=flags(False for _ in names),
+        returns=whole(-1 for _ in names),
         before=before,
         after=before.turned(),
     )

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
+from megatron.schedules.planning.kinds import KINDS, RELIEF, Kind, Resource
 from megatron.schedules.planning.list_scheduling import Instance
 from megatron.schedules.planning.passes import Pass
 from megatron.schedules.planning.schedule import Rows, Schedule, awaited, gradients_complete, slots
@@ -79,6 +79,8 @@ class Tasks:
         steady: whether the task stands before its rank's last forward.
         channel: the copy channel that the task keeps busy, numbered over all ranks; -1 for one that computes.
         copying: how long, where it copies; its duration, the time it computes, is then 0.
+        returns: with recompute and offload, the next task on the way to giving back what this one took: O after F, I
+            after R or L, W after that I; -1 for all others. With time running backwards each link is turned round.
         opens: whether the copy begins at the task's place, rather than as soon as it can and ends there at the latest.
         before, after: what each task waits for, and what waits for it.
     """
@@ -92,6 +94,7 @@ class Tasks:
     channel: array[int]
     copying: array[float]
     opens: array[int]
+    returns: array[int]
     before: Links
     after: Links
 
@@ -99,7 +102,11 @@ class Tasks:
         """The same tasks with time running backwards."""
         change = fractions(-c for c in self.change)
         opens = flags(c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True))
-        return replace(self, change=change, opens=opens, before=self.after, after=self.before)
+        returns = whole([-1]) * len(self.returns)
+        for task, other in enumerate(self.returns):
+            if other >= 0:
+                returns[other] = task
+        return replace(self, change=change, opens=opens, returns=returns, before=self.after, after=self.before)
 
     def reversed_order(self, order: Sequence[int]) -> array[int]:
         """``order`` with each rank's part the other way round."""
@@ -114,7 +121,8 @@ class Tasks:
     def _fields(self) -> Sequence[array[Any]]:
         links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
-        return (*of_tasks, self.channel, self.copying, self.opens, waits, links.start, links.task, links.delay)
+        copies = (self.channel, self.copying, self.opens)
+        return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns)
 
     @cached_property
     def arrays(self) -> Instance:
@@ -155,10 +163,25 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         ),
         copying=fractions(time if work.kind in copies else 0.0 for work, time in zip(passes, durations, strict=True)),
         opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
+        returns=_returns(schedule, passes),
         before=before,
         after=before.turned(),
     )
     return tasks, passes
+
+
+def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
+    """:attr:`Tasks.returns` of ``passes``."""
+    returns = whole([-1]) * len(passes)
+    relief = schedule.kinds.intersection(RELIEF)
+    number = {work: index for index, work in enumerate(passes)} if relief else {}
+    for work in number:
+        if work.kind in relief:
+            around = (work.kind, Kind.I, Kind.W) if KINDS[work.kind].takes else (Kind.F, work.kind)
+            chain = [number[each] for kind in around if (each := work._replace(kind=kind)) in number]
+            for task, other in pairwise(chain):
+                returns[task] = other
+    return returns
 
 
 def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:

@@ -39,7 +39,7 @@ def tasks_type() -> Any:
     import numba
 
     ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats)
+    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints)
     return numba.types.NamedTuple(of_tasks, Instance)
 
 
@@ -47,7 +47,7 @@ def policy_type() -> Any:
     """numba's type of a policy."""
     import numba
 
-    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64)
+    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64, numba.boolean)
     return numba.types.NamedTuple(choices, Policy)
 
 

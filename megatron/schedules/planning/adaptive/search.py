@@ -28,11 +28,16 @@ class _Mixture(NamedTuple):
 
 # No one lookahead or patience is best everywhere; a mixture is, see docs/adaptive.md. Lookaheads are in passes a rank.
 _LOOKAHEADS = (1.5, 3.0, 6.0)
+# Within less than one microbatch of memory, which takes recompute or offload, a microbatch has more passes and a rank
+# idles unless it sees those of the next ones. With more memory so long a lookahead gives longer plans.
+_SCARCE, _LOOKAHEADS_WHERE_SCARCE = 1.0, (*_LOOKAHEADS, 12.0)
 _NOISE = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 # To find a way, and to go on where it is good: ranks that wait for what is due gain more then.
 _EARLY, _LATE = _Mixture((0.0, 0.5, 0.6, 1.0), 0.2), _Mixture((0.0, 0.0, 0.0, 0.5, 0.5, 0.6, 1.0), 0.05)
 # As long as rounds without noise gain, and so often at most.
 _INNER = 6
+# How often R and L wait until all else that their I needs is there. Then more microbatches fit; a slow copy comes late.
+_JUST_IN_TIME = 0.5
 # How much longer than the order it came from a new one may be, as a share of a forward over half a rank's layers.
 _THRESHOLD = 0.5
 # A race has so many parts at most. With fewer rounds in a part a climb says nothing about what it will reach.
@@ -62,7 +67,9 @@ class Climb:
         self.best = self.order
         self._length = float("inf")
         self._random = random.Random(self.seed)
-        self._lookaheads = [max(8, int(share * ranks)) for share in _LOOKAHEADS]
+        scarce = self.problem.costs.relieved and self.limit < _SCARCE - EPSILON
+        lookaheads = _LOOKAHEADS_WHERE_SCARCE if scarce else _LOOKAHEADS
+        self._lookaheads = [max(8, int(share * ranks)) for share in lookaheads]
         self._threshold = _THRESHOLD * sum(self.problem.costs.durations[Kind.F]) / (2 * ranks)
 
     def run(self, rounds: float, *, late: bool) -> int:
@@ -79,6 +86,8 @@ class Climb:
         """One move: a noisy round, then plain ones while they gain. How many rounds it took."""
         draw = self._random
         plain = Policy(draw.choice(self._lookaheads), draw.random() < mixture.defer, draw.choice(mixture.patience))
+        if self.problem.costs.relieved:
+            plain = plain._replace(just_in_time=draw.random() < _JUST_IN_TIME)
         noisy = plain._replace(noise=draw.choice(_NOISE), seed=draw.randrange(1 << 30))
         if draw.random() < 0.5:
             back = self.problem.backward(self.order, self.limit, noisy)
