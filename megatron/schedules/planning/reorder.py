@@ -11,6 +11,7 @@ at both ends.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,7 +47,7 @@ def improve(
     """
     best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
-    compiled = rounds * len(passes) > _MOST_INTERPRETED
+    compiled = worth_compiling(rounds * len(passes))
     base: Sequence[int] = range(len(passes))
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     backwards = tasks.reversed()
@@ -72,6 +73,12 @@ def improve(
                 break
             order, reached = again, length
     return replace(schedule, order=tasks.rows(best_order, passes))
+
+
+def worth_compiling(passes: float) -> bool:
+    """Whether to schedule so many passes in machine code: always where this process has it already."""
+    module = sys.modules.get("megatron.schedules.planning.adaptive.compiled")
+    return passes > _MOST_INTERPRETED or (module is not None and module.compiled.cache_info().currsize > 0)
 
 
 def scheduled(

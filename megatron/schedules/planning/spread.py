@@ -21,7 +21,7 @@ from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.registry import Request, placement, plan, planned_makespan
+from megatron.schedules.planning.registry import Request, placement, planned_makespan, unchecked_plan
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.simulate import Timeline, simulate
 from megatron.schedules.planning.stage_costs import StageCosts
@@ -143,6 +143,7 @@ class _Search:
         self._request, self._placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
+        self._bounds: dict[tuple[Spread, int], float] = {}
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
         self._planned = _Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
 
@@ -238,8 +239,13 @@ class _Search:
         return first + random.Random(0).sample(others, min(len(others), _MOST_MOVES))
 
     def _bound(self, spread: Spread, microbatches: int) -> float:
+        if (spread, microbatches) not in self._bounds:
+            self._bounds[spread, microbatches] = self._bounded(spread, microbatches)
+        return self._bounds[spread, microbatches]
+
+    def _bounded(self, spread: Spread, microbatches: int) -> float:
         on_stages = _on(self._request.costs, spread, self._placement)
-        limit = max(self._limit, on_stages.least(self._placement))
+        limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self._placement))
         return lower_bound(self._placement, microbatches, on_stages, limit)
 
 
@@ -275,7 +281,7 @@ class _Planned:
 
     def _named(self, spread: Spread) -> float:
         costs = replace(self._request.costs, layers=spread)
-        timeline = simulate(plan(replace(self._request, costs=costs)), costs.on(self._placement))
+        timeline = simulate(unchecked_plan(replace(self._request, costs=costs)), costs.on(self._placement))
         # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
         held = microbatches_held(timeline)
         self._most = self._most or held
