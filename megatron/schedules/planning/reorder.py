@@ -23,7 +23,7 @@ from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.planning.tasks import Tasks, tasks_of, whole
 
 # Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.
-_MOST_INTERPRETED = 700_000
+MOST_INTERPRETED = 700_000
 
 
 def improve(
@@ -78,7 +78,7 @@ def improve(
 def worth_compiling(passes: float) -> bool:
     """Whether to schedule so many passes in machine code: always where this process has it already."""
     module = sys.modules.get("megatron.schedules.planning.adaptive.compiled")
-    return passes > _MOST_INTERPRETED or (module is not None and module.compiled.cache_info().currsize > 0)
+    return passes > MOST_INTERPRETED or (module is not None and module.compiled.cache_info().currsize > 0)
 
 
 def scheduled(
