@@ -29,7 +29,7 @@ from megatron.schedules.planning.registry import (
     plan,
     planned_makespan,
 )
-from megatron.schedules.planning.reorder import MOST_INTERPRETED
+from megatron.schedules.planning.reorder import many_plans
 from megatron.schedules.planning.spread_plans import CLEARLY, Planned, Spread, costs_on
 
 # Beyond so many microbatches a rank only the steady state grows, and spreads rank as they did.
@@ -72,14 +72,12 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
     around_one = replace(request, costs=request.costs.around_one()[0])
     searches = [_Search(around_one, each) for each in _placements(around_one)]
-    # Few searches make all the plans they may.
-    if sum(search.interpreted for search in searches) > 2 * MOST_INTERPRETED:
-        _load_machine_code()
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
-    _climb(searches, parts.begin(sum(search.effort for search in searches)))
-    near = _near(searches)
-    shortest = _checked(near, parts.begin(sum(search.checks for search in searches)))
+    # Few searches make all the plans they may: half of them.
+    with many_plans(sum(search.interpreted for search in searches) / 2):
+        _climb(searches, parts.begin(sum(search.effort for search in searches)))
+        shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.spread, (shortest.placement.chunks,))
     if request.schedule == "adaptive":
         best = _or_even(around_one, best, shortest.makespan, parts.begin(whole))
@@ -111,12 +109,6 @@ def _near(searches: Sequence[_Search]) -> list[_Search]:
     """Those whose plan is not clearly longer than the shortest of all."""
     shortest = min(search.length for search in searches)
     return [search for search in searches if search.length <= CLEARLY * shortest]
-
-
-def _load_machine_code() -> None:
-    from megatron.schedules.planning.adaptive.compiled import compiled
-
-    compiled()
 
 
 def _whole_search(request: Request) -> float:
