@@ -13,11 +13,13 @@ import pytest
 from megatron.schedules.planning.adaptive.bound import lower_bound
 from megatron.schedules.planning.costs import Costs
 from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.planning.loads import Load, ModelLoads, Part
 from megatron.schedules.planning.model_memory import EndMemory, LayerMemory, ModelMemory
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planning.registry import Request, plan, unchecked_plan
 from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.spread import Spread, as_layout, microbatches_held, spread_layers
+from megatron.schedules.planning.spread import as_layout, spread_layers
+from megatron.schedules.planning.spread_plans import Spread, microbatches_held
 from megatron.schedules.planning.store import kept_spread
 
 LAYER = Part(split=Load(10, 12, 8, 100))
@@ -168,3 +170,65 @@ def test_layers_placed_for_costs_in_any_unit_give_as_short_a_plan(name: str, fac
     found = spread_layers(scaled)
     assert timed(found).makespan / factor == pytest.approx(timed(spread_layers(request)).makespan, rel=1e-9)
     assert found.costs.forward == scaled.costs.forward
+
+
+SIZES: list[tuple[str, int, int, int]] = [
+    ("1f1b", 4, 8, 8),
+    ("interleaved-1f1b", 2, 4, 9),
+    ("v-half", 3, 12, 7),
+    ("zb-2p", 8, 4, 20),
+    ("adaptive", 2, 4, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "d", "n", "layers"), SIZES)
+def test_shares_of_progress_add_up_to_the_whole_when_the_search_ends(name: str, d: int, n: int, layers: int):
+    shares: list[float] = []
+    spread_layers(asked(name, d, n, layers), shares.append)
+    assert min(shares) >= 0
+    assert sum(shares) == pytest.approx(1)
+    assert sum(shares[:-1]) < 1 - 1e-9  # nothing is done after the work is told to be
+
+
+@pytest.mark.parametrize(("name", "d", "n", "layers"), [*SIZES[:4], ("v-min", 4, 64, 32), ("1f1b", 24, 2, 40)])
+def test_the_search_keeps_within_its_budget_of_passes(monkeypatch, name: str, d: int, n: int, layers: int):
+    """A plan counts for its passes, a bound for two a stage, both for what calling them takes."""
+    spent = {"plans": 0.0, "bounds": 0.0}
+
+    def counted_plan(request: Request) -> Any:
+        schedule = unchecked_plan(request)
+        spent["plans"] += 3 * schedule.placement.stages * request.microbatches + 2000
+        return schedule
+
+    def counted_bound(placement: Any, *more: Any) -> float:
+        spent["bounds"] += 2 * placement.stages
+        return lower_bound(placement, *more)
+
+    monkeypatch.setattr("megatron.schedules.planning.spread_plans.unchecked_plan", counted_plan)
+    monkeypatch.setattr("megatron.schedules.planning.spread.lower_bound", counted_bound)
+    spread_layers(asked(name, d, n, layers))
+    # As many passes again for the plans of the whole request, of which some are always made.
+    always = (24 + 13) * (3 * 2 * d * n + 2000)
+    assert spent["plans"] <= 2 * 300_000 + always
+    assert spent["bounds"] <= 4 * 300_000
+
+
+def test_no_partition_is_bounded_twice(monkeypatch):
+    seen: list[tuple[Any, int]] = []
+
+    def once(placement: Any, microbatches: int, costs: Any, limit: float) -> float:
+        seen.append((tuple(costs.times[Kind.F]), microbatches))
+        return lower_bound(placement, microbatches, costs, limit)
+
+    monkeypatch.setattr("megatron.schedules.planning.spread.lower_bound", once)
+    spread_layers(asked("zb-1p", 4, 8, 16))
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("ends", [0.0, 2.6])
+def test_adaptive_reports_all_parts_of_its_search(ends: float):
+    """The search over each placement, the comparison of the best, and that with even layers are parts of one whole."""
+    shares: list[float] = []
+    spread_layers(asked("adaptive", 3, 6, 12, ends, memory_limit=0.6, chunk_choices=(1, 2)), shares.append)
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) < 0.9

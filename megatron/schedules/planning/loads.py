@@ -29,7 +29,12 @@ class Load(NamedTuple):
 
     def over(self, mean: Load) -> Load:
         """As multiples of ``mean``."""
-        return Load(*(mine / theirs for mine, theirs in zip(self, mean, strict=True)))
+        return Load(
+            self.forward / mean.forward,
+            self.input_grad / mean.input_grad,
+            self.weight_grad / mean.weight_grad,
+            self.held / mean.held,
+        )
 
 
 class Part(NamedTuple):

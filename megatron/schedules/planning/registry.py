@@ -260,6 +260,15 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
     Raises:
         PlanError: in one line, what is wrong with the request or why there is no such schedule.
     """
+    schedule = unchecked_plan(request, progress)
+    validate(schedule)
+    schedule = in_microbatch_order(schedule)
+    request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
+    return schedule
+
+
+def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
+    """The same, not validated, for a search that compares many plans; the one that is taken is planned again."""
     entry = _entry(request.schedule)
     if request.ranks < 2:
         raise PlanError(f"{request.schedule} needs at least 2 pipeline ranks, not {request.ranks}", "ranks")
@@ -276,7 +285,4 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
     if request.costs.shared_vocabulary and not shared:
         schedule = share_output(schedule, request.costs, progress)
-    validate(schedule)
-    schedule = in_microbatch_order(schedule)
-    request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
     return schedule

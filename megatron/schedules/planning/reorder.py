@@ -11,7 +11,9 @@ at both ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 
 from megatron.schedules.planning.list_scheduling import EPSILON, Policy, list_schedule
@@ -23,6 +25,8 @@ from megatron.schedules.planning.tasks import Tasks, tasks_of, whole
 
 # Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.
 _MOST_INTERPRETED = 700_000
+# Set within a search that makes so many plans that machine code pays; never outside.
+_compiled: ContextVar[bool] = ContextVar("compiled", default=False)
 
 
 def improve(
@@ -46,7 +50,7 @@ def improve(
     """
     best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
-    compiled = rounds * len(passes) > _MOST_INTERPRETED
+    compiled = _compiled.get() or worth_compiling(rounds * len(passes))
     base: Sequence[int] = range(len(passes))
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     backwards = tasks.reversed()
@@ -72,6 +76,24 @@ def improve(
                 break
             order, reached = again, length
     return replace(schedule, order=tasks.rows(best_order, passes))
+
+
+def worth_compiling(passes: float) -> bool:
+    """Whether to schedule so many passes in machine code, all plans that are made together."""
+    return passes > _MOST_INTERPRETED
+
+
+@contextmanager
+def many_plans(passes: float) -> Iterator[None]:
+    """While the ``with`` block makes many plans that schedule so many ``passes`` together, each is made accordingly.
+
+    A block that makes the same plans in another way would make them all the same: only the time differs.
+    """
+    before = _compiled.set(worth_compiling(passes))
+    try:
+        yield
+    finally:
+        _compiled.reset(before)
 
 
 def scheduled(

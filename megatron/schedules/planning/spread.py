@@ -3,31 +3,34 @@
 A local search that moves one layer at a time. What bounds a plan from below, its busiest rank first of all, tells most
 moves from the start that they gain nothing; the others are planned. Schedules by name are planned as they are; for
 ``adaptive``, whose search takes seconds, each move is given a short climb from the best order known, and the spread
-that is found the whole search.
+that is found the whole search. A placement whose plans stay clearly longer than another's is left after that climb.
+Effort is counted in passes, never in time: the same request gives the same partition everywhere.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 
 from megatron.schedules.planning.adaptive.bound import lower_bound
-from megatron.schedules.planning.adaptive.plan import limit_in_microbatches, placements
-from megatron.schedules.planning.costs import Costs
+from megatron.schedules.planning.adaptive.plan import effort, limit_in_microbatches, placements, search_seconds
 from megatron.schedules.planning.errors import PlanError
 from megatron.schedules.planning.list_scheduling import EPSILON
 from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.progress import Progress, unheard
-from megatron.schedules.planning.registry import Request, placement, plan, planned_makespan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.stage_costs import StageCosts
-
-Spread = tuple[int, ...]
-"""Decoder layers of each stage, in model order."""
+from megatron.schedules.planning.progress import Parts, Progress, unheard
+from megatron.schedules.planning.registry import (
+    Request,
+    follows_costs,
+    placement,
+    plan,
+    planned_makespan,
+)
+from megatron.schedules.planning.reorder import many_plans
+from megatron.schedules.planning.spread_plans import CLEARLY, Planned, Spread, costs_on
 
 # Beyond so many microbatches a rank only the steady state grows, and spreads rank as they did.
 _MICROBATCHES_A_RANK = 3
@@ -40,6 +43,11 @@ _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
 # From where no move gains, so many random ones are made, to bounds this much above the best plan, as a factor. So much
 # the whole search may make of what a climb left.
 _STEPS, _TRIES, _NEAR = 2, 50, 1.01
+# What Python takes for each stage of a bound, in passes that the compiled function schedules. All bounds may take so
+# many times as much as all plans.
+_BOUND, _BOUNDS = 60, 4
+# Rounds in which a plan is polished, about.
+_POLISHING = 30
 # Of the moves from the even spread that its bound does not rule out, so many are planned at the end, by size.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
 # Moves that are looked at of each spread; with more than some forty stages there are more.
@@ -63,24 +71,59 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
         raise PlanError("layers can be placed where the model is known", "layers")
     # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
     around_one = replace(request, costs=request.costs.around_one()[0])
-    found = []
-    where = _placements(around_one)
-    for each in where:
-        found.append(_Search(around_one, each).best(lambda share: progress(share / len(where))))
-    shortest = min(found, key=lambda each: each.makespan)
+    searches = [_Search(around_one, each) for each in _placements(around_one)]
+    whole = _whole_search(around_one) * (1 + len(searches))
+    parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
+    # Few searches make all the plans they may: half of them.
+    with many_plans(sum(search.interpreted for search in searches) / 2):
+        _climb(searches, parts.begin(sum(search.effort for search in searches)))
+        shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.spread, (shortest.placement.chunks,))
     if request.schedule == "adaptive":
-        best = _or_even(around_one, best, shortest.makespan)
+        best = _or_even(around_one, best, shortest.makespan, parts.begin(whole))
+    parts.end()
     return replace(best, costs=replace(request.costs, layers=best.costs.layers))
 
 
-def _or_even(request: Request, found: Request, climbed: float) -> Request:
+def _climb(searches: Sequence[_Search], progress: Progress) -> None:
+    """Searches every placement, those that are clearly longer after a descent no further."""
+    parts = sum(search.effort for search in searches)
+
+    def hears(search: _Search) -> Progress:
+        return lambda share: progress(share * search.effort / parts)
+
+    for search in searches:
+        search.descend(hears(search))
+    for search in _near(searches):
+        search.wander(hears(search))
+
+
+def _checked(searches: Sequence[_Search], progress: Progress) -> _Found:
+    parts = Parts(progress, sum(search.checks for search in searches))
+    found = [search.checked(parts.begin(search.checks)) for search in searches]
+    parts.end()
+    return min(found, key=lambda each: each.makespan)
+
+
+def _near(searches: Sequence[_Search]) -> list[_Search]:
+    """Those whose plan is not clearly longer than the shortest of all."""
+    shortest = min(search.length for search in searches)
+    return [search for search in searches if search.length <= CLEARLY * shortest]
+
+
+def _whole_search(request: Request) -> float:
+    """What the whole search of ``adaptive`` takes, see :func:`_Search.effort`; a schedule by name needs none."""
+    return effort(request.ranks, search_seconds(request)) if request.schedule == "adaptive" else 0.0
+
+
+def _or_even(request: Request, found: Request, climbed: float, progress: Progress) -> Request:
     """``found``, or even layers where the whole search makes more of them than of it.
 
     Args:
         request: what was asked for.
         found: its layers placed.
         climbed: how long the plan of ``found`` was after a climb.
+        progress: hears how far the comparison is.
     """
     model = request.costs.model
     assert model is not None
@@ -91,7 +134,11 @@ def _or_even(request: Request, found: Request, climbed: float) -> Request:
         fits = on_stages.least(where) <= limit + EPSILON
         if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
             even.append(other)
-    return min((found, *even), key=planned_makespan) if even else found
+    if not even:
+        return found
+    candidates, share = (found, *even), 1 / (1 + len(even))
+    planned = partial(plan, progress=lambda part: progress(share * part))
+    return min(candidates, key=lambda each: planned_makespan(each, planned))
 
 
 def placed(request: Request, spread: Spread, chunk_choices: tuple[int, ...]) -> Request:
@@ -121,13 +168,6 @@ def as_layout(spread: Spread, ahead: int = 0) -> str:
     return "|".join(stages)
 
 
-def microbatches_held(timeline: Timeline) -> float:
-    """The most of its own microbatches that a rank holds at once."""
-    where, activation = timeline.schedule.placement, timeline.costs.activation
-    held = [sum(activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
-    return max((peak / one for peak, one in zip(timeline.peaks, held, strict=True) if one), default=0.0)
-
-
 @dataclass(frozen=True)
 class _Found:
     spread: Spread
@@ -143,30 +183,60 @@ class _Search:
         self._request, self._placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
+        self._bounds: dict[tuple[Spread, int], float] = {}
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
-        self._planned = _Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
+        self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
+        # A schedule by name is planned in one way only.
+        alike = few == request.microbatches and request.schedule != "adaptive"
+        self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
+        self._most = max(_FEWEST_PLANS, self._plans_of(few))
+        self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(request.microbatches)))
+        self._spread, self.length = self._even, math.inf
 
-    def best(self, progress: Progress) -> _Found:
-        """Down from two spreads to where no move gains, and on from there by random ones, while plans are left."""
+    @property
+    def effort(self) -> float:
+        """What all plans but the checked ones take at most, in passes that the compiled function schedules."""
+        return self._most * self._planned.effort
+
+    @property
+    def checks(self) -> float:
+        """What the checked plans take at most, in the same unit."""
+        return (1 + _FINALISTS + self._most_checked) * self._whole.effort
+
+    @property
+    def interpreted(self) -> float:
+        """Passes that list scheduling places, in many rounds for each plan whose order follows the costs."""
+        searched = follows_costs(self._request.schedule, shared_vocabulary=False)
+        return self._most * self._planned.size * _POLISHING if searched else 0.0
+
+    def descend(self, progress: Progress) -> None:
+        """Down from two spreads to where no move gains."""
+        ends = [self._down(start, progress) for start in (self._even, self._relieved())]
+        self._spread, self.length = min(ends, key=lambda each: each[1])
+
+    def wander(self, progress: Progress) -> None:
+        """On from there by random moves, while plans are left."""
         draw = random.Random(0)
-        most = max(_FEWEST_PLANS, self._plans_of(self._planned.microbatches))
-        ends = [self._down(start, most, progress) for start in (self._even, self._relieved())]
-        spread, length = min(ends, key=lambda each: each[1])
-        for _ in range(most):
-            if self._planned.count >= most:
+        for _ in range(self._most):
+            if self._spent:
                 break
-            other = spread
+            other = self._spread
             for _ in range(_STEPS):
-                other = self._aside(other, _NEAR * length, draw)
-            other, now = self._down(other, most, progress)
-            if now < length - EPSILON:
-                spread, length = other, now
-        return self._checked()
+                other = self._aside(other, _NEAR * self.length, draw)
+            other, now = self._down(other, progress)
+            if now < self.length - EPSILON:
+                self._spread, self.length = other, now
+
+    @property
+    def _spent(self) -> bool:
+        """Whether no plan is left, or as much as they take has gone into bounds several times."""
+        bounds = len(self._bounds) * _BOUND * self._placement.stages
+        return self._planned.count >= self._most or bounds > _BOUNDS * self.effort
 
     def _plans_of(self, microbatches: int) -> int:
         """How many the effort suffices for."""
-        effort = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
-        return effort // (3 * self._placement.stages * microbatches + _OVERHEAD)
+        passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
+        return passes // (3 * self._placement.stages * microbatches + _OVERHEAD)
 
     def _relieved(self) -> Spread:
         """Layer by layer to the rank that has least to do, and there to the stage that has."""
@@ -188,33 +258,38 @@ class _Search:
                 return other
         return spread
 
-    def _down(self, spread: Spread, most: int, progress: Progress) -> tuple[Spread, float]:
+    def _down(self, spread: Spread, progress: Progress) -> tuple[Spread, float]:
         length, gained = self._planned.makespan(spread), True
-        while gained:
+        while gained and not self._spent:
             gained = False
             for _, moved in sorted(self._shorter(spread, length, self._planned.microbatches)):
                 known = self._planned.count
-                if known >= most:
+                if known >= self._most:
                     break
                 now = self._planned.makespan(moved)
-                progress((self._planned.count - known) / most)
+                progress((self._planned.count - known) / self._most)
                 if now < length - EPSILON:
                     spread, length, gained = moved, now, True
                     break
         return spread, length
 
-    def _checked(self) -> _Found:
+    def checked(self, progress: Progress) -> _Found:
         """The shortest of those that the search liked best, of the even spread, and of those a layer away from it.
 
         All are planned as they were asked for, or climbed for longer.
         """
-        whole = _Planned(self._request, self._placement, self._limit, _FINAL_ROUNDS)
-        best = min((self._even, *self._planned.shortest(_FINALISTS)), key=whole.makespan)
-        length = whole.makespan(best)
-        checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(self._request.microbatches)))
-        for bound, other in sorted(self._shorter(self._even, length, self._request.microbatches))[:checked]:
-            if bound < length - EPSILON and (now := whole.makespan(other)) < length - EPSILON:
+        whole, share = self._whole, 1 / (1 + _FINALISTS + self._most_checked)
+        best, length = self._even, math.inf
+        for other in (self._even, *self._planned.shortest(_FINALISTS)):
+            now = whole.makespan(other)
+            progress(share)
+            if now < length:
                 best, length = other, now
+        for bound, other in sorted(self._shorter(self._even, length, self._request.microbatches))[: self._most_checked]:
+            hopeful = bound < length - EPSILON and not self._planned.clearly_longer(other)
+            if hopeful and (now := whole.makespan(other)) < length - EPSILON:
+                best, length = other, now
+            progress(share)
         return _Found(best, self._placement, length)
 
     def _shorter(self, spread: Spread, length: float, microbatches: int) -> Iterator[tuple[float, Spread]]:
@@ -230,7 +305,7 @@ class _Search:
         found = [move for move in permutations(range(len(spread)), 2) if spread[move[0]]]
         if len(found) <= _MOST_MOVES:
             return found
-        times, where = _on(self._request.costs, spread, self._placement).times.values(), self._placement
+        times, where = costs_on(self._request.costs, spread, self._placement).times.values(), self._placement
         loads = [sum(each[stage] for each in times for stage in where.stages_of(rank)) for rank in range(where.ranks)]
         busiest = where.stages_of(loads.index(max(loads)))
         first = [move for move in found if move[0] in busiest]
@@ -238,64 +313,14 @@ class _Search:
         return first + random.Random(0).sample(others, min(len(others), _MOST_MOVES))
 
     def _bound(self, spread: Spread, microbatches: int) -> float:
-        on_stages = _on(self._request.costs, spread, self._placement)
-        limit = max(self._limit, on_stages.least(self._placement))
+        if (spread, microbatches) not in self._bounds:
+            self._bounds[spread, microbatches] = self._bounded(spread, microbatches)
+        return self._bounds[spread, microbatches]
+
+    def _bounded(self, spread: Spread, microbatches: int) -> float:
+        on_stages = costs_on(self._request.costs, spread, self._placement)
+        limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self._placement))
         return lower_bound(self._placement, microbatches, on_stages, limit)
-
-
-class _Planned:
-    """Plans of one request, one spread after another."""
-
-    def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
-        self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
-        self._known: dict[Spread, float] = {}
-        self._most = 0.0  # microbatches, of the first spread that is asked for
-        self._order: Schedule | None = None
-        self._length = math.inf
-
-    @property
-    def count(self) -> int:
-        """Spreads that were planned."""
-        return len(self._known)
-
-    def shortest(self, number: int) -> list[Spread]:
-        """So many of those planned."""
-        return sorted(self._known, key=lambda spread: (self._known[spread], spread))[:number]
-
-    @property
-    def microbatches(self) -> int:
-        return self._request.microbatches
-
-    def makespan(self, spread: Spread) -> float:
-        """Infinite where the spread holds too much."""
-        if spread not in self._known:
-            climbs = self._request.schedule == "adaptive"
-            self._known[spread] = self._climbed(spread) if climbs else self._named(spread)
-        return self._known[spread]
-
-    def _named(self, spread: Spread) -> float:
-        costs = replace(self._request.costs, layers=spread)
-        timeline = simulate(plan(replace(self._request, costs=costs)), costs.on(self._placement))
-        # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
-        held = microbatches_held(timeline)
-        self._most = self._most or held
-        return timeline.makespan if held <= self._most + EPSILON else math.inf
-
-    def _climbed(self, spread: Spread) -> float:
-        from megatron.schedules.planning.adaptive.problem import Problem
-        from megatron.schedules.planning.adaptive.search import Entry, race
-
-        problem = Problem(self._placement, self.microbatches, _on(self._request.costs, spread, self._placement))
-        if problem.least > self._limit + EPSILON:
-            return math.inf
-        starts = [problem.order(each) for each in (self._order, None)]
-        fitting = [order for order in starts if problem.fits(order, self._limit)]
-        (climb,), _ = race([Entry(problem, fitting)], self._limit, self._rounds * len(fitting) * problem.effort)
-        if climb.makespan < self._length:
-            self._length = climb.makespan
-            rows = problem.rows(climb.best)
-            self._order = Schedule("adaptive", self._placement, self.microbatches, rows)
-        return climb.makespan
 
 
 def _moved(spread: Spread, source: int, to: int) -> Spread:
@@ -303,7 +328,3 @@ def _moved(spread: Spread, source: int, to: int) -> Spread:
     moved[source] -= 1
     moved[to] += 1
     return tuple(moved)
-
-
-def _on(costs: Costs, spread: Spread, where: Placement) -> StageCosts:
-    return replace(costs, layers=spread).on(where)

@@ -118,23 +118,23 @@ class StageCosts:
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        return max(self._least(placement, rank) for rank in range(placement.ranks))
+        return max(self._least(placement))
 
     def limits(self, placement: Placement, limit: float) -> list[float]:
         """What each rank may hold where an average one may hold ``limit``.
 
         Less by what its parameters hold beyond those of an average rank, though never less than one microbatch takes.
         """
-        beyond = enumerate(self._beyond(placement))
-        return [min(limit, max(limit - more, self._least(placement, rank))) if more else limit for rank, more in beyond]
+        beyond = self._beyond(placement)
+        if not any(beyond):
+            return [limit] * placement.ranks
+        both = zip(beyond, self._least(placement), strict=True)
+        return [min(limit, max(limit - more, least)) if more else limit for more, least in both]
 
     def within(self, placement: Placement, peaks: Sequence[float]) -> float:
         """The least that an average rank must be let hold for ranks to hold ``peaks``."""
-        beyond = enumerate(self._beyond(placement))
-        return max(
-            peak + more * (peak > self._least(placement, rank))
-            for peak, (rank, more) in zip(peaks, beyond, strict=True)
-        )
+        of_ranks = zip(peaks, self._beyond(placement), self._least(placement), strict=True)
+        return max(peak + more * (peak > least) for peak, more, least in of_ranks)
 
     def _beyond(self, placement: Placement) -> list[float]:
         """How much more each rank's parameters hold than those of an average one."""
@@ -143,18 +143,21 @@ class StageCosts:
         own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
         return [max(0.0, each - sum(own) / placement.ranks) for each in own]
 
-    def _least(self, placement: Placement, rank: int) -> float:
+    def _least(self, placement: Placement) -> list[float]:
+        """For each rank, the least memory in which one microbatch runs."""
         doing = self.doing(placement)
         spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
         passing = self._sum((Share.AGAIN, Share.AWAY))
-        # That of the output layer is there from the last stage's F until its I, and perhaps longer.
-        shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
-        held = most = 0.0
-        for stage in placement.stages_of(rank):
-            # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
-            most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
-            held += kept[stage] + sum(
-                self.held[share][stage] for share in (Share.AGAIN, Share.AWAY) if share not in spared
-            )
-        return most if self.loads is None else most * max(self.loads.tokens)
+        stays = self._sum([share for share in (Share.AGAIN, Share.AWAY) if share not in spared])
+        found = []
+        for rank in range(placement.ranks):
+            # That of the output layer is there from the last stage's F until its I, and perhaps longer.
+            shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
+            held = most = 0.0
+            for stage in placement.stages_of(rank):
+                # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
+                most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
+                held += kept[stage] + stays[stage]
+            found.append(most if self.loads is None else most * max(self.loads.tokens))
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from megatron.schedules.planning.kinds import Kind, Share, stages_doing
 from megatron.schedules.planning.placement import Placement
 from megatron.schedules.planning.stage_costs import StageCosts
@@ -41,19 +43,21 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     for s in reversed(stages):
         onward = span[s + 1] + (into[s + 1] + back[s + 1]) if s < placement.last_stage else between
         span[s] = forward[s] + onward + input_grad[s]
+    # Up to the start of F of stage s, and from the end of its I on.
+    heads = list(accumulate((forward[s] + into[s + 1] for s in stages[:-1]), initial=0.0))
+    tails = list(accumulate((input_grad[s] + back[s + 1] for s in stages[:-1]), initial=0.0))
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
         first = held[0]
-        head = sum(forward[s] + into[s + 1] for s in range(first))
-        tail = sum(input_grad[s] + back[s + 1] for s in range(first))
+        head, tail = heads[first], tails[first]
         passes = n * sum(forward[s] + shared[s] + input_grad[s] for s in held)
         weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
         # A whole backward may keep less for its W than a split one, and the other way round.
         occupied = n * sum(
             (kept[s] + again[s] + away[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held
         )
-        occupied -= n * sum(away[s] * max(0.0, span[s] - _there(s, Kind.F, Kind.O, Kind.L)) for s in held)
+        occupied -= n * sum(away[s] * max(0.0, span[s] - _there(s, Kind.F, Kind.O, Kind.L)) for s in held if away[s])
         last = weight_grad[0] if first else 0.0
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
