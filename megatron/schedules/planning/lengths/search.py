@@ -147,7 +147,7 @@ def climb(
     state, spent, never = seed % 2147483648, 0, 0 > 1
     if length >= NEVER:
         for patience in (0.0, 1.0):
-            policy = Policy(lookahead, never, patience, never, 0.0, state)
+            policy = Policy(lookahead, never, patience, never, 0.0, state, never)
             reached = one_round(places, passes, policy, never, work, again)
             if reached < length - EPSILON:
                 length, new_passes[:] = reached, again
@@ -161,7 +161,7 @@ def climb(
             state = (state * 1103515245 + 12345) % 2147483648
             draws[at] = (state // 256) / 8388608.0
         patience = _PATIENCE[int(draws[0] * 5)]
-        plain = Policy(lookahead, draws[1] < _DEFER, patience, never, 0.0, state)
+        plain = Policy(lookahead, draws[1] < _DEFER, patience, never, 0.0, state, never)
         policy, backwards = plain, never
         new_order[:], new_passes[:] = order, passes
         moved = n > 1 and draws[2] < _MOVES
@@ -184,7 +184,7 @@ def climb(
                 spent += 1
                 continue
         else:
-            policy = Policy(lookahead, draws[1] < _DEFER, patience, never, _NOISE * draws[3], state)
+            policy = Policy(lookahead, draws[1] < _DEFER, patience, never, _NOISE * draws[3], state, never)
             backwards = draws[4] < 0.5
         if backwards:
             one_round(places, new_passes, policy, backwards, work, new_passes)
