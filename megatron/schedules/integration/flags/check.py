@@ -13,7 +13,11 @@ from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.later import after_megatron
-from megatron.schedules.integration.flags.memory_limit import with_memory_limit
+from megatron.schedules.integration.flags.memory_limit import (
+    MESSAGES,
+    is_in_gib,
+    with_memory_limit,
+)
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refusals import refusal, unsplittable
@@ -33,6 +37,7 @@ from megatron.schedules.planning.registry import NAMES, Request, check_parts, st
 from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
 from megatron.schedules.report.progress import shown
+from megatron.schedules.runtime.lowering import lower
 
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
 _STALL_SECONDS = 120.0
@@ -106,11 +111,25 @@ def _checked(args: Any) -> Planned | None:
         request = spread(request)
     if request.recompute or request.offload:
         request = settled(request)
-    schedule = planned(request)
+    request, schedule = _planned_within(args, request)
     host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs.on(schedule.placement))))
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
     return Planned(request, schedule, assumed(args, request.costs) + _relief(request, host_bytes))
+
+
+def _planned_within(args: Any, request: Request) -> tuple[Request, Schedule]:
+    """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
+    schedule, room = planned(request), 0
+    while request.schedule == "adaptive" and is_in_gib(args):
+        programs = lower(schedule, request.costs.on(schedule.placement))
+        held = max(program.messages_held for program in programs)
+        if held <= max(room, MESSAGES):
+            break
+        room = held
+        request = with_memory_limit(args, request, room)
+        schedule = planned(request)
+    return request, schedule
 
 
 @lru_cache(maxsize=2)

@@ -13,12 +13,17 @@ from megatron.schedules.planning.given import decimal
 from megatron.schedules.planning.request import Request
 
 _GIB = 2**30
-# Of a rank's messages, received ahead or not known to be sent, no plan that we have seen holds more at once. They are
-# small beside activations, and a plan's own number is known only once it is made.
-_MESSAGES = 8
+# Most plans hold fewer messages on a rank at once. A plan's own number is known only once it is made; where it is
+# larger, the plan is made again with room for them.
+MESSAGES = 8
 
 
-def with_memory_limit(args: Any, request: Request) -> Request:
+def is_in_gib(args: Any) -> bool:
+    """Whether the limit is in GiB."""
+    return bool(args.pipeline_memory_limit) and args.pipeline_memory_limit.lower().endswith("gib")
+
+
+def with_memory_limit(args: Any, request: Request, messages: int = MESSAGES) -> Request:
     """``request`` with ``--pipeline-memory-limit`` as a fraction of what 1F1B holds with d microbatches at once.
 
     GiB are activations as the dry run counts them: what messages and Megatron's own recompute hold beside a plan's
@@ -27,12 +32,13 @@ def with_memory_limit(args: Any, request: Request) -> Request:
     Args:
         args: Megatron's, validated or not.
         request: for ``adaptive``, its costs and what may be recomputed or offloaded settled.
+        messages: how many a rank may hold at once.
 
     Raises:
         PlanError: where the flag is neither, or too few GiB.
     """
     text, memory = args.pipeline_memory_limit, request.costs.memory
-    number, unit = (text[:-3], _GIB) if text.lower().endswith("gib") else (text, 1)
+    number, unit = (text[:-3], _GIB) if is_in_gib(args) else (text, 1)
     value = decimal(number)
     if not (math.isfinite(value) and value > 0):
         raise PlanError(f"--pipeline-memory-limit {text!r} is neither a fraction such as 0.5 nor such as 20GiB")
@@ -41,7 +47,7 @@ def with_memory_limit(args: Any, request: Request) -> Request:
     if memory is None:
         raise PlanError(f"--pipeline-memory-limit {text} needs the model's sizes: give their flags")
     of_1f1b = request.ranks * memory.of_rank(request.ranks)
-    set_aside = _MESSAGES * message_bytes(args) + memory.most_passing
+    set_aside = messages * message_bytes(args) + memory.most_passing
     limit, least = (value * unit - set_aside) / of_1f1b, least_limit(request)
     if limit < least:
         smallest = _rounded_up((least * of_1f1b + set_aside) / unit)
