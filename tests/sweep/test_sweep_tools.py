@@ -34,8 +34,9 @@ RELATED = {
     "--sequence-length": ["passes and P2P latency may differ"],
     "--json-keys": ["--output"],
 }
-# These do as many seconds of work as they are asked for.
+# These do as many seconds of work as they are asked for: they are given with what is refused before any work.
 LONG = {"--relief", "--vocabulary-parallel", "--validate", "--top"}
+REFUSED = ["--gpus", "1"]
 
 
 def flags_of(tool: str) -> list[Flag]:
@@ -61,10 +62,10 @@ def places(folder: Path) -> tuple[list[str], list[str]]:
 def calls_of(tool: str, places: tuple[list[str], list[str]], every: int) -> Sequence[Call]:
     calls = [Call(BASES[tool]), Call([*BASES[tool], "--no-such-flag"], ["--no-such-flag"]), Call([])]
     for flag in flags_of(tool):
-        if flag.name in LONG:
-            continue
         start = BASES[tool] if flag.name else []
         names = [flag.name, *RELATED.get(flag.name, [])] if flag.name else []
+        if flag.name in LONG:
+            start, names = [*start, *REFUSED], [*names, *REFUSED[:1]]
         named = [flag.name] if flag.name else []
         calls.append(Call([*start, *named], names))
         if not flag.is_switch:
