@@ -42,7 +42,7 @@ PLANS = {
     "a quarter, recomputed": f"{ADAPTIVE} --memory-limit 0.25 --recompute auto",
     "offloaded": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.5 --chunks 1",
     "offloaded one way": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.3 --offload-one-way --chunks 1",
-    "both": f"{ADAPTIVE} --memory-limit 0.3 --offload 0.3 --recompute auto --chunks 2",
+    "both": f"{ADAPTIVE} --memory-limit 0.3 --offload 2.1 --recompute auto --chunks 2 --costs 1,1.1,0.75,0.05",
     "model": f"--schedule v-half {SIZE} {MODEL}",
     "automatic layers": f"--schedule 1f1b {SIZE} {MODEL} --layers auto",
     "adaptive model": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --chunks 2",

@@ -73,7 +73,10 @@ def parent_of(
 
         def come() -> bool:
             assert parent.poll() is None, log.read_text()
-            return begun(process)
+            try:
+                return begun(process)
+            except psutil.NoSuchProcess:  # a child has ended while it was looked at
+                return False
 
         until(come, f"what writes {log}")
         children = [child.pid for child in process.children(recursive=True)]
