@@ -23,6 +23,7 @@ from megatron.schedules.runtime.check import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.notices import Notices
 from megatron.schedules.runtime.replanner import Replanner
+from tests.waiting import HANGS_S
 
 RANKS = 3
 ASKED = Request("adaptive", RANKS, 6, memory_limit=1, search_seconds=0.02, chunk_choices=(2,))
@@ -45,7 +46,7 @@ class Store:
 
     def get(self, name: str) -> bytes:
         with self._new:
-            assert self._new.wait_for(lambda: name in self._texts, timeout=20), f"nobody posts {name}"
+            assert self._new.wait_for(lambda: name in self._texts, timeout=HANGS_S), f"nobody posts {name}"
             return self._texts[name]
 
 
@@ -96,7 +97,7 @@ class Job:
 
     def __init__(self, plans: list[Plans]) -> None:
         self.plans, self._store, self._said = plans, Store(), [[] for _ in plans]  # type: ignore[var-annotated]
-        self._answers, self._meet = [""] * len(plans), threading.Barrier(len(plans), timeout=20)
+        self._answers, self._meet = [""] * len(plans), threading.Barrier(len(plans), timeout=HANGS_S)
         self.ran: list[list[Schedule]] = [[] for _ in plans]
 
     def run(self, requests: dict[int, list[Request]], iterations: int = 4000, late: int = 2) -> list[list[str]]:
