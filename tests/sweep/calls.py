@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -124,8 +124,3 @@ def _of_metavar(name: str, metavar: str | None, is_path: bool) -> tuple[frozense
     if any(word not in known for word in words if word not in choices):
         return frozenset(), choices
     return frozenset(kinds), choices
-
-
-def as_mapping(flags: list[Flag]) -> Mapping[str, Flag]:
-    """``flags`` by their names."""
-    return {flag.name: flag for flag in flags}

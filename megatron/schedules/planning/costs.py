@@ -172,7 +172,8 @@ class Costs:
     def on(self, placement: Placement) -> StageCosts:
         """These costs for every stage of ``placement``."""
         parts = None if self.model is None else self._parts(self.model, placement)
-        times, (activation, held) = self._times(placement, parts), self._held(placement, parts)
+        memory = self.memory_on(placement)
+        times, (activation, held) = self._times(placement, parts), self._held(placement, parts, memory)
         if self.redone is not None:
             redone = _given(self.redone, placement, "redone")
             times[Kind.R] = tuple(share * time for share, time in zip(redone, times[Kind.R], strict=True))
@@ -187,7 +188,7 @@ class Costs:
                 held | self._shared_held(self.model, placement),
             )
         hops = {(source, to): time for source, to, time in self.hops}
-        standing = self._standing(placement)
+        standing = self._standing(placement, memory)
         attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
 
@@ -258,9 +259,8 @@ class Costs:
         return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
 
     def _held(
-        self, placement: Placement, parts: Sequence[Part] | None
+        self, placement: Placement, parts: Sequence[Part] | None, stages: Sequence[StageMemory] | None
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
-        stages = self.memory_on(placement)
         if self.memory is not None and stages is not None:
             return _held_by_stage(stages, self.memory.of_rank(placement.ranks))
         if parts is None or self.model is None or self.stage_activations is not None:
@@ -286,8 +286,7 @@ class Costs:
             Share.AWAY: tuple(away),
         }
 
-    def _standing(self, placement: Placement) -> tuple[float, ...]:
-        stages = self.memory_on(placement)
+    def _standing(self, placement: Placement, stages: Sequence[StageMemory] | None) -> tuple[float, ...]:
         if self.memory is None or stages is None or not any(stage.parameters for stage in stages):
             return ()
         unit = self.memory.of_rank(placement.ranks)
