@@ -21,8 +21,8 @@ from typing import NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.printable import printable
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
 _ITERATION = re.compile(r" iteration +(\d+)/ *(\d+) \|")

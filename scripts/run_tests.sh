@@ -2,7 +2,7 @@
 # Sets up what is missing, then checks the code and runs the tests. Arguments go to pytest:
 #
 #     bash scripts/run_tests.sh
-#     bash scripts/run_tests.sh tests/planning -k simulate
+#     bash scripts/run_tests.sh tests/planner -k adaptive
 set -uo pipefail
 
 # shellcheck source=scripts/_start.sh

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planning.cache import PLANS_VARIABLE, USER_VARIABLE
+from megatron.schedules.utils.cache_directory import PLANS_VARIABLE, USER_VARIABLE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

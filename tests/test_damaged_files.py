@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli import main
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.planning.job_profile_text import to_text as job_profile_text
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import sequential, v_shape
-from megatron.schedules.planning.profile_facts import CopyRates, Facts
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.recorded import to_text as recorded_text
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
-from tests.planning.made_schedules import written
+from megatron.schedules.cli.program import main
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
+from megatron.schedules.measure.profile_facts import CopyRates, Facts
+from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.measure.recorded_run import to_text as recorded_text
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import sequential, v_shape
+from megatron.schedules.schedule.simulator import simulate
+from tests.planner.made_schedules import written
 
 # As JSON, what may stand where something else should.
 WRONG = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.schedules.planning.profile_facts import CopyRates
+from megatron.schedules.measure.profile_facts import CopyRates
 from megatron.schedules.runtime.copies import Copying, copies_on
 
 _SIZE = {"cuda": 2**28, "cpu": 2**24}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from megatron.schedules.planning.errors import one_line
+from megatron.schedules.utils.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):

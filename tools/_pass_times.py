@@ -33,17 +33,17 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.layers.again import do_layers_again, surroundings
+from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
 from megatron.schedules.integration.linears.local import split_linears
-from megatron.schedules.integration.linears.te_found import te_fault
+from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.schedule_call import ScheduleCall
-from megatron.schedules.integration.stages import MegatronStages
-from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.program import Program
+from megatron.schedules.runtime.recompute import Again
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.placement import Placement
 
 ON_CPU = standin.needed()
 

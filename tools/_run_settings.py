@@ -18,7 +18,7 @@ _ITERATIONS = 8
 # torchrun ends its ranks when it is told to end. Killed, it would leave them.
 _LAUNCH = """
 import runpy, signal, sys
-from megatron.schedules.planning.child_processes import end_with_parent
+from megatron.schedules.utils.child_processes import end_with_parent
 end_with_parent(int(sys.argv.pop(1)), signal.SIGTERM)
 runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 """

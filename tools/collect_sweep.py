@@ -23,9 +23,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megatron.schedules.ending import emit
-from megatron.schedules.planning.errors import PlanError, one_line
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.cli.ending import emit
+from megatron.schedules.utils.errors import PlanError, one_line
+from megatron.schedules.utils.printable import printable
 from scripts.compare_logs import read_iteration
 from tools._parsing import Parser
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.schedules.planning.files import write_text
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.output_files import write_text
+from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
 
 # Tests and third-party packages: not prose of the language, and not the same on every machine.

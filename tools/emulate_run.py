@@ -22,22 +22,22 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.schedules.ending import emit, run
-from megatron.schedules.planning.clocks import aligned, gaps, hops
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.iteration import iteration_of
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.limits import MOST_PASSES, MOST_RANKS, check_size
-from megatron.schedules.planning.loads import Load, ModelLoads, Part
-from megatron.schedules.planning.printable import printable
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.registry import Request, placement, plan
-from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.spread import spread_layers
-from megatron.schedules.planning.stage_costs import StageCosts
+from megatron.schedules.cli.ending import emit, run
+from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.measure.iteration_summary import iteration_of
+from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.planner.layer_partition import spread_layers
+from megatron.schedules.planner.registry import Request, placement, plan
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.runtime.program import Program
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.size_limits import MOST_PASSES, MOST_RANKS, check_size
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import printable
 
 _WARM_UP = 2  # iterations before the one that is recorded
 _LAYERS_A_STAGE = 4
@@ -156,7 +156,7 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
         true: how long they sleep.
         unit_ms: of both, in milliseconds.
     """
-    from megatron.schedules.runtime.check import check
+    from megatron.schedules.runtime.checker import check
     from megatron.schedules.runtime.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.schedules.ending import emit, run
+from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.grid import Found, Question, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
 from megatron.schedules.estimate.roofline import ONES, corrections
-from megatron.schedules.planning.child_processes import worker_pool
-from megatron.schedules.planning.cost_profile import read_profile
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.files import objection
+from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.utils.child_processes import worker_pool
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.output_files import objection
 from tools._run_settings import gpus_here, run_setting
 
 # All divisors of the first are tried, and plans made for as many microbatches as the second.

@@ -37,9 +37,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.schedules.planning.child_processes import begin_worker
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.child_processes import begin_worker
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
 
 BYTE_LEVEL = "ByteLevelTokenizer"

@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.planning.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
-from megatron.schedules.planning.errors import PlanError, one_line
-from megatron.schedules.planning.files import objection, write_text
-from megatron.schedules.planning.json_files import encode
-from megatron.schedules.planning.printable import printable
-from megatron.schedules.planning.profile_facts import ModelForm, RatesForm
+from megatron.schedules.measure.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
+from megatron.schedules.measure.profile_facts import ModelForm, RatesForm
+from megatron.schedules.utils.errors import PlanError, one_line
+from megatron.schedules.utils.json_files import encode
+from megatron.schedules.utils.output_files import objection, write_text
+from megatron.schedules.utils.printable import printable
 from tools._parsing import Parser
 from tools.benchmarks.parts import Spread, machine
 

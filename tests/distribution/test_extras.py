@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron.schedules.integration.gpu_libraries import LIBRARIES
-from megatron.schedules.integration.linears.te_found import OLDEST
+from megatron.schedules.integration.linears.te_version import OLDEST
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 STOCK = {"megatron/core/__init__.py": "name = 'core'\n", "megatron/training/__init__.py": "name = 'training'\n"}
 PROBE = """
 import megatron, megatron.core, megatron.training, megatron.schedules
-from megatron.schedules.planning.passes import Pass
+from megatron.schedules.schedule.passes import Pass
 assert (megatron.core.name, megatron.training.name) == ("core", "training")
 assert not hasattr(megatron, "__file__") or megatron.__file__ is None, megatron.__file__
 assert str(Pass.parse("5I3")) == "5I3"
@@ -110,7 +110,7 @@ def test_the_namespace_has_no_init_of_ours() -> None:
 def test_the_base_install_asks_for_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if "torch" in name or "megatron" in name]
-    assert project["scripts"] == {"megatron-schedules": "megatron.schedules.cli:main"}
+    assert project["scripts"] == {"megatron-schedules": "megatron.schedules.cli.program:main"}
 
 
 def test_the_constraints_are_exact_and_the_installed_megatron_core_is_in_range() -> None:

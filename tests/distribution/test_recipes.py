@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.planning.kinds import KINDS, WHOLES, Kind
 from megatron.schedules.report.palette import HUES
 from megatron.schedules.runtime.program import Op
+from megatron.schedules.schedule.kinds import KINDS, WHOLES, Kind
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 # Where a block goes whose first line names a part of a file: after the first match.
 PLACES = {
-    "planning/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
-    "planning/kinds.py, Kind": r'\n    B = "B"\n',
-    "planning/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
-    "planning/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)",
-    "planning/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
-    "planning/json_files.py, ByKind": r"\n    W: Value\n",
+    "planner/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
+    "schedule/kinds.py, Kind": r'\n    B = "B"\n',
+    "schedule/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
+    "schedule/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)",
+    "schedule/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
+    "schedule/kind_forms.py, ByKind": r"\n    W: Value\n",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
-    "integration/flags/refusals.py, _RULES": r"\n_RULES = \(\n",
+    "integration/flags/incompatible.py, _RULES": r"\n_RULES = \(\n",
 }
 
 
@@ -71,18 +71,18 @@ def python(package: Path, program: str) -> str:
 
 def test_a_schedule_is_a_file_and_a_row(package: Path):
     follow("To add a schedule", package)
-    registry = package / "planning" / "registry.py"
+    registry = package / "planner" / "registry.py"
     registry.write_text(registry.read_text().replace("named import from_file,", "named import from_file, gpipe,"))
     said = python(
         package,
         """
-from megatron.schedules import cli
-from megatron.schedules.planning.registry import Request, every_named, plan, stages
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.cli import program
+from megatron.schedules.planner.registry import Request, every_named, plan, stages
+from megatron.schedules.schedule.text_forms import to_csv
 print(to_csv(plan(Request("gpipe", 2, 2))), end="")
 assert "gpipe" in {timeline.schedule.name for timeline in every_named(Request("", 2, 2))}
 assert stages(Request("gpipe", 2, 2)) == 2
-cli.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatches 8".split())
+program.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatches 8".split())
 """,
     )
     assert said.startswith("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
@@ -91,16 +91,16 @@ cli.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatc
 
 KIND = """
 import io
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.list_scheduling import Policy
-from megatron.schedules.planning.reorder import improve
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.planning.textforms import from_csv, from_json, to_csv, to_json
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.search.list_scheduling import Policy
+from megatron.schedules.search.reorder import improve
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.report.text import draw_text
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 
@@ -149,8 +149,8 @@ def test_a_feature_that_cannot_work_is_a_rule(package: Path):
         package,
         """
 from types import SimpleNamespace
-from megatron.schedules.integration.flags.refusals import refusal
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.integration.flags.incompatible import refusal
+from megatron.schedules.planner.registry import Request, plan
 flags = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
 args = SimpleNamespace(**dict.fromkeys(flags), ckpt_format="torch_dist", use_tp_pp_dp_mapping=True)
 print(refusal(args, plan(Request("1f1b", 2, 4))))

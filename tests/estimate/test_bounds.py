@@ -10,7 +10,7 @@ import pytest
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 
 SIZES = [flag for flag in BOUNDS if flag.startswith("--") and not flag.startswith("--pipeline-schedule")]
 OF_A_FILE = [flag for flag, (kind, _) in megatron_flags.FLAGS.items() if kind is int]

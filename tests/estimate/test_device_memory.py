@@ -18,10 +18,10 @@ from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.shape import Experts, Shape
 from megatron.schedules.estimate.transformer import Latent
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import peaks
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import peaks
 
 HIDDEN, HEADS, SEQUENCE, LAYERS = 512, 8, 256, 8
 GPT = Shape(LAYERS, HIDDEN, HEADS, SEQUENCE, 1024, groups=HEADS, fused=False)

@@ -24,8 +24,8 @@ from megatron.schedules.estimate.iteration import (
     static_bytes,
 )
 from megatron.schedules.estimate.roofline import ONES, Microbatch, PassTimes, corrections, slot_times
-from megatron.schedules.planning.cost_profile import CostProfile
-from megatron.schedules.planning.profile_facts import Facts
+from megatron.schedules.measure.cost_profile import CostProfile
+from megatron.schedules.measure.profile_facts import Facts
 
 A100 = DEVICES["A100-80GB"]
 SMALL = Model("small", layers=14, heads=16, hidden=2048)

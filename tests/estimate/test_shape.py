@@ -11,7 +11,7 @@ from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.parameters import parameters as of_build
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 
 LLAMA = """
 # torchrun's line is none of it

@@ -34,7 +34,7 @@ def model(gpus: int) -> str:
 def make_text(folder: Path) -> Path:
     """The prefix of a small byte-level data set."""
     tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--append-eod"]
-    sources = sorted(map(str, (ROOT / "megatron" / "schedules" / "planning").glob("*.py")))
+    sources = sorted(map(str, (ROOT / "megatron" / "schedules" / "planner").glob("*.py")))
     subprocess.run([*tool, "--output-prefix", str(folder / "code"), "--input", *sources], check=True, timeout=120)
     return folder / "code_text_document"
 

@@ -12,10 +12,10 @@ from megatron.training import arguments, training
 
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.dry_run import estimated
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
 

@@ -32,11 +32,11 @@ from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.integration import gpt, offload, schedule_function
+from megatron.schedules.integration import gpt, offloaded_layers, schedule_function
 from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.memory_left import STANDIN_VARIABLE
-from megatron.schedules.integration.stages import MegatronStages
+from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
+from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,
@@ -357,7 +357,7 @@ def _counted(flags: list[str]) -> list[bool]:
 def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
     setattr(Planner, "layers_away", layers)  # noqa: B010 - a property of it
-    offload.copies_on = lambda *args, **named: copies
+    offloaded_layers.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run
 
@@ -439,7 +439,7 @@ def _rank(
         ordered_samples.put_in_place(orders)
     fake_wandb.put_in_place()
     # Whatever is read or given back too soon is nonsense.
-    offload.copies_on = lambda *args, **named: LateCopies()
+    offloaded_layers.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
         plain_attention.put_in_place()
     if adapters:

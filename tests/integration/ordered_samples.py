@@ -13,8 +13,8 @@ from megatron.training import training
 
 import pretrain_gpt
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.lengths.beside import LengthsBeside, in_loaders_order
-from megatron.schedules.integration.lengths.read_ahead import lengths_of, under
+from megatron.schedules.integration.lengths.background import LengthsBeside, in_loaders_order
+from megatron.schedules.integration.lengths.prefetch import lengths_of, under
 
 
 def note(seen: list[tuple[int, ...]]) -> None:

@@ -10,14 +10,14 @@ from megatron.training import get_args
 
 from megatron.schedules.integration import schedule_function
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.stages import MegatronStages
-from megatron.schedules.planning.beside import Beside
-from megatron.schedules.planning.registry import plan
-from megatron.schedules.planning.replanning import Expected, Proposal
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.integration.model_stages import MegatronStages
+from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.registry import plan
+from megatron.schedules.planner.replanning import Expected, Proposal
+from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime import replanner
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import to_csv
 
 
 def programs_run() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.again import Again, do_again
+from megatron.schedules.runtime.recompute import Again, do_again
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests import ranks
 
@@ -216,7 +216,7 @@ def compare(
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
     R the whole model is done again.
     """
-    from megatron.schedules.integration.layers.again import surroundings
+    from megatron.schedules.integration.layers.recompute import surroundings
     from megatron.schedules.integration.linears.local import split_linears
 
     bind = bind or split_linears

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program, channels_of
 from megatron.schedules.runtime.transport import GroupTransport
-from tests.planning.made_schedules import NAMED
+from megatron.schedules.schedule.kinds import Kind
+from tests.planner.made_schedules import NAMED
 from tests.runtime.strict_wires import Device, Rendezvous, Waiting, strict_channels
 from tests.runtime.test_device_sync import SPEC, MarkedStages
 from tests.runtime.thread_ranks import errors_in_threads

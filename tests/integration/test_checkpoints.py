@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.text_forms import to_csv
 from tests import tolerances
 from tests.integration.features import SCHEDULES, Case
 from tests.integration.results import MODEL, UNTIED, Result

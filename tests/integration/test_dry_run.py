@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import is_first
-from megatron.schedules.integration.flags.supposed import supposed_gpus
 from tests.integration.results import MODEL, UNTIED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import check_environment
-from megatron.schedules.integration.flags.supposed import supposed_gpus
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planner.registry import Request, plan
 from tests.integration.results import MODEL, UNTIED
 
 JOB = "--train-iters 1 --num-layers 16 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.features import FULL, MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing

@@ -6,12 +6,12 @@ import argparse
 
 import pytest
 
-from megatron.schedules.integration.dry_run import estimated
 from megatron.schedules.integration.flags.check import Planned, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.integration.memory_estimate import estimated
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
 
 LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
     --ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope

@@ -12,13 +12,13 @@ import torch
 from recorded_collectives import recorded
 from torch import Tensor
 
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
 
 ORDERS = ("0F0 0I0 0W0 0F1 0I1 0W1", "0F0 0I0 0F1 0W0 0I1 0W1", "0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0I0 0F1 0B1 0W0")
 
@@ -49,8 +49,8 @@ def _program(order: str) -> Program:
 def _trained(order: str, log: list[str]) -> list[Tensor]:
     """The gradients of two microbatches, under the engine."""
     from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.model_stages import MegatronStages
     from megatron.schedules.integration.schedule_call import ScheduleCall
-    from megatron.schedules.integration.stages import MegatronStages
 
     model, store = helpers.block(sequence_parallel=True), WeightGradients()
     model.set_input_tensor = lambda _: None

@@ -12,12 +12,12 @@ import pytest
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.profile import profile_asked
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.planning.job_profile_text import to_text
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.profile_facts import Facts
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.job_profile_json import to_text
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
 
 TIMES = {Kind.F: Measured(2, 2, 2), Kind.I: Measured(5, 5, 5), Kind.W: Measured(1, 1, 1)}

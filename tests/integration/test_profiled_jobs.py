@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli import main
-from megatron.schedules.planning.cost_profile import read_profile
-from megatron.schedules.planning.job_profile import JobProfile
-from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.cli.program import main
+from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.schedule.kinds import Kind
 from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--train-iters 4 --global-batch-size 8".split()]

@@ -15,8 +15,8 @@ from _pytest.mark import ParameterSet
 
 from megatron.schedules.integration.flags.declared import STOCK, add_stock_arguments
 from megatron.schedules.integration.flags.early import refuse_early
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.results import MODEL, flags_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from megatron.schedules.integration.flags import relief
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.model_memory import EndMemory, LayerMemory, ModelMemory
+from megatron.schedules.integration.flags import memory_saving
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
+from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
 
@@ -45,9 +45,9 @@ def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
     args = argparse.Namespace(pipeline_model_parallel_size=4)
     layer = LayerMemory(full=2**30, kept=2**30, weights=2**30)
     costs = Costs(memory=ModelMemory((layer,) * 4, input=0.0, first=EndMemory(), last=EndMemory()))
-    monkeypatch.setattr(relief, "available_host_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(memory_saving, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert relief.check_host(args, costs, 1.5) == 1.5 * 2**30
+    assert memory_saving.check_host(args, costs, 1.5) == 1.5 * 2**30
     with pytest.raises(PlanError, match=r"--pipeline-offload takes 2\.0 GiB of host memory for each of 2 ranks"):
-        relief.check_host(args, costs, 2.0)
-    assert relief.check_host(args, costs, 0.0) == 0
+        memory_saving.check_host(args, costs, 2.0)
+    assert memory_saving.check_host(args, costs, 0.0) == 0

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from megatron.schedules.integration.log.run_log import Logged
-from megatron.schedules.planning.iteration import Iteration
-from megatron.schedules.planning.slowness import Slow
+from megatron.schedules.measure.iteration_summary import Iteration
+from megatron.schedules.measure.slow_ranks import Slow
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.text_forms import to_csv
 from tests import tolerances
 from tests.integration.results import Result
 

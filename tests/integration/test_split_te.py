@@ -20,7 +20,7 @@ from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
 from split_te_helpers import EXPERTS, Block, Experts, bound, compare, tensor_parallel
 from torch import Tensor
 
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from tests.integration.te_itself import LAST_W_FIRST
 
@@ -356,7 +356,7 @@ def an_instance_of_another_make() -> None:
 
 
 def what_cannot_be_split_is_refused() -> None:
-    from megatron.schedules.integration.flags.refusals import refusal
+    from megatron.schedules.integration.flags.incompatible import refusal
 
     layout = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
     usual = dict.fromkeys(layout.split()) | {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}

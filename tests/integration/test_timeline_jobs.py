@@ -11,14 +11,14 @@ import pytest
 
 from megatron.schedules.integration.flags.timeline import usual_iterations
 from megatron.schedules.integration.timeline_files import saved_timeline
-from megatron.schedules.planning import files
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.recorded import read_recorded
+from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run
 from megatron.schedules.report.idle import idle
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils import output_files
+from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL, UNTIED
-from tests.planning.test_recorded import made
+from tests.measure.test_recorded_run import made
 
 
 def test_a_job_writes_its_timeline(megatron, tmp_path):
@@ -68,7 +68,7 @@ def test_a_full_disk_stops_no_job_and_leaves_what_was_there(tmp_path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(output_files.os, "fsync", full)
     said = saved_timeline(made(Costs(2.0)), tmp_path)
     assert said == f"pipeline schedule: the timeline could not be written to {tmp_path}: No space left on device"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.flags import later
+from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.vocabulary import divisible, indivisible
 from megatron.schedules.integration.layers import arithmetic
@@ -62,8 +62,8 @@ def test_a_tokenizer_that_cannot_be_built_leaves_it_open(monkeypatch: pytest.Mon
 
 
 def test_before_megatron_is_imported_nobody_knows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(later.sys.modules, "megatron.training", raising=False)
-    with pytest.raises(later.TooEarlyError):
+    monkeypatch.delitem(late_imports.sys.modules, "megatron.training", raising=False)
+    with pytest.raises(late_imports.TooEarlyError):
         arithmetic.shape_of(parsed(""))
 
 

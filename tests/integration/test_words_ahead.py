@@ -26,7 +26,7 @@ def part() -> Any:
 
 
 def ahead_of(step: Any, samples: Iterator[Any] | None, part: Any) -> Any:
-    from megatron.schedules.integration.vocabulary.ahead import Ahead
+    from megatron.schedules.integration.vocabulary.early_words import Ahead
 
     return Ahead(step, samples, part)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.simulator import Timeline, simulate
 
 
 def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", **more: int) -> Timeline:

@@ -10,15 +10,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.drawing import FILES, Drawing, drawn, of_plans, of_run, write_run
 from megatron.schedules.report.frontier_svg import Mark, Point, draw_frontier
 from megatron.schedules.report.table import Row, as_markdown, as_text
 from megatron.schedules.report.text import draw_text
 from megatron.schedules.report.views import View
-from tests.planning.test_recorded import made
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.simulator import Timeline
+from tests.measure.test_recorded_run import made
 from tests.report.made import timeline
 
 NAMES = {

@@ -8,14 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import KINDS
-from megatron.schedules.planning.recorded import read_recorded
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report import drawing
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run, write_run
 from megatron.schedules.report.views import PLANNED, scale, scaled, slowest_stage, views
-from tests.planning.test_recorded import made
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import KINDS
+from megatron.schedules.schedule.simulator import simulate
+from tests.measure.test_recorded_run import made
 from tests.report.made import relieved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.loads import Load, ModelLoads, Part
-from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.idle import Cause, Phase, gaps, idle
-from tests.planning.made_schedules import costed_schedules, examples, timed, written
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from tests.planner.made_schedules import costed_schedules, examples, timed, written
 from tests.report.made import relieved
 
 

@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.report import palette
+from megatron.schedules.schedule.kinds import Kind
 
 
 def contrast(first: palette.Rgb, second: palette.Rgb) -> float:

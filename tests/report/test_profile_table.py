@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.profile_facts import CopyRates, Facts
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.profile_facts import CopyRates, Facts
+from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.profile_table import as_text
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.simulator import simulate
 
 TIMES = {Kind.F: Measured(2.0, 1.9, 2.1), Kind.I: Measured(2.5, 2.5, 2.5), Kind.W: Measured(1.5, 1.5, 1.5)}
 

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
-from megatron.schedules.planning.simulate import simulate
 from megatron.schedules.report.svg import draw_svg
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.simulator import simulate
 from tests.report.made import relieved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

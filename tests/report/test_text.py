@@ -7,9 +7,9 @@ import re
 import pytest
 from rich.style import Style
 
-from megatron.schedules.planning.kinds import KINDS, Kind
 from megatron.schedules.report import palette
 from megatron.schedules.report.text import draw_text
+from megatron.schedules.schedule.kinds import KINDS, Kind
 from tests.report.made import relieved, timeline
 
 

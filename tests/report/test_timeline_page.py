@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.drawing import Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.idle import Cause, gaps
-from tests.planning.test_recorded import made
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from tests.measure.test_recorded_run import made
 from tests.report.chromium import Chromium, found
 from tests.report.made import relieved, timeline
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
 from megatron.schedules.report.drawing import drawn, of_plans, of_run
 from megatron.schedules.report.idle import idle
-from tests.planning.test_recorded import made
+from megatron.schedules.schedule.costs import Costs
+from tests.measure.test_recorded_run import made
 from tests.report.made import relieved
 
 # By phase of an event, the fields that the format asks for: metadata, complete events, counters.

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.iteration import rank_times
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.registry import plan
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.planning.slowness import SlowWatch
-from megatron.schedules.runtime.check import check
+from megatron.schedules.measure.iteration_summary import rank_times
+from megatron.schedules.measure.slow_ranks import SlowWatch
+from megatron.schedules.planner.registry import plan
+from megatron.schedules.planner.request import Request
+from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime.control_messages import Notices
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.notices import Notices
 from megatron.schedules.runtime.program import Program, channels_of
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.runtime.transport import GroupTransport
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated_ours import _SPEC, _channels, _Stages, carry_out, settle
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks

@@ -8,10 +8,10 @@ from contextlib import ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.again import Again, do_again
+from megatron.schedules.runtime.recompute import Again, do_again
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
 
 SHAPE = (3, 8)
 """Of every message: rows, features."""
@@ -68,7 +68,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 class PlainStages:
-    """The stages of one rank (see :class:`megatron.schedules.runtime.stages.Stages`)."""
+    """The stages of one rank (see :class:`megatron.schedules.runtime.stage_interface.Stages`)."""
 
     def __init__(self, stages: Iterable[int], last_stage: int, *, varied: bool = False) -> None:
         self._varied = varied

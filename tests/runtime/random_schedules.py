@@ -9,13 +9,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import KINDS, Kind, stages_doing
-from megatron.schedules.planning.loads import Load, ModelLoads, Part
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import Placement, interleaved, sequential, zigzag
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import KINDS, Kind, stages_doing
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement, interleaved, sequential, zigzag
+from megatron.schedules.schedule.schedule import Schedule
 
 
 def random_placement(rng: random.Random, ranks: int) -> Placement:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from megatron.schedules.schedule.schedule import Schedule
 from tests.runtime.plain_stages import SHAPE, make_stage
 from tests.runtime.random_schedules import shared_costs
 
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 
 
 class SharingStages:
-    """The stages of one rank (see :class:`megatron.schedules.runtime.stages.Stages`), in fp64.
+    """The stages of one rank (see :class:`megatron.schedules.runtime.stage_interface.Stages`), in fp64.
 
     Its part of the vocabulary begins at word ``begin``.
     """

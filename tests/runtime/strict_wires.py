@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.meetings import Chain
+from megatron.schedules.runtime.collectives import Chain
 from megatron.schedules.runtime.program import Channel
 from megatron.schedules.runtime.transport import Channels
 
@@ -124,7 +124,7 @@ class Hall:
 
 
 class Meeter:
-    """A rank's collectives, as :class:`megatron.schedules.runtime.meetings.Meetings`; what a chain gives is its own."""
+    """A rank's collectives, as :class:`..runtime.collectives.Meetings`; what a chain gives is its own."""
 
     def __init__(self, hall: Hall, device: Device) -> None:
         self._hall, self._device = hall, device

@@ -11,14 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.schedules.planning.forward_only import forward_only
-from megatron.schedules.planning.kinds import KINDS, At, Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import sequential, v_shape, zigzag
-from megatron.schedules.planning.registry import plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.runtime.check import check
+from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.planner.registry import plan
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import (
     COLLECTIVES,
@@ -28,7 +23,12 @@ from megatron.schedules.runtime.program import (
     ProgramError,
     Ranks,
 )
-from tests.planning.made_schedules import NAMED
+from megatron.schedules.schedule.kinds import KINDS, At, Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
+from tests.planner.made_schedules import NAMED
 from tests.runtime.random_schedules import (
     forwards_of,
     random_schedule,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.schedules.runtime import copies, host_left
+from megatron.schedules.runtime import copies, free_host_memory
 from megatron.schedules.runtime.copies import Pace, StreamCopies, ThreadCopies, copies_on
-from megatron.schedules.runtime.host_left import available_host_bytes
-from megatron.schedules.runtime.host_memory import HostMemory
+from megatron.schedules.runtime.free_host_memory import available_host_bytes
+from megatron.schedules.runtime.host_buffers import HostMemory
 
 
 def pair(size: int = 8, value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,16 +249,16 @@ def test_of_equal_blocks_the_one_given_back_first_is_taken():
 
 
 def test_more_than_the_host_has_is_refused_before_it_is_tried(monkeypatch, tmp_path):
-    monkeypatch.setattr("megatron.schedules.runtime.host_memory.available_host_bytes", lambda: 2**30)
+    monkeypatch.setattr("megatron.schedules.runtime.host_buffers.available_host_bytes", lambda: 2**30)
     with pytest.raises(MemoryError, match="the host has 1 GiB left"):
         HostMemory(lambda size: pytest.fail("tried")).take(2**31)
 
 
 def test_what_the_kernel_and_the_control_groups_leave(monkeypatch, tmp_path):
     info, own, groups = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
-    monkeypatch.setattr(host_left, "_MEMORY_INFO", info)
-    monkeypatch.setattr(host_left, "_OWN_GROUP", own)
-    monkeypatch.setattr(host_left, "_GROUPS", groups)
+    monkeypatch.setattr(free_host_memory, "_MEMORY_INFO", info)
+    monkeypatch.setattr(free_host_memory, "_OWN_GROUP", own)
+    monkeypatch.setattr(free_host_memory, "_GROUPS", groups)
     assert available_host_bytes() is None
     info.write_text("MemTotal: 4000 kB\nMemAvailable:  2000 kB\n")
     own.write_text("0::/job/step\n")

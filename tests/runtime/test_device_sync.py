@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import NAMES, Request, plan
-from megatron.schedules.runtime.check import check
+from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.transport import GroupTransport, MessageSpec
 from megatron.schedules.runtime.variable_transport import VariableTransport
-from tests.planning.made_schedules import NAMED, REAL
+from megatron.schedules.schedule.costs import Costs
+from tests.planner.made_schedules import NAMED, REAL
 from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.strict_wires import Device, Hall, Meeter, Rendezvous, StuckError, Waiting, strict_channels
 from tests.runtime.thread_ranks import errors_in_threads

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.check import check
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Action, Program, ProgramError
 from megatron.schedules.runtime.transport import Transport
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
 from tests.counting import lines_run
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.random_schedules import forwards_of, random_schedule

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import Placement, interleaved, sequential, v_shape
-from megatron.schedules.planning.registry import NAMES, Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.runtime.check import check
+from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
 from tests.counting import lines_run
 from tests.runtime.messages import messages
 from tests.runtime.random_schedules import forwards_of, random_schedule

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import sequential
-from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.copies import ThreadCopies
-from megatron.schedules.runtime.edge import as_input
 from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.graph_edge import as_input
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.offload import OffloadError, Offloads
-from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.position import Place
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.stall import StallWatch
+from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.random_schedules import random_schedule

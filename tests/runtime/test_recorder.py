@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.registry import Request, plan
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.copies import Pace, ThreadCopies
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
@@ -19,6 +17,8 @@ from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Action, Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.transport import Transport
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
 from tests.runtime import test_engine as engine
 from tests.runtime.plain_stages import PlainStages
 from tests.runtime.test_engine import NoTransport, one_rank

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planning.beside import BesideError
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import plan
-from megatron.schedules.planning.replanning import Proposal, propose
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planner.background import BesideError
+from megatron.schedules.planner.registry import plan
+from megatron.schedules.planner.replanning import Proposal, propose
+from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime import replanner
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime.control_messages import Notices
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.notices import Notices
 from megatron.schedules.runtime.replanner import Replanner
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.utils.errors import PlanError
 from tests.waiting import HANGS_S
 
 RANKS = 3

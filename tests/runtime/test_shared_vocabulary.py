@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.forward_only import forward_only
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.runtime.collectives import Worker
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.meetings import Worker
 from megatron.schedules.runtime.program import (
     COLLECTIVES,
     Op,
@@ -25,7 +24,8 @@ from megatron.schedules.runtime.transport import (
     make_channels,
     make_meeting_group,
 )
-from tests.planning.made_schedules import NAMED
+from megatron.schedules.schedule.schedule import Schedule
+from tests.planner.made_schedules import NAMED
 from tests.ranks import outcomes_of, run_ranks
 from tests.runtime.plain_stages import SHAPE
 from tests.runtime.random_schedules import (

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.place import Place
-from megatron.schedules.runtime.stall import StallWatch
+from megatron.schedules.runtime.position import Place
+from megatron.schedules.runtime.stall_watch import StallWatch
 from tests.counting import lines_run
 from tests.runtime.test_engine import NoTransport, Recorder, one_rank
-from tests.runtime.test_stall import Device
+from tests.runtime.test_stall_watch import Device
 from tests.waiting import HANGS_S
 
 
@@ -119,8 +119,8 @@ def test_a_process_that_stands_ends_with_a_status_and_one_line():
     script = """
         import time
         from megatron.schedules.runtime.engine import run
-        from megatron.schedules.runtime.place import Place
-        from megatron.schedules.runtime.stall import StallWatch
+        from megatron.schedules.runtime.position import Place
+        from megatron.schedules.runtime.stall_watch import StallWatch
         from tests.runtime.test_engine import NoTransport, one_rank
         from tests.runtime.test_stall_thread import Sleeping
         print("said before")
@@ -137,10 +137,10 @@ def test_a_process_that_stands_ends_with_a_status_and_one_line():
 def test_a_process_ends_even_where_nobody_reads_what_it_says():
     script = """
         import sys, time
-        from megatron.schedules.runtime import stall
-        stall._LAST_WORDS_S = 0.2
+        from megatron.schedules.runtime import stall_watch
+        stall_watch._LAST_WORDS_S = 0.2
         sys.stdout.flush = lambda: time.sleep(3600)  # as into a pipe that is full
-        stall.end_process("the line")
+        stall_watch.end_process("the line")
     """
     done = python(script)
     assert done.returncode == 1

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.text_forms import to_csv
 from tests.ranks import run_ranks
 from tests.tolerances import assert_near, likely
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel
 from megatron.schedules.runtime.transport import Channels, MessageSpec, make_channels
 from megatron.schedules.runtime.variable_transport import VariableTransport
+from megatron.schedules.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
 from tests.runtime.random_schedules import random_schedule

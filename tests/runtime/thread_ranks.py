@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from megatron.schedules.runtime.meetings import Chain, Coming, Worker
+from megatron.schedules.runtime.collectives import Chain, Coming, Worker
 from megatron.schedules.runtime.program import Channel, Program
 from megatron.schedules.runtime.transport import Transport
 

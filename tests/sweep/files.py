@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning import job_profile_text, recorded
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.placement import v_shape
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
-from tests.planning.test_job_profile import V, profile
-from tests.planning.test_recorded import made
+from megatron.schedules.measure import job_profile_json, recorded_run
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import v_shape
+from megatron.schedules.schedule.text_forms import to_csv
+from tests.measure.test_job_profile import V, profile
+from tests.measure.test_recorded_run import made
 
 # What may stand in the place of a value in JSON.
 _ODD = """
@@ -57,8 +57,8 @@ def good(folder: Path) -> dict[str, Path]:
     texts = {
         "schedule.csv": to_csv(plan(Request("v-half", 4, 8))),
         "chunk-profile.json": json.dumps(CHUNK_PROFILE),
-        "job-profile.json": job_profile_text.to_text(profile(v_shape(4), *V)),
-        "recorded.json": recorded.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, hops=((0, 1, 0.75),)))),
+        "job-profile.json": job_profile_json.to_text(profile(v_shape(4), *V)),
+        "recorded_run.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, hops=((0, 1, 0.75),)))),
         "model.sh": MODEL_FLAGS,
         "conversation.jsonl": '{"text": "some words"}\n' * 3,
     }

@@ -24,7 +24,7 @@ def named(name: str) -> Program:
 
 def command_line() -> Program:
     """``megatron-schedules``."""
-    from megatron.schedules.cli import main
+    from megatron.schedules.cli.program import main
 
     return main
 
@@ -64,7 +64,7 @@ def tool(name: str) -> Program:
     command = click_command(module)
     if command is None:
         return module.main  # type: ignore[no-any-return]
-    from megatron.schedules.ending import run
+    from megatron.schedules.cli.ending import run
 
     return lambda arguments: run(command, name.rpartition(".")[2], arguments, flags=getattr(module, "FLAGS", {}))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli import PROGRAM, _program
+from megatron.schedules.cli.program import PROGRAM, _program
 from tests.sweep import files
 from tests.sweep.calls import Flag, of_click
 from tests.sweep.judged import faults

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.planning.adaptive.plan import least_limit
+from megatron.schedules.planner.adaptive import least_limit
 from tools.benchmarks import planning as benchmark_planning
 from tools.benchmarks import planning_table as table
 from tools.benchmarks.planning_cells import Cell, Result, drawn, measure

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks import recording
 
 REQUEST = Request("zb-1p", 2, 4, Costs(1, 1.25, 0.75))

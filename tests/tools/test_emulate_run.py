@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.idle import idle
 from megatron.schedules.report.views import slowest_stage
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.utils.errors import PlanError
 from tools.emulate_run import cured, emulated, slowed
 
 REQUEST = Request("v-half", 2, 4, Costs(1, 1.25, 0.75))

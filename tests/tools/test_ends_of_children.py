@@ -19,7 +19,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 POOL = """
-from megatron.schedules.planning.child_processes import worker_pool
+from megatron.schedules.utils.child_processes import worker_pool
 with worker_pool(2) as pool:
     list(pool.map(endless, range(20)))
 """
@@ -165,7 +165,7 @@ def test_a_training_that_validates_a_grid_search_ends_with_it(how: signal.Signal
 @pytest.mark.parametrize(
     "text",
     [
-        "from megatron.schedules.planning.child_processes import worker_pool\n"
+        "from megatron.schedules.utils.child_processes import worker_pool\n"
         "if __name__ == '__main__':\n    with worker_pool(1) as pool: print(pool.submit(abs, -3).result())\n",
         "from tools.benchmarks.apart import rows_apart\nfrom tests.endless import three\n"
         "if __name__ == '__main__':\n    print(*rows_apart(three, True, print))\n",

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.program import Action
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.simulator import simulate
 from tests.tools import gpu_pieces
 from tests.waiting import HANGS_S
 from tools.benchmarks.emulated_ranks import RankError

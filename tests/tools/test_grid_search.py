@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.ending import run
+from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.grid import Found, Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB, Model
 from megatron.schedules.estimate.iteration import METHODS, RELIEVED, Estimate, Method, Setting

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from megatron.schedules.ending import run
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.cli.ending import run
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.output_files import write_text
 from tools.benchmarks import emulated, lengths, memory, recording, relief, split, tables, vocabulary
 from tools.benchmarks.parts import Kept, Part, Row, Say
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
-from megatron.schedules.planning.child_processes import end_with_parent, safe_path
+from megatron.schedules.utils.child_processes import end_with_parent, safe_path
 from tools.benchmarks.parts import Row, Say
 
 Measure = Callable[[bool, Say], Iterator[Row]]

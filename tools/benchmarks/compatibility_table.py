@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.utils.output_files import write_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.utils.errors import PlanError
 from tools.benchmarks.emulated_section import KEY, section
 from tools.benchmarks.parts import Part, Row, Say, Spread
 

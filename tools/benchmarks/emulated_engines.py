@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.check import check
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
+from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks

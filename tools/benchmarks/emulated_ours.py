@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.program import COLLECTIVES, Channel, Op, Program, channels_of
-from megatron.schedules.runtime.stages import Stages
+from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import (
     Channels,
     GroupTransport,
@@ -24,6 +23,7 @@ from megatron.schedules.runtime.transport import (
     make_channels,
     make_meeting_group,
 )
+from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 _SPEC = MessageSpec(SHAPE, torch.float32, torch.device("cpu"))
@@ -70,7 +70,7 @@ def _meeting_group() -> dist.ProcessGroup:
 
 
 class _Stages(Stages):
-    """The stages of one rank, as :class:`megatron.schedules.runtime.stages.Stages` asks for them."""
+    """The stages of one rank, as :class:`megatron.schedules.runtime.stage_interface.Stages` asks for them."""
 
     def __init__(self, passes: Passes, program: Program) -> None:
         self._passes, self._placement = passes, program.placement

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.stage_costs import StageCosts
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 SHAPE = (16, 1, 64)
 """Of every message: sequence, batch, hidden."""

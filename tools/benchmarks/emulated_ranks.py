@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.schedules.planning.child_processes import end_with_parent
+from megatron.schedules.utils.child_processes import end_with_parent
 
 _AHEAD_S = 0.02
 _SET_TIMERSLACK = 29

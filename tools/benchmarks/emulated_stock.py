@@ -15,8 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import Placement
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import Placement
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 

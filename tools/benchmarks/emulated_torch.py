@@ -18,10 +18,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import Placement, interleaved, zigzag
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement, interleaved, zigzag
+from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
 
 ONE_CHUNK = Schedule1F1B

@@ -12,11 +12,11 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.lengths.plan import LengthsPlan, LengthsPlanner
-from megatron.schedules.planning.microbatch_loads import MicrobatchLoads
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
+from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
+from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted
 from tools.benchmarks.lengths_section import section
 from tools.benchmarks.parts import Part, Row, Say, Spread

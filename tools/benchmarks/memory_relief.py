@@ -83,10 +83,10 @@ def _train(model: Sequence[str], limit: str, relief: str) -> Held:
     from megatron.training import get_args
 
     import pretrain_gpt
-    from megatron.schedules.integration.flags.relief import check_host
+    from megatron.schedules.integration.flags.memory_saving import check_host
     from megatron.schedules.integration.schedule_function import ScheduleFunction
-    from megatron.schedules.planning.host import taken
-    from megatron.schedules.planning.simulate import peaks
+    from megatron.schedules.schedule.host_memory import taken
+    from megatron.schedules.schedule.simulator import peaks
 
     tell_megatron()
     seen: list[Held] = []

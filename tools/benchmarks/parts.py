@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.utils.output_files import write_text
 
 Row = Mapping[str, Any]
 Say = Callable[[str], None]

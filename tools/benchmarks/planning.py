@@ -20,12 +20,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron.schedules.planning.adaptive.plan import default_seconds
-from megatron.schedules.planning.child_processes import worker_pool
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.files import write_text
+from megatron.schedules.planner.adaptive import default_seconds
 from megatron.schedules.report.figures import title
 from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
+from megatron.schedules.utils.child_processes import worker_pool
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.output_files import write_text
 from tools.benchmarks import planning_table as table
 from tools.benchmarks.planning_cells import Cell, Result, code_version, measure
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning import cache
-from megatron.schedules.planning.adaptive.frontier import frontier
-from megatron.schedules.planning.adaptive.plan import bound, default_seconds, effort, least_limit, placements
-from megatron.schedules.planning.adaptive.problem import Problem
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request, every_named, plan
-from megatron.schedules.planning.relief import relieve
-from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.validate import validate
+from megatron.schedules.planner.adaptive import bound, default_seconds, effort, least_limit, placements
+from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.registry import Request, every_named, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.validation import validate
+from megatron.schedules.search.frontier import frontier
+from megatron.schedules.search.problem import Problem
+from megatron.schedules.utils import cache_directory
 
 Result = dict[str, Any]
 _EPSILON = 1e-9
@@ -60,7 +60,7 @@ class Cell:
 
 def code_version() -> str:
     """A name for the code that the figures depend on."""
-    return hashlib.sha256(Path(__file__).read_bytes() + cache.code_version().encode()).hexdigest()[:16]
+    return hashlib.sha256(Path(__file__).read_bytes() + cache_directory.code_version().encode()).hexdigest()[:16]
 
 
 def measure(cell: Cell) -> Result:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.schedules.planning.clocks import aligned, gaps, hops
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
         repetitions: iterations each way.
         unit: seconds.
     """
-    from megatron.schedules.runtime.check import check
+    from megatron.schedules.runtime.checker import check
     from megatron.schedules.runtime.lowering import lower
     from tools.benchmarks.emulated_ranks import run_ranks
 
@@ -86,9 +86,9 @@ def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
 def _on_a_rank(schedule: Schedule, programs: Sequence[Program], costs: Costs, repetitions: int) -> _Told:
     import torch.distributed as dist
 
-    from megatron.schedules.planning.kinds import Kind
-    from megatron.schedules.planning.measured import rank_measured
+    from megatron.schedules.measure.measured_passes import rank_measured
     from megatron.schedules.runtime.recorder import HostClock, Recorder
+    from megatron.schedules.schedule.kinds import Kind
     from tools.benchmarks import emulated_ours
     from tools.benchmarks.emulated_passes import Passes
     from tools.benchmarks.emulated_ranks import begin_together

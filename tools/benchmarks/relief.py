@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.schedules.estimate.transformer import Layer, decoder_layer
-from megatron.schedules.planning.adaptive.plan import least_limit
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.registry import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.planning.store import kept_plan, kept_relief
+from megatron.schedules.planner.adaptive import least_limit
+from megatron.schedules.planner.plan_cache import kept_plan, kept_relief
+from megatron.schedules.planner.registry import Request
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread
 from tools.benchmarks.relief_section import section
@@ -134,7 +134,7 @@ def _in_seconds(costs: Costs) -> Costs:
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
-    from megatron.schedules.integration.flags.recompute import recomputed_share
+    from megatron.schedules.integration.flags.stock_recompute import recomputed_share
     from tools.benchmarks.relief_ranks import start_stock
 
     for relief, (granularity, modules, layer) in STOCK.items():

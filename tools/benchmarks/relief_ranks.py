@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.schedule import Schedule
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks import emulated_stock, relief_stages
 from tools.benchmarks.emulated_engines import Contestant, measure
 from tools.benchmarks.emulated_passes import Passes

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.planning.kinds import Kind, Share
-from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
-from megatron.schedules.runtime.again import Again, do_again
 from megatron.schedules.runtime.copies import ThreadCopies
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.stages import Stages
+from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.stage_interface import Stages
+from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks.emulated_ours import carry_out
 from tools.benchmarks.emulated_passes import SHAPE, Passes
 from tools.benchmarks.relief_tensors import Part

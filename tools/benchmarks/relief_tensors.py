@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.planning.kinds import Kind, Share
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.schedule.kinds import Kind, Share
 from tools.benchmarks.emulated_passes import Passes
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.apart import rows_apart, tell_megatron
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
 
@@ -110,7 +110,7 @@ def _time_engine(rounds: int) -> list[Row]:
     import torch
     import torch.distributed as dist
 
-    from megatron.schedules.planning.registry import Request, plan
+    from megatron.schedules.planner.registry import Request, plan
     from megatron.schedules.runtime.engine import run
     from megatron.schedules.runtime.lowering import lower
     from megatron.schedules.runtime.program import channels_of

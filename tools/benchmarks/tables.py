@@ -13,8 +13,8 @@ from megatron.schedules.estimate.grid import Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate, Method, Setting, estimate
 from megatron.schedules.estimate.roofline import ONES, PassTimes, corrections
-from megatron.schedules.planning.child_processes import worker_pool
-from megatron.schedules.planning.cost_profile import read_profile
+from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.utils.child_processes import worker_pool
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
 from tools.grid_search import search_all
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.loads import Load, ModelLoads
-from megatron.schedules.planning.loads import Part as Layers
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.planning.spread import spread_layers
+from megatron.schedules.planner.layer_partition import spread_layers
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_loads import Load, ModelLoads
+from megatron.schedules.schedule.model_loads import Part as Layers
+from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks import vocabulary_job
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table

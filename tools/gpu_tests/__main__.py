@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.files import write_text
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.output_files import write_text
+from megatron.schedules.utils.printable import printable
 from tools.gpu_tests.pieces import PIECES, Piece, Setting, chosen, lacking
 from tools.gpu_tests.report import Outcome, Result, merged, page, read
 from tools.gpu_tests.running import run_apart

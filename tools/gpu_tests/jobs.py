@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pretrain_gpt
-from megatron.schedules.integration.linears.te_found import te_fault
+from megatron.schedules.integration.linears.te_version import te_fault
 from tools import _pass_times as times
 from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.pieces import Setting

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.schedules.planning.schedule import Schedule
+from megatron.schedules.schedule.schedule import Schedule
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests import jobs
 from tools.gpu_tests.comparing import BF16, FP32, compared

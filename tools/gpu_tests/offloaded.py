@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import to_csv
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import FP32, compared, same_bits
 from tools.gpu_tests.pieces import FAULT, Row, Setting

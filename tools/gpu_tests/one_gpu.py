@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import to_csv
 from tools.benchmarks import memory
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.comparing import BF16, FP32, compared, same_bits
@@ -34,7 +34,7 @@ def fault_of(error: Exception) -> str:
 def transformer_engine(setting: Setting) -> Iterator[Row]:
     """Each kind of its modules by itself, with and without bias and fused accumulation, in several orders."""
     import pretrain_gpt  # noqa: F401 - Transformer Engine is asked about once Megatron is there
-    from megatron.schedules.integration.linears.te_found import te_fault
+    from megatron.schedules.integration.linears.te_version import te_fault
     from tests.integration import fake_te, te_itself
 
     if setting.on_cpu:

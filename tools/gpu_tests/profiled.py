@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.planning.cost_profile import read_profile
-from megatron.schedules.planning.job_profile import JobProfile
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.recorder import Recorder
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.text_forms import to_csv
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.offloaded import offloaded
 from tools.gpu_tests.pieces import FAULT, Row, Setting

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.planning.child_processes import end_with_parent, safe_path
+from megatron.schedules.utils.child_processes import end_with_parent, safe_path
 from tools.benchmarks.emulated_ranks import RankError
 
 

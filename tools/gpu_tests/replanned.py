@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.log.run_log import Logged, RunLog
-from megatron.schedules.integration.memory_left import STANDIN_VARIABLE
-from megatron.schedules.planning.beside import Beside
-from megatron.schedules.planning.kinds import WHOLES, Kind
-from megatron.schedules.planning.replanning import Proposal
+from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.replanning import Proposal
 from megatron.schedules.runtime.program import Action, Program
+from megatron.schedules.schedule.kinds import WHOLES, Kind
 from tools.benchmarks.emulated_ranks import RankError
 from tools.gpu_tests.pieces import FAULT, Row, Setting
 

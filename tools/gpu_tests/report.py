@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.printable import printable
 from tools.gpu_tests.pieces import FAULT, Piece, Row
 
 

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron.schedules.integration import schedule_function
-from megatron.schedules.planning.kinds import Kind
 from megatron.schedules.runtime.engine import Observer
-from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.position import Place
 from megatron.schedules.runtime.program import Action, Op, Program
-from megatron.schedules.runtime.stages import Stages
+from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Transport
+from megatron.schedules.schedule.kinds import Kind
 
 
 class Watcher(Protocol):

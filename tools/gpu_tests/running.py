@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.schedules.planning.child_processes import end_with_parent
+from megatron.schedules.utils.child_processes import end_with_parent
 from tools.gpu_tests.pieces import FAULT, Piece, Row, Setting, Skipped
 from tools.gpu_tests.report import Outcome, Result
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Kind, Share
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import simulate
-from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.program import Action
+from megatron.schedules.schedule.kinds import KINDS, Kind, Share
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class Span(NamedTuple):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.program import Action, Program
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
 from tools.gpu_tests.timeline import Span
 
 _ON_CPU = standin.needed()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.limits import MOST_RANKS
+from megatron.schedules.schedule.size_limits import MOST_RANKS
+from megatron.schedules.utils.errors import PlanError
 
 _PROCESSES = 10_000_000
 _WIDTH = 10_000_000

@@ -14,12 +14,12 @@ from itertools import accumulate
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.parameters import Count, parameters
-from megatron.schedules.planning.host import taken
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.stage_costs import StageCosts
+from megatron.schedules.schedule.host_memory import taken
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 # Megatron's names for what it may recompute alone, and the parts of a layer that each stands for.
 _MODULES: Mapping[str, tuple[str, ...]] = {"moe": ("router", "moe_act", "moe", "shared_experts")}

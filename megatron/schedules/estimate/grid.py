@@ -20,7 +20,7 @@ from megatron.schedules.estimate.iteration import (
     mfu,
 )
 from megatron.schedules.estimate.roofline import ONES, PassTimes
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Of an adaptive plan, for there are many; and of those that were the fastest.

@@ -18,15 +18,15 @@ from megatron.schedules.estimate.roofline import (
     slot_times,
     stream_seconds,
 )
-from megatron.schedules.planning.adaptive.bound import lower_bound
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.host import taken
-from megatron.schedules.planning.loads import Load, ModelLoads, Part, even
-from megatron.schedules.planning.placement import Placement, sequential, zigzag
-from megatron.schedules.planning.registry import Request, plan
-from megatron.schedules.planning.relief import relieve
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, simulate
+from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.host_memory import taken
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
+from megatron.schedules.schedule.placement import Placement, sequential, zigzag
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.search.lower_bound import lower_bound
 
 # The CUDA context, NCCL's buffers and messages on their way, cuBLAS's workspace, what the allocator cannot use: an
 # assumption.

@@ -12,8 +12,8 @@ from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.layer_pattern import moe_freq_type
 from megatron.schedules.estimate.shape import Experts, Shape
 from megatron.schedules.estimate.transformer import Latent
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import read_text
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import read_text
 
 Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 """What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""

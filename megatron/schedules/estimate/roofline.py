@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.hardware import Device, Model
 from megatron.schedules.estimate.transformer import FUSED_BACKWARD, MOVED_BY_LOGITS, moved
-from megatron.schedules.planning.profile_facts import Profile
+from megatron.schedules.measure.profile_facts import Profile
 
 # Of the peak: large products, streams through memory, collectives on a link.
 _MATRIX, _MEMORY, _LINK = 0.85, 0.85, 0.75

@@ -14,7 +14,7 @@ from megatron.schedules.estimate.transformer import (
     moved,
     output_layer,
 )
-from megatron.schedules.planning.loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
 # Multiplications and additions that a GPU does in the time in which its memory moves a byte: between an A100's 150 and
 # an H100's 300 (data sheets). It weighs norms, activations and the softmax of the logits against products of matrices.

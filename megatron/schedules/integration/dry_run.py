@@ -3,78 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from megatron.schedules.estimate.device_memory import RankMemory, memory
-from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.as_built import as_built, numbers
+from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.memory_limit import message_bytes
+from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus
-from megatron.schedules.integration.flags.vocabulary import divisible, shares
-from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.spread import as_layout
+from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
+from megatron.schedules.utils.errors import PlanError
 
 # Of a job that would not fit.
 _DOES_NOT_FIT = 3
-
-
-class Estimate(NamedTuple):
-    """What a job would hold.
-
-    Args:
-        ranks: every pipeline rank's memory.
-        counts: decoder layers of each stage.
-        shape: the model's.
-        fused: whether attention is counted as one kernel.
-    """
-
-    ranks: tuple[RankMemory, ...]
-    counts: tuple[int, ...]
-    shape: Shape
-    fused: bool
-
-    @property
-    def worst(self) -> int:
-        """The rank that holds most on its device."""
-        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
-
-
-def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
-    """The memory of every rank of the job.
-
-    Args:
-        args: Megatron's, parsed but not validated.
-        asked, planner: the plan and its programs.
-
-    Raises:
-        PlanError: where flags leave the model's sizes to a checkpoint.
-    """
-    shape, placement, costs = shape_of(args), planner.placement, asked.request.costs
-    counts = costs.layers_on(placement)
-    if shape is None or counts is None or costs.memory is None:
-        raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
-    shared = shares(args)
-    if shared:
-        shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    build = as_built(args, shape)
-    found = memory(
-        planner.first,
-        planner.timeline.costs,
-        costs.memory,
-        counts,
-        parameters(build).by_stage(counts, placement.rank_of, shared),
-        numbers(args),
-        [count * message_bytes(args) for count in planner.messages],
-    )
-    return Estimate(found, counts, shape, build.shape.fused)
 
 
 def dry_run(args: Any, asked: Planned) -> NoReturn:
@@ -92,8 +35,6 @@ def dry_run(args: Any, asked: Planned) -> NoReturn:
         fits = worst.device <= room
         sys.stdout.write(verdict(found.worst, _rank(found, planner, found.worst), room) + "\n")
         if not fits:
-            from megatron.schedules.integration.dry_run_advice import advice
-
             sys.stdout.write(advice(args, found, room) + "\n")
             status = _DOES_NOT_FIT
     sys.stdout.write(f"not counted: {NOT_COUNTED}\n")

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
-from megatron.schedules.integration.dry_run import Estimate, estimated
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.utils.errors import PlanError
 
 _MOST = 3
 _GIB = 2.0**30

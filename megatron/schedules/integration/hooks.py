@@ -22,7 +22,7 @@ from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
 
-from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration import checkpoints, log_line
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
@@ -35,20 +35,19 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan import replans
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.gpu_libraries import found
-from megatron.schedules.integration.job_replan import JobReplan
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.lengths.beside import LengthsBeside
-from megatron.schedules.integration.log import line
+from megatron.schedules.integration.lengths.background import LengthsBeside
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import profiler_of
+from megatron.schedules.integration.replan import JobReplan
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
-from megatron.schedules.planning.spread import as_layout
+from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
 
@@ -272,13 +271,13 @@ HOOKS = (
         training,
         "training_log",
         "the line of an iteration gets what its pipeline came to, and this tells that line from others",
-        line.training_log,
+        log_line.training_log,
     ),
     Hook(
         training,
         "print_rank_last",
         "stock's line is made and printed in one function; here it has all of it, and every rank comes by",
-        line.print_rank_last,
+        log_line.print_rank_last,
     ),
     Hook(
         RerunStateMachine,

@@ -26,23 +26,18 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.integration.timeline_files import saved_timeline
-from megatron.schedules.planning.clocks import aligned, gaps, hops
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.files import write_text
-from megatron.schedules.planning.job_profile import JobProfile
-from megatron.schedules.planning.job_profile_text import to_text
-from megatron.schedules.planning.kinds import KINDS, Resource
-from megatron.schedules.planning.measured import (
+from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.measure.job_profile_json import to_text
+from megatron.schedules.measure.measured_passes import (
     Conditions,
     RankMeasured,
     Timed,
     profile_of,
     rank_measured,
 )
-from megatron.schedules.planning.profile_facts import Facts
-from megatron.schedules.planning.recorded import Recorded
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Copy, Timeline, held_over_time, simulate
+from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.byte_counter import ByteCounter
@@ -50,6 +45,11 @@ from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import Recorder, Span, StreamClock
+from megatron.schedules.schedule.kinds import KINDS, Resource
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time, simulate
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.output_files import write_text
 
 # Hops are the median over a few iterations, whose passes all ranks of a pipeline tell each other: so many at most.
 _MOST_ITERATIONS, _MOST_PASSES = 4, 200_000

@@ -17,27 +17,27 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
-from megatron.schedules.integration.layers.again import do_layers_again, surroundings
 from megatron.schedules.integration.layers.losses import LossRelay
-from megatron.schedules.integration.lengths.beside import LengthsBeside, Sizes, in_loaders_order
+from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
+from megatron.schedules.integration.lengths.background import LengthsBeside, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-from megatron.schedules.integration.log.watcher import CallWatcher
+from megatron.schedules.integration.log.iteration_watcher import CallWatcher
 from megatron.schedules.integration.messages import Messages
-from megatron.schedules.integration.offload import CopySpeed, begin
+from megatron.schedules.integration.model_stages import MegatronStages
+from megatron.schedules.integration.offloaded_layers import CopySpeed, begin
 from megatron.schedules.integration.peak_memory import PeakMemory
 from megatron.schedules.integration.profiling import Profiler, Watching
 from megatron.schedules.integration.schedule_call import ScheduleCall
-from megatron.schedules.integration.stages import MegatronStages
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.again import Again
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.place import Place
+from megatron.schedules.runtime.position import Place
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.stall import StallWatch
+from megatron.schedules.runtime.recompute import Again
+from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 

@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.job_replan import JobReplan
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.replan import JobReplan
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
 Replacement = Callable[..., Any]

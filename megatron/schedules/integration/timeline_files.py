@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.report.figures import percent
+from megatron.schedules.utils.errors import one_line
 
 
 def saved_timeline(recorded: Recorded, folder: Path) -> str:

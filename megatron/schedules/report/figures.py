@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.schedules.planning.plan_json import FiguresForm
-from megatron.schedules.planning.printable import printable_name
-from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.planner.plan_json import FiguresForm
+from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.printable import printable_name
 
 
 @dataclass(frozen=True)

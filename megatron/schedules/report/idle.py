@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Resource, Result
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import awaited_elsewhere, slots
-from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.schedule.kinds import KINDS, Resource, Result
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import awaited_elsewhere, slots
+from megatron.schedules.schedule.simulator import Timeline
 
 
 class Phase(StrEnum):

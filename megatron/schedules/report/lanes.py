@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.simulate import Timeline
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.simulator import Timeline
 
 Lane = Sequence[tuple[Pass, float, float]]
 """What runs in it, from when until when, ascending; nothing that takes no time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from megatron.schedules.planning.printable import printable
+from megatron.schedules.utils.printable import printable
 
 
 def markup(text: str) -> str:

@@ -11,11 +11,11 @@ from itertools import pairwise
 from operator import sub
 from typing import Any
 
-from megatron.schedules.planning.kinds import KINDS
-from megatron.schedules.planning.passes import Pass
 from megatron.schedules.report.idle import Gap, phases
 from megatron.schedules.report.lanes import Lane, lanes
 from megatron.schedules.report.views import View, running
+from megatron.schedules.schedule.kinds import KINDS
+from megatron.schedules.schedule.passes import Pass
 
 # Times are whole numbers of these in the length of the axis: no pass is so short that it shows.
 TICKS = 1 << 30

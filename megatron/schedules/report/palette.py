@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.planning.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind
 
 Rgb = tuple[int, int, int]
 

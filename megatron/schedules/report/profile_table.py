@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from megatron.schedules.planning.job_profile import JobProfile, Measured
-from megatron.schedules.planning.kinds import KINDS, Kind
-from megatron.schedules.planning.recorded import Recorded
+from megatron.schedules.measure.job_profile import JobProfile, Measured
+from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.figures import percent
+from megatron.schedules.schedule.kinds import KINDS, Kind
 
 _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 

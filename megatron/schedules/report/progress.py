@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from megatron.schedules.planning.progress import Progress
+from megatron.schedules.utils.progress import Progress
 
 # Whoever reads a log sees that something goes on, and what is soon done writes nothing.
 _EVERY_S = 10.0

@@ -8,9 +8,6 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, Kind
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
@@ -25,6 +22,9 @@ from megatron.schedules.report.figures import (
 )
 from megatron.schedules.report.lanes import Lane, copied, lanes
 from megatron.schedules.report.markup import markup
+from megatron.schedules.schedule.kinds import KINDS, Kind
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.simulator import Timeline
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18

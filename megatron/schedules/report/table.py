@@ -8,9 +8,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.printable import printable_name
 from megatron.schedules.report.figures import Figures, number, percent
+from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.printable import printable_name
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,6 @@ from collections.abc import Sequence
 from rich.style import Style
 from rich.text import Text
 
-from megatron.schedules.planning.kinds import KINDS, Kind, Resource
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.printable import printable
-from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
@@ -25,6 +20,11 @@ from megatron.schedules.report.figures import (
     title,
 )
 from megatron.schedules.report.lanes import Lane, copied, lanes
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.printable import printable
 
 _BAR = 8  # columns of a memory bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"

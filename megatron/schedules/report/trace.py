@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from megatron.schedules.planning.kinds import KINDS
-from megatron.schedules.planning.simulate import Timeline
 from megatron.schedules.report.idle import Gap, gaps
 from megatron.schedules.report.lanes import copied, lanes
 from megatron.schedules.report.views import View, running
+from megatron.schedules.schedule.kinds import KINDS
+from megatron.schedules.schedule.simulator import Timeline
 
 Event = dict[str, Any]
 

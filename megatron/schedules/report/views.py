@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.schedules.planning.iteration import iteration_of
-from megatron.schedules.planning.recorded import Recorded, Steps
-from megatron.schedules.planning.simulate import Copy, Timeline
+from megatron.schedules.measure.iteration_summary import iteration_of
+from megatron.schedules.measure.recorded_run import Recorded, Steps
 from megatron.schedules.report.figures import number
+from megatron.schedules.schedule.simulator import Copy, Timeline
 
 PLANNED, MEASURED = "planned", "measured"
 
@@ -84,7 +84,7 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 class SlowestStage(NamedTuple):
     """The stage that computes longest: its rank, how long a microbatch takes on it, and by what share that is more.
 
-    Than on the mean of all stages, as logs have it (:mod:`megatron.schedules.planning.iteration`).
+    Than on the mean of all stages, as logs have it (:mod:`megatron.schedules.measure.iteration_summary`).
     """
 
     stage: int

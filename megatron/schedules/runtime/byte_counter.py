@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
 from megatron.schedules.runtime.program import Action
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
 
 
 class ByteCounter:

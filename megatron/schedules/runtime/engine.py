@@ -7,8 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.runtime.place import End, Place
+from megatron.schedules.runtime.position import End, Place
 from megatron.schedules.runtime.program import (
     Action,
     Instruction,
@@ -17,8 +16,9 @@ from megatron.schedules.runtime.program import (
     ProgramError,
     Slot,
 )
-from megatron.schedules.runtime.stages import Stages
+from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Pending, Transport
+from megatron.schedules.schedule.kinds import Kind
 
 Handler = Callable[[Instruction], None]
 

@@ -21,12 +21,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.kinds import KINDS
-from megatron.schedules.planning.passes import Pass
-from megatron.schedules.planning.schedule import Schedule, gradients_complete
-from megatron.schedules.planning.simulate import sweep
-from megatron.schedules.planning.stage_costs import StageCosts
 from megatron.schedules.runtime.program import (
     COLLECTIVES,
     MESSAGES,
@@ -37,6 +31,12 @@ from megatron.schedules.runtime.program import (
     ProgramError,
     collectives_among,
 )
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import KINDS
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Schedule, gradients_complete
+from megatron.schedules.schedule.simulator import sweep
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 # How many passes before the one that takes it what is made by no pass is posted.
 _AHEAD = 2

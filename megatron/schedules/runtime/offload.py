@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.away import Trip
 from megatron.schedules.runtime.copies import Copies, CopyWatch
-from megatron.schedules.runtime.host_memory import HostMemory
+from megatron.schedules.runtime.host_buffers import HostMemory
+from megatron.schedules.runtime.saved_tensors import Trip
 from megatron.schedules.runtime.weight_gradients import Key
 
 

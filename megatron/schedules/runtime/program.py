@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.planning.kinds import KINDS, WHOLES, At, Kind, Resource, Result
-from megatron.schedules.planning.placement import Placement
+from megatron.schedules.schedule.kinds import KINDS, WHOLES, At, Kind, Resource, Result
+from megatron.schedules.schedule.placement import Placement
 
 
 class ProgramError(RuntimeError):

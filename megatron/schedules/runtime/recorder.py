@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.passes import Pass
 from megatron.schedules.runtime.program import Action
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
 
 
 class Clock(Protocol):

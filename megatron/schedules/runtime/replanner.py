@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from megatron.schedules.planning.adaptive.plan import search_seconds
-from megatron.schedules.planning.beside import Beside, BesideError
-from megatron.schedules.planning.errors import one_line
-from megatron.schedules.planning.replanning import Proposal, digest, moved, read_rows
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.runtime.notices import Notices, told_by_all
+from megatron.schedules.planner.adaptive import search_seconds
+from megatron.schedules.planner.background import Beside, BesideError
+from megatron.schedules.planner.replanning import Proposal, digest, moved, read_rows
+from megatron.schedules.planner.request import Request
+from megatron.schedules.runtime.control_messages import Notices, told_by_all
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.utils.errors import one_line
 
 # Beside a job that computes a search has a part of a core at worst.
 _PATIENCE = 20

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.runtime.meetings import Chain, Meetings, meetings_on
+from megatron.schedules.runtime.collectives import Chain, Meetings, meetings_on
 from megatron.schedules.runtime.program import Channel
 
 

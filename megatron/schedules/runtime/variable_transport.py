@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.meetings import Chain
+from megatron.schedules.runtime.collectives import Chain
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, Pending
 
 

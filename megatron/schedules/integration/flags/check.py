@@ -11,33 +11,33 @@ from typing import Any, NamedTuple
 from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
 from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
+from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.flags.environment import check_environment, is_first
-from megatron.schedules.integration.flags.later import after_megatron
+from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
 from megatron.schedules.integration.flags.memory_limit import (
     MESSAGES,
     is_in_gib,
     with_memory_limit,
 )
+from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked
-from megatron.schedules.integration.flags.refusals import refusal, unsplittable
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.relief import check_host, with_relief
 from megatron.schedules.integration.flags.replan import check_replan, measures_limit, with_first_limit
-from megatron.schedules.integration.flags.supposed import device_memory, supposed_gpus, supposes
+from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
-from megatron.schedules.planning.adaptive.plan import chunk_choices, limit_in_microbatches, search_seconds
-from megatron.schedules.planning.cache import plans_directory
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import integer, not_negative, positive, read_text
-from megatron.schedules.planning.host import taken
-from megatron.schedules.planning.limits import check_size
-from megatron.schedules.planning.printable import printable
-from megatron.schedules.planning.registry import NAMES, Request, check_parts, stages, with_own_relief
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.store import kept_plan, kept_relief, kept_spread, takes_long
+from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
+from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
+from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.schedule.host_memory import taken
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.utils.cache_directory import plans_directory
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import integer, not_negative, positive, read_text
+from megatron.schedules.utils.printable import printable
 
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
 _STALL_SECONDS = 120.0
@@ -104,7 +104,7 @@ def _checked(args: Any) -> Planned | None:
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(args)
     if measures_limit(args) and not supposes(args):  # refused before a search
-        after_megatron("megatron.schedules.integration.memory_left").can_be_measured()
+        after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
     request = _request(args)
     _check_layers(args)
     if placed_by_planner(args):

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.schedules.estimate.device_memory import model_memory
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.as_built import as_built, numbers, recompute, tokens
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.recompute import recomputed_share
+from megatron.schedules.integration.flags.model_build import as_built, numbers, recompute, tokens
+from megatron.schedules.integration.flags.stock_recompute import recomputed_share
 from megatron.schedules.integration.flags.vocabulary import divisible, shares
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import (
@@ -19,13 +19,13 @@ from megatron.schedules.integration.layers.by_stage import (
     placed_by_planner,
     wrong_layers,
 )
-from megatron.schedules.planning import given
-from megatron.schedules.planning.cost_profile import read_profile
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.printable import printable
-from megatron.schedules.planning.profile_facts import Facts, Profile
-from megatron.schedules.planning.spread import as_layout
+from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.profile_facts import Facts, Profile
+from megatron.schedules.planner.layer_partition import as_layout
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils import parsing
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import printable
 
 
 def costs_of(args: Any, stages: int) -> Costs:
@@ -70,7 +70,7 @@ def costs_of(args: Any, stages: int) -> Costs:
         )
     if placed_by_hand(args) and not wrong_layers(args, stages):
         costs = replace(costs, layers=layers_by_stage(args, stages))
-    weights = given.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
+    weights = parsing.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
     return costs if weights is None else replace(costs, stage_weights=weights)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
-from megatron.schedules.planning.registry import NAMES, describe
+from megatron.schedules.planner.registry import NAMES, describe
 
 # The flag of each part of a request, and of what else is asked about it.
 FLAGS = {

@@ -12,9 +12,9 @@ from megatron.schedules.estimate.layer_pattern import EXPRESSION
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
-from megatron.schedules.integration.flags.later import TooEarlyError
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.integration.late_imports import TooEarlyError
+from megatron.schedules.utils.errors import PlanError
 
 _OURS = "--pipeline-schedule"
 # With these Megatron takes its settings from elsewhere.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from megatron.schedules.estimate.bounds import within
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import whole
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import whole
 
 # Those that Megatron and torch read as numbers, each with what it is where it is unset.
 _READ = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}

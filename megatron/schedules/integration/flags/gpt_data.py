@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.json_files import Index, decode, read_file
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.json_files import Index, decode, read_file
 
 # Flags that ask for samples of another make.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")

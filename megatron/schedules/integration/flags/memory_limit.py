@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron.schedules.integration.flags.as_built import number_bytes
-from megatron.schedules.planning.adaptive.plan import least_limit
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.given import decimal
-from megatron.schedules.planning.request import Request
+from megatron.schedules.integration.flags.model_build import number_bytes
+from megatron.schedules.planner.adaptive import least_limit
+from megatron.schedules.planner.request import Request
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import decimal
 
 _GIB = 2**30
 # Most plans hold fewer messages on a rank at once. A plan's own number is known only once it is made; where it is

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.replan import measures_limit
 from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 
 _FLAG = FLAGS["plan_lengths"]
 # What of stock's it does not go with, and why.

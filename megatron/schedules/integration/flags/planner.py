@@ -8,19 +8,19 @@ from functools import cached_property
 
 from megatron.schedules.estimate.device_memory import activation_bytes
 from megatron.schedules.integration.flags.check import Planned, planned
-from megatron.schedules.planning.adaptive.plan import limit_in_microbatches
-from megatron.schedules.planning.costs import Costs
-from megatron.schedules.planning.forward_only import forward_only
-from megatron.schedules.planning.lengths.plan import LengthsPlanner
-from megatron.schedules.planning.placement import Placement
-from megatron.schedules.planning.request import Request
-from megatron.schedules.planning.schedule import Schedule
-from megatron.schedules.planning.simulate import Timeline, simulate
-from megatron.schedules.planning.textforms import to_csv
+from megatron.schedules.planner.adaptive import limit_in_microbatches
+from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
+from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
-from megatron.schedules.runtime.check import check
+from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.text_forms import to_csv
 
 
 class Planner:

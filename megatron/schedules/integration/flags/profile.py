@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.timeline import timeline_asked, usual_iterations
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.files import objection
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.output_files import objection
 
 
 class ProfileAsked(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.schedules.integration.flags.environment import is_first
-from megatron.schedules.planning.errors import one_line
+from megatron.schedules.utils.errors import one_line
 
 # For a lower rank to say why. Importing Megatron takes ranks of a busy machine seconds more or less.
 _PATIENCE = 20.0

@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.vocabulary import shares
-from megatron.schedules.planning.adaptive.plan import least_limit, placements
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.registry import follows_costs, names_following_costs
-from megatron.schedules.planning.request import Request
+from megatron.schedules.planner.adaptive import least_limit, placements
+from megatron.schedules.planner.registry import follows_costs, names_following_costs
+from megatron.schedules.planner.request import Request
+from megatron.schedules.utils.errors import PlanError
 
 # Of 1F1B's memory: what V-Min takes, the least with which ranks are busy at all.
 _BEGINNING = 1 / 3

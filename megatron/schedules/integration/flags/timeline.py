@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.utils.errors import PlanError
 
 # Late enough that caches and kernels have settled: the first counts bytes, the others are timed.
 _FIRST, _LAST = 3, 5

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.later import after_megatron
-from megatron.schedules.planning.errors import PlanError
+from megatron.schedules.integration.late_imports import after_megatron
+from megatron.schedules.utils.errors import PlanError
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.schedules.integration.flags.later import after_megatron
-from megatron.schedules.planning.errors import PlanError
-from megatron.schedules.planning.loads import even
+from megatron.schedules.integration.late_imports import after_megatron
+from megatron.schedules.schedule.model_loads import even
+from megatron.schedules.utils.errors import PlanError
 
 
 def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.schedules.planning.placement import Placement
+from megatron.schedules.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):

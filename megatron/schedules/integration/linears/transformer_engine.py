@@ -43,7 +43,7 @@ from torch import Tensor
 from megatron.schedules.integration.linears.local import fused_gradient
 from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
-from megatron.schedules.integration.linears.te_found import ENGINE, LINEARS, te_version
+from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, te_version
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.log.memory import PeakWatch
-from megatron.schedules.planning.iteration import (
+from megatron.schedules.measure.iteration_summary import (
     Iteration,
     RankTimes,
     iteration_of,
     measured_iteration,
     rank_times,
 )
-from megatron.schedules.planning.simulate import Timeline
-from megatron.schedules.planning.slowness import Slow, SlowWatch
+from megatron.schedules.measure.slow_ranks import Slow, SlowWatch
 from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recorder import HostClock, Recorder, StreamClock
+from megatron.schedules.schedule.simulator import Timeline
 
 _GIB = 2**30
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary import arithmetic
-from megatron.schedules.integration.vocabulary.ahead import Ahead
 from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
+from megatron.schedules.integration.vocabulary.early_words import Ahead
 from megatron.schedules.integration.vocabulary.late_losses import LateLosses
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
-from megatron.schedules.planning.kinds import Kind
-from megatron.schedules.planning.placement import Placement
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Op
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.placement import Placement
 
 Chain = Callable[[], Tensor | None]
 
@@ -115,7 +115,7 @@ class SharedVocabulary:
         }
 
     def meet(self, op: Op, microbatch: int) -> Chain:
-        """See :class:`megatron.schedules.runtime.stages.Stages`."""
+        """See :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         return self._chains[op](microbatch)
 
     def feed(self, looked_up: Tensor) -> Iterator[Any] | None:

@@ -1,0 +1,75 @@
+"""How a command ends: with its output, or with one line on standard error that says what was wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from megatron.schedules.utils.errors import PlanError, one_line
+from megatron.schedules.utils.output_files import write_text
+
+
+def run(
+    command: click.Command,
+    name: str,
+    argv: Sequence[str] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    spoken: str | None = None,
+) -> int:
+    """Run ``command``; whatever is wrong with its arguments ends in one line on standard error.
+
+    Args:
+        command: what to run.
+        name: the program's.
+        argv: its arguments; the process's own without it.
+        flags: its flag for each part of a request, see :meth:`.PlanError.told`.
+        spoken: how the program is named in errors, where that is not ``name``.
+
+    Returns:
+        The exit status: 0, 2 for a wrong flag or a request that cannot be met, 130 when interrupted, 141 when the
+        reader of the output went away.
+    """
+    if sys.stderr is None:  # closed by whoever started us, who wants to hear nothing
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
+    try:
+        status = command.main(None if argv is None else list(argv), prog_name=name, standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.Abort:
+        return 128 + signal.SIGINT
+    except PlanError as error:
+        message = error.told(flags or {})
+    except click.ClickException as error:
+        message = f"{error.format_message().rstrip('.')}; --help lists the flags"
+    sys.stderr.write(f"{spoken or name}: {one_line(message)}\n")
+    return 2
+
+
+def emit(text: str, output: Path | None) -> None:
+    """Write ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
+
+    Raises:
+        PlanError: where it cannot be written.
+    """
+    if output is not None:
+        try:
+            write_text(output, text)
+        except OSError as error:
+            raise PlanError(f"--output: cannot write {output}: {error.strerror}") from None
+        return
+    try:
+        if sys.stdout is None:
+            raise OSError(0, "it is closed")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer goes nowhere, lest Python complains about it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        raise PlanError(f"cannot write to standard output: {error.strerror}; --output names a file") from None

@@ -1,0 +1,215 @@
+"""What cannot work together with a schedule, and what to use instead: one rule each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron.schedules.integration.flags import vocabulary
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.dry_run_machine import supposes
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
+from megatron.schedules.integration.linears.te_version import te_fault
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
+
+
+def refusal(args: Any, schedule: Schedule) -> str:
+    """Why Megatron's ``args`` do not go with ``schedule``, after its name; empty where they do."""
+    facts = _Facts(args, schedule)
+    return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
+
+
+def _is_set(args: Any, name: str) -> bool:
+    value = getattr(args, name, None)
+    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
+
+
+class _Facts(NamedTuple):
+    args: Any
+    schedule: Schedule
+
+    def on(self, name: str) -> bool:
+        """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
+        return _is_set(self.args, name)
+
+    @property
+    def splits(self) -> bool:
+        return self.schedule.splits
+
+    @property
+    def does_again(self) -> bool:
+        return Kind.R in self.schedule.kinds
+
+    @property
+    def shares(self) -> bool:
+        return vocabulary.shares(self.args)
+
+    @property
+    def chunks(self) -> int:
+        return self.schedule.placement.chunks
+
+
+class _Rule(NamedTuple):
+    applies: Callable[[_Facts], bool]
+    why: Callable[[_Facts], str]
+
+
+def _flag(
+    name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True, written: str | None = None
+) -> _Rule:
+    """A rule against a stock argument being set; ``written`` where its flag is not named after it."""
+    written = written or "--" + name.replace("_", "-")
+    return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
+
+
+def _several(facts: _Facts) -> bool:
+    return facts.chunks > 1
+
+
+def _ends_elsewhere(facts: _Facts) -> bool:
+    placement = facts.schedule.placement
+    return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
+
+
+def _shares(facts: _Facts) -> bool:
+    return facts.shares
+
+
+def _shared(name: str, why: str, written: str | None = None) -> _Rule:
+    """A rule against a stock argument beside a shared vocabulary."""
+    rule = _flag(name, why, _shares, written)
+    return _Rule(rule.applies, lambda facts: f"with {FLAGS['shared_vocabulary']} {rule.why(facts)}")
+
+
+_STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
+
+
+def unsplittable(args: Any) -> str:
+    """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
+    if not _is_set(args, "transformer_impl"):
+        return ""
+    if args.transformer_impl == "transformer_engine":
+        fault = None if supposes(args) else te_fault()
+    else:
+        fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
+    if fault is None:
+        return ""
+    return (
+        f"does not work with --transformer-impl {args.transformer_impl} here: {fault}; use --transformer-impl local, "
+        "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
+    )
+
+
+def _splits_te(facts: _Facts) -> bool:
+    return facts.splits and facts.on("transformer_impl")
+
+
+def _again(name: str, why: str, written: str | None = None) -> _Rule:
+    """A rule against a stock argument beside forwards that the schedule does again."""
+    rule = _flag(name, why, lambda facts: facts.does_again, written)
+    return _Rule(rule.applies, lambda facts: f"with forwards done again (R) {rule.why(facts)}")
+
+
+_NOT_TWICE = "quantised layers are not done again by a schedule so far; use bf16, or a schedule without R"
+_QUANTISED = (
+    "quantised linears are not split so far; use bf16, or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the "
+    "backward"
+)
+_OLD_FORMAT = (
+    "it keeps layers by their number on the rank, and a job with another schedule would take them for others; leave "
+    "the flag out, and checkpoints go from any schedule to any other"
+)
+_ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two out"
+_RULES = (
+    _Rule(
+        lambda facts: (
+            not placed_by_planner(facts.args)
+            and (facts.chunks > 1 or placed_by_hand(facts.args))
+            and bool(wrong_layers(facts.args, facts.schedule.placement.stages))
+        ),
+        lambda facts: wrong_layers(facts.args, facts.schedule.placement.stages),
+    ),
+    _Rule(
+        _ends_elsewhere,
+        lambda f: (
+            "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
+            "the last stage on the first or the last rank"
+        ),
+    ),
+    _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
+    _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
+    _Rule(lambda facts: facts.splits and bool(unsplittable(facts.args)), lambda facts: unsplittable(facts.args)),
+    _flag(
+        "tp_comm_overlap",
+        "its buffers are used again before the weight gradients are computed; leave the flag out",
+        _splits_te,
+    ),
+    _flag("use_transformer_engine_op_fuser", "fused linears are not split; leave the flag out", _splits_te),
+    _flag(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "the schedule places weight gradients itself; leave the flag out",
+        _splits_te,
+    ),
+    _flag("fp8", _QUANTISED, _splits_te, "--fp8-format"),
+    _flag("fp4", _QUANTISED, _splits_te, "--fp4-format"),
+    _flag("te_precision_config_file", _QUANTISED, _splits_te),
+    _flag("kitchen_config_file", _QUANTISED, _splits_te),
+    _flag("kitchen_recipe_number", _QUANTISED, _splits_te),
+    _again("fp8", _NOT_TWICE, "--fp8-format"),
+    _again("fp4", _NOT_TWICE, "--fp4-format"),
+    _again("te_precision_config_file", _NOT_TWICE),
+    _again("kitchen_config_file", _NOT_TWICE),
+    _again("kitchen_recipe_number", _NOT_TWICE),
+    _again("te_rng_tracker", "its random states cannot be brought back one by one; leave the flag out"),
+    _Rule(
+        lambda facts: facts.does_again and facts.args.recompute_granularity == "full",
+        lambda facts: (
+            "with forwards done again (R) does not work with --recompute-granularity full: both do whole layers again; "
+            "leave the flag out, or give selective"
+        ),
+    ),
+    _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
+    _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
+    _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
+    _flag("overlap_moe_expert_parallel_comm", "it brings a schedule of its own; leave the flag out"),
+    _flag("delay_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
+    _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
+    _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
+    _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
+    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; use --pipeline-offload instead"),
+    _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
+    _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
+    _flag(
+        "step_batch_size_schedule",
+        "a CSV is for one number of microbatches",
+        lambda f: f.args.pipeline_schedule == "file",
+    ),
+    _Rule(
+        lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.looped,
+        lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
+    ),
+    _Rule(
+        lambda facts: facts.shares and facts.args.ckpt_format == "torch",
+        lambda facts: (
+            f"with {FLAGS['shared_vocabulary']} does not work with --ckpt-format torch: it does not say which words a "
+            "rank holds; leave the flag out"
+        ),
+    ),
+    _Rule(
+        lambda facts: facts.shares and bool(vocabulary.indivisible(facts.args)),
+        lambda facts: f"with {FLAGS['shared_vocabulary']} {vocabulary.indivisible(facts.args)}",
+    ),
+    _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
+    _shared("sft", _ONE_SHAPE),
+    _shared("variable_seq_lengths", _ONE_SHAPE, "args.variable_seq_lengths"),
+    _shared("dataloader_inter_document_masking", _ONE_SHAPE),
+    _shared("fp8_output_proj", "its part of the output layer is not quantised; leave one of the two out"),
+    _shared("use_mup", "its logits are scaled; leave one of the two out"),
+    _shared("init_model_with_meta_device", "the first weights are dealt out to the ranks; leave one of the two out"),
+    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
+    _flag(
+        "num_microbatches_with_partial_activation_checkpoints",
+        "it counts on Megatron's own schedule; leave the flag out",
+    ),
+)

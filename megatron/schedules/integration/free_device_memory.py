@@ -1,0 +1,55 @@
+"""How much more memory this rank's device has than a job has needed at most."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron.schedules.integration.cpu import standin
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import whole
+
+STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
+# Of the device: for what comes and goes, and for holes between what is held.
+_MARGIN = 0.05
+
+
+def bytes_left(activations: float) -> float:
+    """Bytes beyond the most that was held so far, less a margin; negative where more than that is held.
+
+    Args:
+        activations: the most that this rank's activations have taken, by the plan. Read only where a CPU stands for
+            the device, which has $MEGATRON_SCHEDULES_STANDIN_BYTES for them.
+    """
+    if standin.enabled():
+        return (1 - _MARGIN) * standin_bytes() - activations
+    free, total = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # what was given back since
+    return float(free + unused - _MARGIN * total)
+
+
+def can_be_measured() -> None:
+    """Refuse to measure where there is nothing to measure.
+
+    Raises:
+        PlanError: where a CPU stands for the device and nobody says what it has.
+    """
+    if standin.enabled():
+        standin_bytes()
+
+
+def standin_bytes() -> float:
+    """What a CPU that stands for a device has for activations.
+
+    Raises:
+        PlanError: where nobody says it.
+    """
+    size = whole(os.environ.get(STANDIN_VARIABLE, ""))
+    if size is None or size < 0:
+        raise PlanError(
+            "auto measures what GPUs have left, and this job runs on the CPU: give a fraction of 1F1B's, such as 0.5, "
+            "or GiB, such as 20GiB",
+            "memory_limit",
+        )
+    return float(size)

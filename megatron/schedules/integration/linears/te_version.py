@@ -1,0 +1,45 @@
+"""Which Transformer Engine there is here, and whether its linears can be split."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+from megatron.schedules.integration.gpu_libraries import TRANSFORMER_ENGINE, is_there
+from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
+
+ENGINE = "transformer_engine.pytorch"
+LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
+OLDEST = "2.3"
+"""The first version in which all of these can delay their weight gradients."""
+
+
+def te_fault() -> str | None:
+    """Why Transformer Engine's linears cannot be split here, a clause without a full stop; None where they can.
+
+    Raises:
+        TooEarlyError: where that can only be said once it is imported.
+    """
+    if not is_there(TRANSFORMER_ENGINE):
+        return "Transformer Engine is not installed"
+    try:
+        engine = after_megatron(ENGINE)
+    except TooEarlyError:
+        raise
+    except ModuleNotFoundError:
+        return "Transformer Engine is not installed"
+    except Exception as error:  # it loads shared libraries and asks for devices, which fail in many ways
+        return f"Transformer Engine cannot be imported here, which ends in {type(error).__name__}"
+    for name in LINEARS:
+        linear = getattr(engine, name, None)
+        if linear is None or "delay_wgrad_compute" not in inspect.signature(linear.__init__).parameters:
+            return (
+                f"Transformer Engine {te_version()} has no {name} that can delay weight gradients, "
+                f"as {OLDEST} and later do"
+            )
+    return None
+
+
+def te_version() -> str:
+    """Which Transformer Engine is imported."""
+    return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))

@@ -1,0 +1,125 @@
+"""A job that plans again: after it has measured itself, and whenever a rank or a hop has become slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.training import print_rank_0, print_rank_last
+
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
+from megatron.schedules.integration.flags.replan import measures_limit
+from megatron.schedules.integration.free_device_memory import bytes_left
+from megatron.schedules.integration.log.run_log import Logged, reduced
+from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.measure.iteration_summary import iteration_of
+from megatron.schedules.measure.job_profile import JobProfile
+from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_hops
+from megatron.schedules.planner.adaptive import least_limit
+from megatron.schedules.planner.request import Request
+from megatron.schedules.report.figures import amount
+from megatron.schedules.runtime.control_messages import Notices
+from megatron.schedules.runtime.replanner import Replanner
+from megatron.schedules.schedule.simulator import simulate
+
+# Iterations from a decision to measure until the first that does, and how many are timed.
+_AFTER, _TIMED = 2, 5
+
+
+class JobReplan:
+    """Measures, plans again and switches, at boundaries between training iterations, alike on all ranks.
+
+    Args:
+        planner: of the job.
+        args: Megatron's.
+        function: whose profiler measures; one is given to it where it has none.
+        slow: that of the log.
+    """
+
+    def __init__(self, planner: Planner, args: Any, function: ScheduleFunction, slow: SlowWatch) -> None:
+        store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
+        self._planner, self._args, self._function = planner, args, function
+        self._replanner = Replanner(planner, Notices(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0)
+        self._profile: JobProfile | None = None
+        self._slow, self._idle = slow, IdleWatch()
+        asked = profile_asked(args)
+        self._measure = asked is None or asked.counted <= args.iteration  # a job that goes on behind those
+        self._file = None if asked is None else asked.file
+        self._measures_limit = measures_limit(args)
+
+    def boundary(self) -> None:
+        """Before a training call looks for its program."""
+        self._replanner.boundary()
+        if self._replanner.under_way:
+            return
+        profiler = self._function.profiler
+        if profiler is not None and profiler.profile is not None and profiler.profile is not self._profile:
+            self._begin(profiler.profile)
+        elif self._measure:
+            self._measure = False
+            first = int(self._args.curr_iteration) + 1 + _AFTER
+            self._function.profiler = Profiler(
+                self._planner, self._args, ProfileAsked(first, first + _TIMED, self._file)
+            )
+
+    def logged(self, found: Logged) -> None:
+        """An iteration was logged, on all ranks: where somebody has become slow, have the job measured again."""
+        if self._profile is None or self._replanner.under_way:
+            return
+        idle = self._idle.add(found.measured.bubble)
+        if idle and not found.slow:
+            print_rank_last(
+                f"WARNING: the pipeline idles more than it did, {100 * found.measured.bubble:.1f} % of its time, and "
+                "no rank computes more slowly: messages are profiled anew"
+            )
+        self._measure = self._measure or bool(found.slow) or idle
+
+    def _begin(self, profile: JobProfile) -> None:
+        before, self._profile = self._profile, profile
+        costs = profile.costs_like(self._planner.costs)
+        request = replace(self._planner.request, costs=costs)
+        if before is not None:
+            for source, to, time, earlier in slow_hops(before.hops, profile.hops, _usual_pass(profile)):
+                print_rank_0(
+                    f"WARNING: messages from pipeline rank {source} to {to} take {time:.2f} ms, and took "
+                    f"{earlier:.2f} ms when they were profiled first"
+                )
+        if self._measures_limit:
+            self._measures_limit = False
+            request = replace(request, memory_limit=self._limit(request, profile))
+        running = simulate(self._planner.running, costs.on(self._planner.placement))
+        self._slow.expect(iteration_of(running).stages)
+        self._idle.expect()
+        self._replanner.start(request)
+
+    def _limit(self, request: Request, profile: JobProfile) -> float:
+        """The memory limit that what devices have left allows, as a fraction of 1F1B's: the least of all ranks."""
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        assert request.costs.memory is not None, "the job has a model"
+        each = request.costs.memory.of_rank(request.ranks)
+        peak = simulate(self._planner.running, request.costs.on(self._planner.placement)).peaks[rank]
+        left = bytes_left(peak * each)
+        limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
+        found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)
+        print_rank_0(
+            f"pipeline memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
+            f"{amount(each)} a microbatch"
+        )
+        return found
+
+
+def _rounded(limit: float) -> float:
+    """Down to thousandths, so that it reads as what it is."""
+    return math.floor(1e3 * limit) / 1e3
+
+
+def _usual_pass(profile: JobProfile) -> float:
+    """How long a pass takes on average, in milliseconds."""
+    times: Sequence[float] = [each.median for stage in profile.stages for each in stage.times.values()]
+    return sum(times) / len(times)

@@ -1,0 +1,110 @@
+"""One clock for all ranks: from the times of passes that wait for each other, each told by the clock of its own rank.
+
+Devices have no common clock. But what a pass waits for on another rank has ended before it begins, one latency ago at
+the least, and between most pairs of ranks some passes of an iteration wait for nothing else. So, as time protocols
+have it: the least time from an end on one rank to a start on the other holds the latency and the difference of their
+clocks, and the least time the other way the latency less that difference. Half the sum is the latency of the hop, half
+the difference is by how much one clock is ahead. A message takes as long both ways, is what this assumes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.schedules.schedule.kinds import KINDS
+from megatron.schedules.schedule.schedule import Schedule, awaited_elsewhere, slots
+from megatron.schedules.schedule.simulator import Times
+
+Gaps = Mapping[tuple[int, int], float]
+"""(from, to), ranks: the least time from the end of a pass to the start of one that waits for it."""
+Hops = Mapping[tuple[int, int], float]
+"""(from, to), ranks: the latency of a message."""
+
+
+class Aligned(NamedTuple):
+    """An iteration on one clock.
+
+    Args:
+        start, end: by rank, in the schedule's order; 0 is the first start of any.
+        shifts: what was added to each rank's times.
+    """
+
+    start: Times
+    end: Times
+    shifts: tuple[float, ...]
+
+
+def aligned(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Aligned:
+    """The iteration on one clock, in which no pass begins before what it waits for has ended, as it was in truth.
+
+    Args:
+        schedule: what was carried out.
+        start, end: by rank, times of its passes in the schedule's order, by the rank's own clock.
+    """
+    found = shifts(schedule.ranks, gaps(schedule, start, end))
+    first = min((row[0] + shift for row, shift in zip(start, found, strict=True) if row), default=0.0)
+    found = tuple(shift - first for shift in found)
+    return Aligned(_moved(start, found), _moved(end, found), found)
+
+
+def _moved(rows: Sequence[Sequence[float]], by: Sequence[float]) -> Times:
+    return tuple(tuple(time + shift for time in row) for row, shift in zip(rows, by, strict=True))
+
+
+def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Gaps:
+    """Between all pairs of ranks of which one waits for the other. Times as :func:`aligned` takes them."""
+    placement = schedule.placement
+    places, needs = slots(placement, schedule.microbatches), awaited_elsewhere(schedule)
+    ended = [0.0] * (len(KINDS) * placement.stages * schedule.microbatches)
+    for row, times in zip(schedule.order, end, strict=True):
+        for (stage, kind, m), at in zip(row, times, strict=True):
+            ended[places[kind][stage] + m] = at
+    found: dict[tuple[int, int], float] = {}
+    for rank, (row, times) in enumerate(zip(schedule.order, start, strict=True)):
+        for (stage, kind, m), at in zip(row, times, strict=True):
+            for source, place in needs[stage, kind]:
+                gap, pair = at - ended[place + m], (source, rank)
+                found[pair] = min(gap, found.get(pair, gap))
+    return found
+
+
+def hops(found: Sequence[Gaps]) -> Hops:
+    """The latency of each pair that has messages both ways, never below 0: of several iterations the median."""
+    each: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for of_one in found:
+        for (source, to), gap in of_one.items():
+            if (to, source) in of_one:
+                each[source, to].append(max(0.0, (gap + of_one[to, source]) / 2))
+    return {pair: statistics.median(times) for pair, times in sorted(each.items())}
+
+
+def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
+    """What to add to each rank's times so that they are those of one clock, that of rank 0.
+
+    Pairs whose messages waited for nothing else tell most: ranks are joined along those with the least latency. Where
+    a pair's messages had always to wait for the other's passes its half of the difference is a guess; then later ranks
+    are moved on until nothing begins before what it waits for has ended.
+    """
+    shift = _along_the_tightest(ranks, found)
+    for _ in range(ranks):
+        late = [(to, shift[source] - gap) for (source, to), gap in found.items() if shift[to] < shift[source] - gap]
+        if not late:
+            break
+        for to, earliest in late:
+            shift[to] = max(shift[to], earliest)
+    return tuple(shift)
+
+
+def _along_the_tightest(ranks: int, found: Gaps) -> list[float]:
+    """Half the difference between neighbours of the tree that joins ranks by their tightest pairs; 0 for the rest."""
+    width = {pair: gap + found[pair[::-1]] for pair, gap in found.items() if pair[::-1] in found}
+    shift = [0.0] * ranks
+    joined = {0}
+    while open_pairs := [pair for pair in width if pair[0] in joined and pair[1] not in joined]:
+        near, far = min(open_pairs, key=lambda pair: (width[pair], pair))
+        shift[far] = shift[near] + (found[far, near] - found[near, far]) / 2
+        joined.add(far)
+    return shift

@@ -1,0 +1,210 @@
+"""Cost profiles: what a chunk's passes were measured to take and hold, as ``tools/profile_passes.py`` writes them.
+
+:func:`read_profile` also reads those that a job writes of itself, see :mod:`.job_profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from megatron.schedules.measure import job_profile_json
+from megatron.schedules.measure.job_profile_json import VERSION
+from megatron.schedules.measure.profile_facts import (
+    CopyRates,
+    Facts,
+    FactsForm,
+    LayerCount,
+    Profile,
+    RatesForm,
+    copy_time,
+)
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_memory import ModelMemory
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.json_files import Amount, Form, Positive, check_version, decode, read_file
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """One chunk of decoder layers, measured on one device.
+
+    Args:
+        facts: the model, and what it was measured on.
+        layers: of the chunk.
+        seconds: median times of the chunk's F, I and W.
+        activation_bytes: held from F until I.
+        weight_bytes: those of them held on until W.
+        ends: the embedding, and the output layer with its loss; None in profiles without them.
+        copy_gbps: how fast activations go to the host and come back; None in profiles without it.
+        again: how long the chunk's forward takes where it is done again, against F, and what F leaves to it, against
+            ``activation_bytes``; None in profiles without it.
+    """
+
+    facts: Facts
+    layers: int
+    seconds: tuple[float, float, float]
+    activation_bytes: float
+    weight_bytes: float
+    ends: tuple[Load, Load] | None = None
+    copy_gbps: CopyRates | None = None
+    again: tuple[float, float] | None = None
+
+    @property
+    def layer_seconds(self) -> tuple[float, float, float]:
+        """F, I and W of one layer."""
+        forward, input_grad, weight_grad = (each / self.layers for each in self.seconds)
+        return forward, input_grad, weight_grad
+
+    @property
+    def layer_bytes(self) -> float:
+        """See :class:`.profile_facts.Profile`."""
+        return self.activation_bytes / self.layers
+
+    @property
+    def model(self) -> ModelLoads | None:
+        """Layers and ends as they were measured; None without ends."""
+        if self.ends is None:
+            return None
+        first, last = (Part(whole=end) for end in self.ends)
+        layer = Part(split=Load(*self.layer_seconds, self.layer_bytes))
+        # What is kept in single precision takes half of that where all ranks share it.
+        return ModelLoads(first, (layer,) * self.facts.layers, last, kept_for_output=(0.0, last.held / 2))
+
+    def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
+        """Milliseconds for what half a rank's layers hold from F until I, one way; None where it was not measured.
+
+        By the slower way; ``both_ways`` says that the other one is busy too.
+        """
+        held = self.layer_bytes * self.facts.layers / (2 * ranks)
+        return copy_time(self.copy_gbps, held, both_ways=both_ways)
+
+    def costs(self, ranks: int) -> Costs:
+        """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured.
+
+        What copies take is there where it was measured, with both directions busy, and counts where plans offload.
+        """
+        scale = 1e3 * self.facts.layers / (2 * ranks)
+        forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
+        share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
+        costs = Costs(
+            forward, input_grad, weight_grad, weight_share=share, model=self.model, copy=self.copy_time(ranks) or 0.0
+        )
+        if self.again is None:
+            return costs
+        again, layer_input = self.again
+        return replace(costs, again=again, layer_input=layer_input)
+
+    def memory(self, planned: ModelMemory) -> ModelMemory:
+        """See :class:`.profile_facts.Profile`."""
+        if not self.layer_bytes:
+            return planned
+        return planned.measured(
+            (self.layer_bytes,) * len(planned.layers),
+            self.weight_bytes / self.activation_bytes,
+            None if self.again is None else self.again[1] * self.layer_bytes,
+            None if self.ends is None else (self.ends[0].held, self.ends[1].held),
+            recomputed=self.facts.recompute is not None,
+        )
+
+
+class TimedForm[Time](Form, frozen=True, kw_only=True):
+    """A time in seconds: the middle one of several; ``low`` and ``high``, the shortest and the longest, for people."""
+
+    median: Time
+    low: Any = UNSET
+    high: Any = UNSET
+
+
+class EndForm(Form, frozen=True, kw_only=True):
+    """The embedding or the output layer; ``weight_bytes`` is for people."""
+
+    forward: TimedForm[Amount]
+    input_grad: TimedForm[Amount]
+    weight_grad: TimedForm[Amount]
+    activation_bytes: Amount
+    weight_bytes: Any = UNSET
+
+    def load(self) -> Load:
+        """The same as planning has it."""
+        return Load(self.forward.median, self.input_grad.median, self.weight_grad.median, self.activation_bytes)
+
+
+class ChunkForm(Form, frozen=True, kw_only=True):
+    """A chunk of decoder layers; ``again`` and ``input_bytes`` come together."""
+
+    layers: LayerCount
+    forward: TimedForm[Positive]
+    input_grad: TimedForm[Positive]
+    weight_grad: TimedForm[Positive]
+    activation_bytes: Amount
+    weight_bytes: Amount
+    again: TimedForm[Positive] | UnsetType = UNSET
+    input_bytes: Amount | UnsetType = UNSET
+
+
+class ChunkProfileForm(FactsForm, frozen=True, kw_only=True):
+    """:class:`CostProfile` in a file; the ends come together."""
+
+    chunk: ChunkForm
+    output_layer: EndForm | UnsetType = UNSET
+    embedding: EndForm | UnsetType = UNSET
+    copy_gbps: RatesForm | UnsetType = UNSET
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in the JSON file ``path``: of one chunk, or of a whole job.
+
+    Raises:
+        PlanError: in one line, what is wrong with the file.
+    """
+    writers = "tools/profile_passes.py and --pipeline-save-costs write such files"
+    return read_file(path, "costs_file", "cost profile", writers, _profile)
+
+
+def _profile(text: str) -> Profile:
+    found = _READERS[check_version(text, *_READERS)](text)
+    found.costs(1)  # whether all that was measured makes costs that are planned for
+    return found
+
+
+def from_text(text: str) -> CostProfile:
+    """Read a :class:`ChunkProfileForm`; raises :class:`.PlanError`, the field first, for anything else."""
+    form = decode(text, ChunkProfileForm)
+    chunk, output, embedding, rates = form.chunk, form.output_layer, form.embedding, form.copy_gbps
+    if chunk.layers > form.model.layers:
+        raise PlanError(f"$.chunk.layers must be {form.model.layers} at most, as $.model.layers, not {chunk.layers}")
+    if output is not UNSET and embedding is UNSET:
+        raise PlanError("$ lacks 'embedding', and has an output layer")
+    return CostProfile(
+        facts=form.facts(),
+        layers=chunk.layers,
+        seconds=(chunk.forward.median, chunk.input_grad.median, chunk.weight_grad.median),
+        activation_bytes=chunk.activation_bytes,
+        weight_bytes=chunk.weight_bytes,
+        ends=None if output is UNSET or embedding is UNSET else (embedding.load(), output.load()),
+        copy_gbps=None if rates is UNSET else rates.rates(),
+        again=_again(chunk),
+    )
+
+
+def _again(chunk: ChunkForm) -> tuple[float, float] | None:
+    if chunk.again is UNSET:
+        return None
+    if chunk.input_bytes is UNSET:
+        raise PlanError("$.chunk lacks 'input_bytes', and has a forward that was done again")
+    held = max(1.0, chunk.activation_bytes)
+    if chunk.input_bytes > held:
+        raise PlanError(
+            f"$.chunk.input_bytes must be {held:g} at most, as $.chunk.activation_bytes, not {chunk.input_bytes:g}: a "
+            "forward done again is left no more than a forward holds"
+        )
+    return chunk.again.median / chunk.forward.median, chunk.input_bytes / held
+
+
+_READERS: Mapping[int, Callable[[str], Profile]] = {1: from_text, VERSION: job_profile_json.from_text}

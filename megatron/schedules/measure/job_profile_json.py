@@ -1,0 +1,137 @@
+"""A job's own cost profile as JSON: version 2 of what plans read as ``--costs-file``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.profile_facts import MOST_LAYERS, FactsForm, RatesForm, written_facts
+from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.text_forms import PlacementForm
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.json_files import (
+    Amount,
+    Count,
+    Form,
+    Hop,
+    Index,
+    Name,
+    Portion,
+    check_length,
+    decode,
+    encode,
+    read_hops,
+)
+
+VERSION = 2
+
+
+class MeasuredForm(Form, frozen=True, kw_only=True):
+    """:class:`.Measured` in the file."""
+
+    median: Amount
+    low: Amount
+    high: Amount
+
+
+class StageForm(Form, frozen=True, kw_only=True):
+    """:class:`.StageProfile` in the file."""
+
+    layers: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
+    passes: ByKind[MeasuredForm]
+    halved: bool
+    redone: Portion
+    activation_bytes: Amount
+    weight_bytes: Amount
+    again_bytes: Amount
+    away_bytes: Amount
+    vocabulary_bytes: Amount
+
+    @staticmethod
+    def of(stage: StageProfile) -> StageForm:
+        """``stage`` as it is written."""
+        return StageForm(
+            layers=stage.layers,
+            passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
+            halved=stage.halved,
+            redone=stage.redone,
+            activation_bytes=stage.held,
+            weight_bytes=stage.left,
+            again_bytes=stage.again,
+            away_bytes=stage.away,
+            vocabulary_bytes=stage.vocabulary,
+        )
+
+    def stage(self) -> StageProfile:
+        """The same as planning has it."""
+        return StageProfile(
+            self.layers,
+            {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
+            self.halved,
+            held=self.activation_bytes,
+            left=self.weight_bytes,
+            again=self.again_bytes,
+            away=self.away_bytes,
+            vocabulary=self.vocabulary_bytes,
+            redone=self.redone,
+        )
+
+
+class JobProfileForm(FactsForm, frozen=True, kw_only=True):
+    """:class:`.JobProfile` in the file."""
+
+    schedule: Name
+    placement: PlacementForm
+    microbatches: Count
+    iterations: tuple[Index, Index]
+    replicas: Count
+    times_in: Literal["ms"] = "ms"
+    stages: tuple[StageForm, ...]
+    hops: tuple[Hop, ...]
+    copy_gbps: RatesForm | UnsetType = UNSET
+
+
+def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) -> str:
+    """The profile as one JSON object; ``versions`` of packages and ``date`` go in too, for people."""
+    rates = profile.copy_gbps
+    form = JobProfileForm(
+        version=VERSION,
+        **written_facts(profile.facts),
+        schedule=profile.schedule,
+        placement=PlacementForm.of(profile.placement),
+        microbatches=profile.microbatches,
+        iterations=profile.iterations,
+        replicas=profile.replicas,
+        stages=tuple(map(StageForm.of, profile.stages)),
+        hops=profile.hops,
+        copy_gbps=UNSET if rates is None else RatesForm(**rates._asdict()),
+        versions=versions,
+        date=date,
+    )
+    return encode(form, indent=1) + "\n"
+
+
+def from_text(text: str) -> JobProfile:
+    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    form = decode(text, JobProfileForm)
+    placement = form.placement.placement("$.placement")
+    check_length(form.stages, placement.stages, "$.stages", "stage of the placement")
+    found = JobProfile(
+        form.facts(),
+        form.schedule,
+        placement,
+        form.microbatches,
+        form.iterations,
+        form.replicas,
+        tuple(stage.stage() for stage in form.stages),
+        form.hops,
+        None if form.copy_gbps is UNSET else form.copy_gbps.rates(),
+    )
+    if sum(found.layers) != found.facts.layers:
+        raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")
+    if not found.iterations[0] <= found.iterations[1]:
+        raise PlanError("$.iterations must be the first and the last one that were timed")
+    read_hops(form.hops, placement.ranks, "$.hops")
+    return found

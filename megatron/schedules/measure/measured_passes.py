@@ -1,0 +1,189 @@
+"""What ranks measured of their passes, and the profile of the job that it comes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
+from megatron.schedules.measure.profile_facts import CopyRates, Facts
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, StageKind
+from megatron.schedules.schedule.model_loads import even
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+
+Timed = tuple[Pass, float, float]
+"""A pass, or a copy, and from when until when, in milliseconds."""
+Change = tuple[Pass, float]
+"""A pass, and by how many bytes more is held after it."""
+
+
+@dataclass(frozen=True)
+class RankMeasured:
+    """What one rank says of several iterations.
+
+    Args:
+        rank: in its pipeline.
+        times: by stage and kind; of O and L those of the copies.
+        bytes: by stage and kind, the change of a pass in the middle of all; ``held`` below has what F and R make
+            together.
+        held: by stage, bytes from F until I.
+        hops: of its pipeline, as (from, to) -> milliseconds.
+    """
+
+    rank: int
+    times: Mapping[StageKind, Measured]
+    bytes: Mapping[StageKind, float]
+    held: Mapping[int, float]
+    hops: Mapping[tuple[int, int], float]
+
+
+def rank_measured(
+    rank: int,
+    passes: Iterable[Timed],
+    copies: Iterable[Timed],
+    changes: Sequence[Change],
+    hops: Mapping[tuple[int, int], float],
+) -> RankMeasured:
+    """What ``rank`` says of all ``passes`` and ``copies`` that were timed, and of those that were counted."""
+    took: dict[StageKind, list[float]] = defaultdict(list)
+    computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
+    for (stage, kind, _), start, end in (*computing, *copies):
+        took[stage, kind].append(end - start)
+    changed: dict[StageKind, list[float]] = defaultdict(list)
+    again = {(work.stage, work.microbatch): change for work, change in changes if work.kind is Kind.R}
+    held: dict[int, list[float]] = defaultdict(list)
+    for (stage, kind, m), change in changes:
+        changed[stage, kind].append(change)
+        if kind is Kind.F:
+            held[stage].append(change + again.get((stage, m), 0.0))
+    return RankMeasured(
+        rank,
+        {key: _measured(each) for key, each in took.items()},
+        {key: statistics.median(each) for key, each in changed.items()},
+        {stage: statistics.median(each) for stage, each in held.items()},
+        dict(hops),
+    )
+
+
+def _measured(times: Sequence[float]) -> Measured:
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+    return Measured(statistics.median(times), tenths[0], tenths[-1])
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a job was measured under.
+
+    Args:
+        facts: the model and the device.
+        schedule: what it ran.
+        costs: what that was planned for, with the layers of each stage where the model is known.
+        iterations: the first and the last that were timed.
+    """
+
+    facts: Facts
+    schedule: Schedule
+    costs: Costs
+    iterations: tuple[int, int]
+
+
+def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
+    """The profile of a job, all of whose ranks were measured; the same from the same rows, in whatever order.
+
+    A stage takes as long as on its slowest replica, for which all others wait, and holds what it does on the fullest. A
+    hop is that of the slowest pipeline. Where a backward was always whole, I and W are parts of it as in the costs that
+    were planned for.
+    """
+    placement = under.schedule.placement
+    replicas: dict[int, list[RankMeasured]] = defaultdict(list)
+    for row in ranks:
+        replicas[row.rank].append(row)
+    layers = under.costs.layers_on(placement) or _evenly(under.facts.layers, placement)
+    planned = under.costs.on(placement).durations
+    redone = under.costs.redone
+    stages = []
+    for stage, rank in enumerate(placement.rank_of):
+        rows = replicas[rank]
+        times = {
+            kind: _slowest(rows, (stage, kind)) for kind in KINDS if any((stage, kind) in row.times for row in rows)
+        }
+        halved = not {Kind.I, Kind.W} <= times.keys()
+        if halved:
+            times |= _halves(times[Kind.B], planned[Kind.I][stage], planned[Kind.W][stage])
+        most = _most(rows, stage)
+        held = max((row.held.get(stage, 0.0) for row in rows), default=0.0)
+        stages.append(
+            StageProfile(
+                layers[stage],
+                times,
+                halved,
+                held=max(0.0, held),
+                left=most(Kind.W, -1),
+                again=most(Kind.R, 1),
+                away=most(Kind.O, -1),
+                vocabulary=most(Kind.S, 1),
+                redone=0.0 if Kind.R not in times else 1.0 if redone is None else redone[stage],
+            )
+        )
+    hops = {
+        pair: max(row.hops[pair] for row in ranks if pair in row.hops)
+        for pair in sorted({pair for row in ranks for pair in row.hops})
+    }
+    return JobProfile(
+        under.facts,
+        under.schedule.name,
+        placement,
+        under.schedule.microbatches,
+        under.iterations,
+        max(len(rows) for rows in replicas.values()),
+        tuple(_with_left(stages, under.costs.weight_share)),
+        tuple((source, to, time) for (source, to), time in hops.items()),
+        _rates(stages),
+    )
+
+
+def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:
+    """Stages without a W of their own would leave to it as much as the others do, or as was ``planned``."""
+    seen = [stage for stage in stages if not stage.halved and stage.held]
+    share = sum(stage.left for stage in seen) / sum(stage.held for stage in seen) if seen else planned
+    return [replace(stage, left=share * stage.held) if stage.halved else stage for stage in stages]
+
+
+def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:
+    found = [row.times[key] for row in rows if key in row.times]
+    return Measured(
+        max(each.median for each in found), min(each.low for each in found), max(each.high for each in found)
+    )
+
+
+def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind, Measured]:
+    part = input_grad / (input_grad + weight_grad)
+    return {
+        Kind.I: Measured(*(part * each for each in whole)),
+        Kind.W: Measured(*((1 - part) * each for each in whole)),
+    }
+
+
+def _most(rows: Sequence[RankMeasured], stage: int) -> Callable[[Kind, int], float]:
+    """What a pass takes (sign 1) or gives back (-1) on the fullest of ``rows``; 0 where nobody counted."""
+    return lambda kind, sign: max((sign * row.bytes.get((stage, kind), 0.0) for row in rows), default=0.0) + 0.0
+
+
+def _rates(stages: Sequence[StageProfile]) -> CopyRates | None:
+    """From all that was copied and how long that took."""
+    away = [stage for stage in stages if stage.away > 0 and stage.median(Kind.O) > 0 and stage.median(Kind.L) > 0]
+    if not away:
+        return None
+    moved = sum(stage.away for stage in away)
+    out, back = (moved / (1e6 * sum(stage.median(kind) for stage in away)) for kind in (Kind.O, Kind.L))
+    return CopyRates(out, back, min(out, back))
+
+
+def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
+    """For a model of which only the layers are known."""
+    return even(layers, placement.stages)

@@ -1,0 +1,108 @@
+"""Planning again in a process of its own, beside a job that runs: one core, and only when nobody else wants it.
+
+That process calls :func:`main`: a pickled request and plan come in, a proposal or the reason why there is none goes
+out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from contextlib import suppress
+from typing import IO
+
+from megatron.schedules.planner.replanning import Proposal, propose
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.utils.child_processes import isolated_command, isolated_environment
+from megatron.schedules.utils.cores import THREADS_VARIABLE
+from megatron.schedules.utils.errors import one_line
+
+_NICENESS = 19
+
+
+class BesideError(RuntimeError):
+    """No plan was made; the message says why, in one line."""
+
+
+class Beside:
+    """A plan on its way.
+
+    Args:
+        request, current: as :func:`.replanning.propose` takes them.
+        seconds: after how many it is given up.
+    """
+
+    def __init__(self, request: Request, current: Schedule, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the process has ended
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        with tempfile.TemporaryFile() as asked:  # no pipe: nothing here may wait for the other process to read
+            pickle.dump((request, current), asked)
+            asked.seek(0)
+            self._process = subprocess.Popen(
+                isolated_command(__name__),
+                stdin=asked,
+                stdout=self._said,
+                stderr=self._complaints,
+                env=isolated_environment() | {THREADS_VARIABLE: "1", "NUMBA_NUM_THREADS": "1"},
+            )
+        self._ending = weakref.finalize(self, _end, self._process)
+
+    def poll(self) -> Proposal | None:
+        """The proposal; None while it is being made. Does not wait.
+
+        Raises:
+            BesideError: where there will be none.
+        """
+        status = self._process.poll()
+        if status is None and time.monotonic() < self._until:
+            return None
+        self._ending()
+        if status is None:
+            raise BesideError("no plan was found in time")
+        said = _all_of(self._said).splitlines()
+        with suppress(ValueError, LookupError, TypeError):
+            answer = json.loads(said[-1])
+            if "error" in answer:
+                raise BesideError(str(answer["error"]))
+            return Proposal.from_text(said[-1])
+        complaint = _all_of(self._complaints).strip().splitlines()[-1:]
+        raise BesideError(
+            one_line(f"the process that plans ended with {status}{': ' if complaint else ''}{''.join(complaint)}")
+        )
+
+    def close(self) -> None:
+        """End it, whether it is done or not."""
+        self._ending()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _all_of(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def main() -> None:
+    """What the process does."""
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    with suppress(OSError, AttributeError):
+        # Ranks may have asked to go before all others, which is handed down.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    request, current = pickle.load(sys.stdin.buffer)
+    try:
+        answer = propose(request, current).to_text()
+    except Exception as error:
+        answer = json.dumps({"error": one_line(f"{error}") or type(error).__name__})
+    sys.stdout.write(answer + "\n")

@@ -1,0 +1,201 @@
+"""Relief: which stages' activations are recomputed and which offloaded, for the shortest plan within the memory limit.
+
+What relief costs, in computing or in copying, is the same for all layers; what it frees grows with the time for which
+a stage's activations wait. So on every rank the stages that come first in the model are relieved first, offloaded
+before recomputed, since copies need the time, and all ranks alike: they wait for one another. Two numbers are left, how
+much of a rank's layers is done again and how much is offloaded. Each pair is tried by a short climb; the search starts
+from the best of a grid and goes on in ever smaller steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.schedules.planner.adaptive import (
+    effort,
+    least_limit,
+    limit_in_microbatches,
+    placements,
+    search_seconds,
+)
+from megatron.schedules.planner.registry import Request, plan, planned_makespan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.search.list_scheduling import EPSILON
+from megatron.schedules.utils.progress import Progress, unheard
+
+# Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
+_MICROBATCHES_A_RANK = 3
+# A rank's layers are relieved in such steps: first on a grid, then finer.
+_GRID, _FINEST = 8, 32
+# So many climbs are reckoned with in the time of one whole search; and the share of all the time that they take.
+_CLIMBS, _SEARCHING = 16, 0.5
+# So many of the best are held against one another by climbs that take so much longer.
+_FINALISTS, _LONGER = 3, 4
+
+
+Parts = tuple[float, ...]
+"""Of each stage's layers, in model order."""
+
+
+class Shares(NamedTuple):
+    """How much of each rank's layers is relieved, in units of 1 / :data:`_FINEST`."""
+
+    redone: int = 0
+    offloaded: int = 0
+
+    def by_stage(self, costs: Costs, placement: Placement) -> tuple[Parts | None, Parts | None]:
+        """What is done again and what offloaded of each stage: the first layers of each rank, whole ones if known."""
+        redone, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
+        counts = costs.layers_on(placement)
+        for rank in range(placement.ranks):
+            away = placement.chunks * self.offloaded / _FINEST
+            either = away + placement.chunks * self.redone / _FINEST
+            for chunk, stage in enumerate(placement.stages_of(rank)):
+                parts = counts[stage] if counts else _FINEST
+                to_host, relieved = (
+                    round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
+                )
+                offloaded[stage], redone[stage] = to_host, relieved - to_host
+        return tuple(redone) if any(redone) else None, tuple(offloaded) if any(offloaded) else None
+
+
+def relieve(request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan) -> Request:
+    """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
+
+    The plan is never longer than without, nor, where both may be done, than with one of them alone.
+
+    Args:
+        request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
+        progress: hears how far the search is.
+        planned: makes the plans that are compared; whoever keeps them need not make the shortest once more.
+
+    Raises:
+        PlanError: where nothing can be planned under the memory limit.
+    """
+    limit = limit_in_microbatches(request)
+    asked = [request]
+    if request.recompute and request.offload:
+        asked += [replace(request, offload=False), replace(request, recompute=False)]
+    plain = relieved(request, None, None, request.chunk_choices)
+    fitting = [each for each in (*asked, plain) if least_limit(each) * request.ranks <= limit + EPSILON]
+    part = 1 / len(fitting)
+    finalists = [each if each is plain else _chosen(each, lambda done: progress(part * done)) for each in fitting]
+    if len(finalists) == 1:
+        return finalists[0]
+    return min(reversed(finalists), key=lambda each: planned_makespan(each, planned))
+
+
+def _chosen(request: Request, progress: Progress) -> Request:
+    """``request`` with what the search settles on."""
+    first, *others = (_Search(request, placement) for placement in placements(request))
+    first.grid(lambda part: progress(part * _SEARCHING))
+    for other in others:
+        other.near(first.best)
+    best = min((first, *others), key=lambda search: search.shortest)
+    best.refine()
+    costs = best.settled()
+    progress(1 - _SEARCHING)
+    return relieved(request, costs.redone, costs.offloaded, (best.placement.chunks,))
+
+
+def relieved(
+    request: Request, redone: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
+) -> Request:
+    """``request`` with this settled, by stage, and with so many chunks."""
+    costs = replace(request.costs, redone=redone, offloaded=offloaded)
+    return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=chunk_choices)
+
+
+def without_relief(request: Request) -> Request:
+    """``request`` for a plan that relieves nothing, with a memory limit under which there is one."""
+    if not (request.recompute or request.offload):
+        return request
+    plain = relieved(request, None, None, request.chunk_choices)
+    return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
+
+
+class _Search:
+    """One placement's search."""
+
+    def __init__(self, request: Request, placement: Placement) -> None:
+        self.placement = placement
+        self.best, self.shortest = Shares(), math.inf
+        self._request, self._limit = request, limit_in_microbatches(request)
+        self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
+        seconds = search_seconds(replace(request, microbatches=self._microbatches))
+        self._effort = effort(request.ranks, seconds) / _CLIMBS
+        self._known: dict[Costs, float] = {}
+        self._order: Schedule | None = None
+
+    def grid(self, progress: Progress) -> None:
+        """Try evenly spaced shares: each sort of relief alone, and, where there are two, half of each."""
+        steps = [_FINEST * k // _GRID for k in range(_GRID + 1)]
+        tried = [Shares(redone=k) for k in steps] if self._request.recompute else []
+        tried += [Shares(offloaded=k) for k in steps] if self._request.offload else []
+        if self._request.recompute and self._request.offload:
+            tried += [Shares(redone=k // 2, offloaded=k // 2) for k in steps] + [
+                Shares(redone=_FINEST - k, offloaded=k) for k in steps
+            ]
+        for shares in tried:
+            self._try(shares)
+            progress(1 / len(tried))
+
+    def near(self, shares: Shares) -> None:
+        """Try those shares and their neighbours on the grid."""
+        for each in (shares, *_around(shares, _FINEST // _GRID)):
+            self._try(each)
+
+    def refine(self) -> None:
+        """From the best of the grid in steps of half its spacing, and so on down to the finest, while any gains."""
+        step = _FINEST // _GRID // 2
+        while step:
+            gained = [self._try(each) for each in _around(self.best, step)]
+            if not any(gained):
+                step //= 2
+
+    def settled(self) -> Costs:
+        """Of the shares that climbs liked best those that longer ones, of all microbatches, like best."""
+        few = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
+        return min(few, key=lambda costs: self._climbed(costs, self._request.microbatches, _LONGER * self._effort))
+
+    def _try(self, shares: Shares) -> bool:
+        """Whether ``shares`` give the shortest climb so far."""
+        may = self._request.recompute or not shares.redone, self._request.offload or not shares.offloaded
+        if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
+            return False
+        redone, offloaded = shares.by_stage(self._request.costs, self.placement)
+        costs = replace(self._request.costs, redone=redone, offloaded=offloaded)
+        if costs not in self._known:
+            self._known[costs] = self._climbed(costs, self._microbatches, self._effort)
+        if self._known[costs] > self.shortest - EPSILON:
+            return False
+        self.best, self.shortest = shares, self._known[costs]
+        return True
+
+    def _climbed(self, costs: Costs, microbatches: int, budget: float) -> float:
+        """How long a plan is that so much effort finds; infinite where nothing fits."""
+        from megatron.schedules.search.climb import Entry, race
+        from megatron.schedules.search.problem import Problem
+
+        problem = Problem(self.placement, microbatches, costs.around_one()[0].on(self.placement))
+        starts = [problem.order()]
+        if self._order is not None and self._order.microbatches == microbatches:
+            starts.append(problem.order(self._order))
+        fitting = [order for order in starts if problem.fits(order, self._limit)]
+        if not fitting:
+            return math.inf
+        (climb,), _ = race([Entry(problem, fitting)], self._limit, budget)
+        if climb.makespan < self.shortest and microbatches == self._microbatches:
+            self._order = replace(problem.schedule, order=problem.rows(climb.best))
+        return climb.makespan
+
+
+def _around(shares: Shares, step: int) -> list[Shares]:
+    redone, offloaded = shares
+    moves = [(step, 0), (-step, 0), (0, step), (0, -step), (step, -step), (-step, step)]
+    return [Shares(redone + more, offloaded + away) for more, away in moves]

@@ -1,0 +1,55 @@
+"""A user's own schedule, from a compute-only CSV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import from_csv
+from megatron.schedules.utils.errors import PlanError
+
+
+def from_file(request: Request) -> Schedule:
+    """Read the request's CSV; it must be for just as many ranks and microbatches as asked."""
+    if request.csv is None:
+        raise PlanError(
+            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)", "csv"
+        )
+    schedule = from_csv(request.csv, name=request.schedule)
+    for what, own, asked in (
+        ("pipeline ranks", schedule.ranks, request.ranks),
+        ("microbatches", schedule.microbatches, request.microbatches),
+    ):
+        if own != asked:
+            raise PlanError(f"the schedule's CSV is for {own} {what}, but {asked} were asked for", "csv")
+    return schedule
+
+
+def with_relief(request: Request) -> Request:
+    """``request`` with what its CSV says of recompute and offload, where its costs say nothing of it.
+
+    A stage with an R has all of its layers done again, one with an O all of them offloaded. Where it has both, the
+    first half is offloaded and the rest done again, in whole layers where their number is known.
+
+    Raises:
+        PlanError: as :func:`from_file` does.
+    """
+    text, costs = request.csv or "", request.costs
+    if costs.redone or costs.offloaded or (Kind.R not in text and Kind.O not in text):
+        return request
+    schedule = from_file(request)
+    counts = costs.layers_on(schedule.placement)
+    has = {(work.stage, work.kind) for _, work in schedule.passes()}
+    redone, offloaded = [], []
+    for stage in range(schedule.placement.stages):
+        again, away = (stage, Kind.R) in has, (stage, Kind.O) in has
+        parts = counts[stage] if counts else 2
+        half = (parts + 1) // 2 / max(1, parts)
+        offloaded.append(away * (half if again else 1.0))
+        redone.append(again * (1.0 - offloaded[-1]))
+    costs = replace(
+        costs, redone=tuple(redone) if any(redone) else None, offloaded=tuple(offloaded) if any(offloaded) else None
+    )
+    return replace(request, costs=costs)

@@ -1,0 +1,39 @@
+"""Interleaved 1F1B: several chunks a rank, for any number of microbatches (arXiv 2104.04473, section 2.2)."""
+
+from __future__ import annotations
+
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import interleaved
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.utils.errors import PlanError
+
+
+def interleaved_1f1b(request: Request) -> Schedule:
+    """Microbatches pass through chunk after chunk in groups of d; the last group is what remains of n.
+
+    Rank r runs 2 (d - 1 - r) + (v - 1) d forwards ahead, then one forward and one backward in turn.
+    """
+    d, n, v = request.ranks, request.microbatches, request.chunks
+    if v < 2:
+        raise PlanError(
+            f"interleaved-1f1b needs at least 2 chunks a rank, not {v}; with 1 chunk ask for 1f1b", "chunks"
+        )
+    # For n that d does not divide: the order of the next multiple without its first few microbatches. Leaving passes
+    # out of an order that can finish leaves one that can, no longer and with no more memory.
+    short = -n % d
+    placement, rows = interleaved(d, v), []
+    for rank in range(d):
+        stages = placement.stages_of(rank)
+        forwards, backwards = [], []
+        for first in range(-short, n, d):
+            group = range(first, first + d)
+            forwards += [Pass(stage, Kind.F, m) for stage in stages for m in group]
+            backwards += [Pass(stage, Kind.B, m) for stage in reversed(stages) for m in group]
+        warm = min((n + short) * v, 2 * (d - 1 - rank) + (v - 1) * d)
+        row = forwards[:warm]
+        for index, backward in enumerate(backwards):
+            row += [*forwards[warm + index : warm + index + 1], backward]
+        rows.append(tuple(work for work in row if work.microbatch >= 0))
+    return Schedule(request.schedule, placement, n, tuple(rows))

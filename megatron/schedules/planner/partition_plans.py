@@ -1,0 +1,106 @@
+"""Plans of one request under one layer partition after another, as the search for the best partition compares them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from megatron.schedules.planner.registry import Request, unchecked_plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.list_scheduling import EPSILON
+
+Spread = tuple[int, ...]
+"""Decoder layers of each stage, in model order."""
+
+# A plan that is longer by this factor than another is not tried further: so far two climbs may differ by chance.
+CLEARLY = 1.03
+# In passes that the compiled function schedules: what Python takes for each pass of a plan, and for a call.
+_IN_PYTHON, _CALL = 80, 200
+
+
+def microbatches_held(timeline: Timeline) -> float:
+    """The most of its own microbatches that a rank holds at once."""
+    where, activation = timeline.schedule.placement, timeline.costs.activation
+    held = [sum(activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
+    return max((peak / one for peak, one in zip(timeline.peaks, held, strict=True) if one), default=0.0)
+
+
+class Planned:
+    """Plans of one request, one spread after another."""
+
+    def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
+        self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
+        self._known: dict[Spread, float] = {}
+        self._most = 0.0  # microbatches, of the first spread that is asked for
+        self._order: Schedule | None = None
+        self._length = math.inf
+
+    @property
+    def size(self) -> int:
+        """Passes of a plan."""
+        return 3 * self._placement.stages * self.microbatches
+
+    @property
+    def effort(self) -> float:
+        """What a plan takes, in passes that the compiled function schedules."""
+        if self._request.schedule != "adaptive":
+            return _IN_PYTHON * self.size
+        return _IN_PYTHON * self.size + 2 * self._rounds * (self.size + _CALL)
+
+    @property
+    def count(self) -> int:
+        """Spreads that were planned."""
+        return len(self._known)
+
+    def shortest(self, number: int) -> list[Spread]:
+        """So many of those planned."""
+        return sorted(self._known, key=lambda spread: (self._known[spread], spread))[:number]
+
+    def clearly_longer(self, spread: Spread) -> bool:
+        """Whether a climb has shown that this partition is not among the best; a schedule by name is planned anew."""
+        climbed = self._request.schedule == "adaptive" and spread in self._known
+        return climbed and self._known[spread] > CLEARLY * min(self._known.values())
+
+    @property
+    def microbatches(self) -> int:
+        return self._request.microbatches
+
+    def makespan(self, spread: Spread) -> float:
+        """Infinite where the spread holds too much."""
+        if spread not in self._known:
+            climbs = self._request.schedule == "adaptive"
+            self._known[spread] = self._climbed(spread) if climbs else self._named(spread)
+        return self._known[spread]
+
+    def _named(self, spread: Spread) -> float:
+        costs = replace(self._request.costs, layers=spread)
+        timeline = simulate(unchecked_plan(replace(self._request, costs=costs)), costs.on(self._placement))
+        # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
+        held = microbatches_held(timeline)
+        self._most = self._most or held
+        return timeline.makespan if held <= self._most + EPSILON else math.inf
+
+    def _climbed(self, spread: Spread) -> float:
+        from megatron.schedules.search.climb import Entry, race
+        from megatron.schedules.search.problem import Problem
+
+        problem = Problem(self._placement, self.microbatches, costs_on(self._request.costs, spread, self._placement))
+        if problem.least > self._limit + EPSILON:
+            return math.inf
+        starts = [problem.order(each) for each in (self._order, None)]
+        fitting = [order for order in starts if problem.fits(order, self._limit)]
+        (climb,), _ = race([Entry(problem, fitting)], self._limit, self._rounds * len(fitting) * problem.effort)
+        if climb.makespan < self._length:
+            self._length = climb.makespan
+            rows = problem.rows(climb.best)
+            self._order = Schedule("adaptive", self._placement, self.microbatches, rows)
+        return climb.makespan
+
+
+def costs_on(costs: Costs, spread: Spread, where: Placement) -> StageCosts:
+    """The costs of each stage of ``where`` with ``spread``."""
+    return replace(costs, layers=spread).on(where)

@@ -1,0 +1,350 @@
+"""Costs: how long passes over half a rank's layers take and what they hold, from which those of stages follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_memory import ModelMemory, StageMemory
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.utils.errors import PlanError
+
+# Times and weights that are planned for: sums of their products stay far from what a float can hold.
+_LEAST, _MOST = 1e-100, 1e100
+# No linear's W needs so much more than its I: a slip.
+_MOST_SHARE = 100
+# Of what a layer holds, the part that is its input: 2 of some 34 bytes a token and hidden unit.
+LAYER_INPUT = 0.06
+# Times further apart than this are lost in each other's rounding.
+_APART = 1e15
+
+
+def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
+    """What ``values`` must be (``what``, or within bounds) where one of them is not planned for; else empty."""
+    wrong = [value for value in values if not (_LEAST <= value <= _MOST or (zero and value == 0))]
+    if any(0 < value < math.inf for value in wrong):
+        return f"from {_LEAST:g} to {_MOST:g}"
+    return what if wrong else ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one pass over half a rank's layers, and the P2P latency between ranks: ``--costs F,I,W,COMM``.
+
+    ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
+    the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
+    the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
+    multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
+    ``weight_share`` is what I leaves to W, against what F leaves to I: as much unless measured. It may be more, since I
+    makes gradients that W needs.
+    ``recompute`` is the part of the forward that I does again, and ``kept`` the part of the activations that F leaves
+    to it: less than all where the rest is recomputed. Memory counts whole activations, so 1F1B that recomputes nothing
+    holds d microbatches.
+    ``model`` (optional) says what the parts of the model cost against its average decoder layer, and ``layers`` how
+    many each stage has; spread evenly without it. ``stage_weights`` and ``stage_activations`` go before it. Its ends
+    come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
+    ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
+    and T are passes of their own.
+    ``redone`` and ``offloaded`` (optional) are the parts of each stage's layers that have passes R, and O and L. A
+    layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
+    ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
+    a time.
+    ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
+    ``memory`` (optional, with ``model``) says in bytes what the parts of the model keep. Every share of memory among
+    the other fields then counts for nothing: what is kept, waits for W, is recomputed or offloaded follows from it.
+    ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
+    sequence's length where microbatches have lengths (:mod:`.microbatch_loads`).
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    comm: float = 0.0
+    stage_weights: tuple[float, ...] | None = None
+    stage_activations: tuple[float, ...] | None = None
+    weight_share: float = 1.0
+    recompute: float = 0.0
+    kept: float = 1.0
+    model: ModelLoads | None = None
+    layers: tuple[int, ...] | None = None
+    shared_vocabulary: bool = False
+    redone: tuple[float, ...] | None = None
+    offloaded: tuple[float, ...] | None = None
+    layer_input: float = LAYER_INPUT
+    copy: float = 0.0
+    one_way: bool = False
+    again: float = 1.0
+    hops: tuple[tuple[int, int, float], ...] = ()
+    attention: tuple[float, float] = (0.0, 0.0)
+    memory: ModelMemory | None = None
+
+    def __post_init__(self) -> None:
+        times = (self.forward, self.input_grad, self.weight_grad)
+        if fault := _fault(times, "positive numbers", zero=False):
+            raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
+        latencies = [self.comm, *(time for _, _, time in self.hops)]
+        for latency in latencies:
+            if fault := _fault([latency], "zero or a positive number", zero=True):
+                raise PlanError(f"the P2P latency must be {fault}, not {latency:g}", "costs")
+        if max(*times, *latencies) > _APART * min(times):
+            raise PlanError(f"passes and P2P latency may differ {_APART:g} times at most", "costs")
+        for part, scale in (("stage_weights", self.stage_weights), ("stage_activations", self.stage_activations)):
+            if fault := _fault(scale or (), "zero or positive numbers", zero=True):
+                raise PlanError(f"per-stage weights must be {fault}", part)
+        if self.stage_weights is not None and not any(self.stage_weights):
+            raise PlanError("at least one stage must take time", "stage_weights")
+        if not 0 <= self.weight_share <= _MOST_SHARE:
+            raise PlanError(
+                f"the share of memory held until W must be from 0 to {_MOST_SHARE}, not {self.weight_share:g}",
+                "weight_share",
+            )
+        if not 0 <= self.recompute <= 1:
+            raise PlanError(
+                f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}", "recompute"
+            )
+        if self.shared_vocabulary and (self.model is None or self.stage_weights or self.stage_activations):
+            raise PlanError(
+                "to share the vocabulary takes the model, which says what an output layer costs, and no weights",
+                "shared_vocabulary",
+            )
+        if not 0 <= self.layer_input <= 1:
+            raise PlanError(
+                f"the share of memory that is a layer's input must be from 0 to 1, not {self.layer_input:g}",
+                "layer_input",
+            )
+        if fault := _fault([self.again], "a positive number", zero=False):
+            raise PlanError(f"the time of a forward done again must be {fault}, not {self.again:g}", "costs")
+        if fault := _fault([self.copy], "zero or a positive number", zero=True):
+            raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
+        if not 0 <= self.kept <= 1:
+            raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}", "kept")
+
+    @staticmethod
+    def parse(text: str) -> Costs:
+        """Read ``F,I,W`` or ``F,I,W,COMM``; raises :class:`PlanError` saying what is wrong."""
+        try:
+            numbers = [float(part) for part in text.split(",")] if text.isascii() and "_" not in text else []
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (3, 4):
+            raise PlanError(
+                f"costs are F,I,W or F,I,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}", "costs"
+            )
+        forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
+        return Costs(forward, input_grad, weight_grad, comm)
+
+    @property
+    def last_in_layers(self) -> float:
+        """How many average decoder layers take as long as what comes after them: 0 where that is not known."""
+        if self.model is None:
+            return 0.0
+        last, mean = self.model.last.split.plus(self.model.last.whole), self.model.mean
+        times = self.forward, self.input_grad, self.weight_grad
+        each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
+        return each / sum(times)
+
+    @property
+    def relief(self) -> Mapping[str, tuple[float, ...] | None]:
+        """What is done again and what is offloaded of each stage's layers."""
+        return {"redone": self.redone, "offloaded": self.offloaded}
+
+    @property
+    def mean_relief(self) -> Mapping[str, float]:
+        """The same of all stages together, where there is any."""
+        return {name: sum(each) / len(each) for name, each in self.relief.items() if each is not None}
+
+    def around_one(self) -> tuple[Costs, float]:
+        """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
+
+        The unit is a power of two, which rounds nothing: the same plan comes out whatever costs are measured in.
+        """
+        unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
+        times = {
+            field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
+        }
+        hops = tuple((source, to, time / unit) for source, to, time in self.hops)
+        return replace(self, **times, hops=hops), unit
+
+    def on(self, placement: Placement) -> StageCosts:
+        """These costs for every stage of ``placement``."""
+        parts = None if self.model is None else self._parts(self.model, placement)
+        memory = self.memory_on(placement)
+        times, (activation, held) = self._times(placement, parts), self._held(placement, parts, memory)
+        if self.redone is not None:
+            redone = _given(self.redone, placement, "redone")
+            times[Kind.R] = tuple(share * time for share, time in zip(redone, times[Kind.R], strict=True))
+        else:
+            del times[Kind.R]
+        if self.offloaded is not None:
+            # The time is given for half of what an average rank's layers hold.
+            times |= dict.fromkeys((Kind.O, Kind.L), tuple(2 * self.copy * away for away in held[Share.AWAY]))
+        if self.shared_vocabulary and self.model is not None:
+            times, held = (
+                times | self._shared_times(self.model, placement),
+                held | self._shared_held(self.model, placement),
+            )
+        hops = {(source, to): time for source, to, time in self.hops}
+        standing = self._standing(placement, memory)
+        attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
+        return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
+
+    def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
+        """How many decoder layers each stage has; None where the model is not known."""
+        if self.model is None:
+            return None
+        return self.model.evenly(placement.stages) if self.layers is None else self.layers
+
+    def memory_on(self, placement: Placement) -> list[StageMemory] | None:
+        """What each stage keeps of a microbatch, in bytes; None where nobody says it."""
+        counts = self.layers_on(placement)
+        if self.memory is None or counts is None or self.stage_activations is not None:
+            return None
+        recomputed, offloaded = (
+            [round(share * count) for share, count in zip(_given(shares, placement, what), counts, strict=True)]
+            for what, shares in self.relief.items()
+        )
+        return self.memory.by_stage(counts, recomputed, offloaded)
+
+    def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
+        """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
+        counts = self.layers_on(placement) or ()
+        if len(counts) != placement.stages:
+            raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
+        return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
+
+    def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
+        times = {
+            Kind.F: self.forward,
+            Kind.I: self.input_grad + self.recompute * self.forward,
+            Kind.W: self.weight_grad,
+            Kind.R: self.again * self.forward,
+        }
+        if parts is None or self.model is None or self.stage_weights is not None:
+            share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
+            return {kind: tuple(time * share * w for w in weights) for kind, time in times.items()}
+        mean = self.model.mean
+        split, whole = [part.split.over(mean) for part in parts], [part.whole.over(mean) for part in parts]
+        # How many average layers each stage has of a kind's work: that of kinds not named here goes with F's.
+        layers = {
+            Kind.F: [each.forward for each in split],
+            Kind.I: [each.input_grad for each in split],
+            Kind.W: [each.weight_grad for each in split],
+        }
+        ends = {
+            Kind.F: [self.forward * each.forward for each in whole],
+            Kind.I: [self.input_grad * each.input_grad + self.weight_grad * each.weight_grad for each in whole],
+        }
+        one, none = 2 * placement.ranks / len(self.model.layers), [0.0] * placement.stages
+        return {
+            kind: tuple(
+                one * (time * number + end)
+                for number, end in zip(layers.get(kind, layers[Kind.F]), ends.get(kind, none), strict=True)
+            )
+            for kind, time in times.items()
+        }
+
+    def _attention(
+        self, placement: Placement, parts: Sequence[Part] | None, again: Sequence[float]
+    ) -> dict[Kind, tuple[float, ...]]:
+        """What attention takes of F, I and R; of layers alone, where the model is known."""
+        forward, input_grad = self.attention
+        both = input_grad * self.input_grad + forward * self.recompute * self.forward
+        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + self.recompute * self.forward), Kind.R: forward}
+        layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
+        layers[Kind.R] = tuple(again)
+        return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
+
+    def _held(
+        self, placement: Placement, parts: Sequence[Part] | None, stages: Sequence[StageMemory] | None
+    ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+        if self.memory is not None and stages is not None:
+            return _held_by_stage(stages, self.memory.of_rank(placement.ranks))
+        if parts is None or self.model is None or self.stage_activations is not None:
+            scale = _per_stage(self.stage_activations, placement, "stage_activations")
+            layers = activation = tuple(each / placement.chunks for each in scale)
+        else:
+            whole_rank = self.model.held_by_one_of(placement.ranks)
+            activation = tuple(part.held / whole_rank for part in parts)
+            # What is no layer recomputes nothing, and leaves nothing to a W.
+            layers = tuple(part.split.held / whole_rank for part in parts)
+        redone = _given(self.redone, placement, "redone")
+        offloaded = _given(self.offloaded, placement, "offloaded")
+        again = [
+            share * max(0.0, self.kept - self.layer_input) * each for share, each in zip(redone, layers, strict=True)
+        ]
+        away = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
+        stays = zip(activation, layers, again, away, strict=True)
+        return activation, {
+            Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
+            Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
+            Share.VOCABULARY: (0.0,) * placement.stages,
+            Share.AGAIN: tuple(again),
+            Share.AWAY: tuple(away),
+        }
+
+    def _standing(self, placement: Placement, stages: Sequence[StageMemory] | None) -> tuple[float, ...]:
+        if self.memory is None or stages is None or not any(stage.parameters for stage in stages):
+            return ()
+        unit = self.memory.of_rank(placement.ranks)
+        return tuple(stage.parameters / unit for stage in stages)
+
+    def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""
+        whole, each = model.last.whole.over(model.mean), 2 / len(model.layers)
+        times = {
+            Kind.S: each * (self.forward * whole.forward + self.input_grad * whole.input_grad),
+            Kind.T: each * self.weight_grad * whole.weight_grad,
+        }
+        return {kind: _on_last_of_ranks(time, placement) for kind, time in times.items()}
+
+    def _shared_held(self, model: ModelLoads, placement: Placement) -> dict[Share, tuple[float, ...]]:
+        alike, together = model.kept_for_output if self.memory is None else self.memory.vocabulary
+        whole_rank = (model.held_by_one_of if self.memory is None else self.memory.of_rank)(placement.ranks)
+        return {Share.VOCABULARY: _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)}
+
+
+def _held_by_stage(
+    stages: Sequence[StageMemory], unit: float
+) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+    """What F keeps in all, and every share of it, in multiples of ``unit`` bytes."""
+    forward, weights, recomputed, offloaded, _ = (
+        tuple(each / unit for each in column) for column in zip(*stages, strict=True)
+    )
+    return tuple(map(sum, zip(forward, recomputed, offloaded, strict=True))), {
+        Share.FORWARD: forward,
+        Share.WEIGHTS: weights,
+        Share.VOCABULARY: (0.0,) * len(stages),
+        Share.AGAIN: recomputed,
+        Share.AWAY: offloaded,
+    }
+
+
+def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:
+    """By stage: ``value`` where the pass of a rank is written, 0 elsewhere."""
+    last = {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
+    return tuple(value if stage in last else 0.0 for stage in range(placement.stages))
+
+
+def _given(shares: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
+    """A share for each stage; none where none are given."""
+    if shares is None:
+        return (0.0,) * placement.stages
+    if len(shares) != placement.stages:
+        raise PlanError(f"shares of {len(shares)} stages given for {placement}", what)
+    return shares
+
+
+def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
+    """One value a stage: given so, or for slices finer than stages, of which a stage takes the mean."""
+    stages = placement.stages
+    if values is None:
+        return (1.0,) * stages
+    if not values or len(values) % stages:
+        given = f"{len(values)} {what.replace('_', ' ')}"
+        raise PlanError(f"{given} given for {placement}, which has {stages} stages", what)
+    each = len(values) // stages
+    return tuple(sum(values[s * each : (s + 1) * each]) / each for s in range(stages))

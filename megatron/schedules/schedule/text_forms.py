@@ -1,0 +1,183 @@
+"""Text forms of a schedule: torch.distributed.pipelining's compute-only CSV, and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from megatron.schedules.schedule import placement as placements
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Rows, Schedule
+from megatron.schedules.schedule.validation import validate
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.json_files import Count, Form, Index, Name, convert, decode, encode
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One row a rank, one cell a pass, no header: the form ``_PipelineScheduleRuntime._load_csv`` reads.
+
+    That reader knows none of R, O, L, S and T.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([str(work) for work in row] for row in schedule.order)
+    return text.getvalue()
+
+
+def from_csv(text: str, name: str = "file") -> Schedule:
+    """Read a compute-only CSV; placement and microbatches follow from it.
+
+    Empty cells (torch's idle slots) are passed over. Any placement is read in which every rank holds equally many
+    stages.
+
+    Raises:
+        PlanError: naming the row and the cell that cannot be read, or what makes the order no schedule.
+    """
+    try:
+        return _read_rows(text, name)
+    except PlanError as error:
+        raise PlanError(str(error), "csv") from None
+
+
+def _read_rows(text: str, name: str) -> Schedule:
+    reader = csv.reader(text.splitlines())
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise PlanError(f"CSV row {reader.line_num} cannot be read: {error}") from None
+    if not rows:
+        raise PlanError("the schedule's CSV is empty: one row a rank is needed, its cells passes such as 0F0,0B0")
+    order: list[tuple[Pass, ...]] = []
+    for line, row in rows:
+        passes = []
+        for column, cell in enumerate(row):
+            if cell.strip():
+                try:
+                    passes.append(Pass.parse(cell))
+                except PlanError as error:
+                    raise PlanError(f"CSV row {line}, cell {column + 1}: {error}") from None
+        order.append(tuple(passes))
+    schedule = Schedule(name, _read_placement(order), _count(order), tuple(order))
+    validate(schedule)
+    return schedule
+
+
+def _count(order: list[tuple[Pass, ...]]) -> int:
+    return 1 + max((work.microbatch for row in order for work in row), default=-1)
+
+
+def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(order):
+        for work in row:
+            if rank_of.setdefault(work.stage, rank) != rank:
+                raise PlanError(
+                    f"stage {work.stage} stands on rank {rank_of[work.stage]} and on rank {rank}; a stage has one rank"
+                )
+    stages = len(rank_of)
+    if sorted(rank_of) != list(range(stages)) or stages % len(order):
+        raise PlanError(
+            f"stages must be numbered from 0 with equally many on each of the {len(order)} ranks, not {sorted(rank_of)}"
+        )
+    found = tuple(rank_of[stage] for stage in range(stages))
+    if any(found.count(rank) * len(order) != stages for rank in range(len(order))):
+        raise PlanError(
+            f"every rank must hold equally many stages; the CSV gives {[found.count(r) for r in range(len(order))]}"
+        )
+    chunks = stages // len(order)
+    for known in (placements.interleaved, placements.zigzag):
+        if known(len(order), chunks).rank_of == found:
+            return known(len(order), chunks) if chunks > 1 else placements.sequential(len(order))
+    return Placement("custom", found)
+
+
+class PlacementForm(Form, frozen=True, kw_only=True):
+    """A placement in a file."""
+
+    name: Name
+    rank_of: Annotated[tuple[Index, ...], Meta(min_length=1)]
+
+    @staticmethod
+    def of(placement: Placement) -> PlacementForm:
+        """``placement`` as it is written."""
+        return PlacementForm(name=placement.name, rank_of=placement.rank_of)
+
+    def placement(self, at: str) -> Placement:
+        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        try:
+            return Placement(self.name, self.rank_of)
+        except PlanError as error:
+            raise PlanError(f"{at}.rank_of: {error}") from None
+
+
+class ScheduleForm(Form, frozen=True, kw_only=True):
+    """A schedule in a file."""
+
+    name: Name
+    placement: PlacementForm
+    microbatches: Count
+    order: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def of(schedule: Schedule) -> ScheduleForm:
+        """``schedule`` as it is written."""
+        return ScheduleForm(
+            name=schedule.name,
+            placement=PlacementForm.of(schedule.placement),
+            microbatches=schedule.microbatches,
+            order=tuple(tuple(map(str, row)) for row in schedule.order),
+        )
+
+    def schedule(self, at: str = "$") -> Schedule:
+        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        placement = self.placement.placement(f"{at}.placement")
+        order: Rows = tuple(
+            tuple(read_pass(cell, f"{at}.order[{rank}][{index}]") for index, cell in enumerate(row))
+            for rank, row in enumerate(self.order)
+        )
+        schedule = Schedule(self.name, placement, self.microbatches, order)
+        try:
+            validate(schedule)
+        except PlanError as error:
+            raise PlanError(f"{at}.order: {error}") from None
+        return schedule
+
+
+def read_pass(cell: str, at: str) -> Pass:
+    """The pass that is written as ``cell``; raises :class:`PlanError` with its path where it is none."""
+    try:
+        return Pass.parse(cell)
+    except PlanError as error:
+        raise PlanError(f"{at}: {error}") from None
+
+
+def to_json(schedule: Schedule) -> str:
+    """The schedule as one JSON object; :mod:`.plan_json` writes its costs and figures, too."""
+    return encode(ScheduleForm.of(schedule))
+
+
+def to_record(schedule: Schedule) -> dict[str, Any]:
+    """The schedule as what JSON is made of."""
+    record: dict[str, Any] = msgspec.to_builtins(ScheduleForm.of(schedule))
+    return record
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule in what :func:`to_json` or :mod:`.plan_json` wrote; raises :class:`PlanError` for anything else."""
+    try:
+        return decode(text, ScheduleForm).schedule()
+    except PlanError as error:
+        raise PlanError(f"this JSON is not a schedule: {error}") from None
+
+
+def from_record(data: Any) -> Schedule:
+    """Read what :func:`to_record` made; raises :class:`PlanError` for anything else."""
+    try:
+        return convert(data, ScheduleForm).schedule()
+    except PlanError as error:
+        raise PlanError(f"this JSON is not a schedule: {error}") from None

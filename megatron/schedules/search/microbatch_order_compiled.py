@@ -1,0 +1,44 @@
+"""The search for lengths as machine code: its inner functions, compiled in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from megatron.schedules.search import microbatch_order
+from megatron.schedules.search.compiled import compiled, kept_code, policy_type, tasks_type
+from megatron.schedules.search.microbatch_order import Places, Work
+
+
+@cache
+def compiled_climb() -> Callable[..., tuple[float, float]]:
+    """:func:`.search.climb`, compiled for arrays; the first call on a machine takes some seconds."""
+    import numba
+
+    ints, floats = numba.int64[::1], numba.float64[::1]
+    whole, number, tasks, policy = numba.int64, numba.float64, tasks_type(), policy_type()
+    places = numba.types.NamedTuple((tasks, tasks, ints, *(floats,) * 4, ints, floats), Places)
+    work = numba.types.NamedTuple((ints, floats, ints, ints), Work)
+    both = numba.types.UniTuple(number, 2)
+    known: dict[str, Callable[..., Any]] = {"list_schedule": compiled()}
+    functions: tuple[tuple[Any, Any], ...] = (
+        (microbatch_order.put, numba.void(places, ints, floats, floats)),
+        (microbatch_order.fits, numba.boolean(places, ints)),
+        (microbatch_order.one_round, number(places, ints, policy, numba.boolean, work, ints)),
+        (
+            microbatch_order.climb,
+            both(places, floats, floats, ints, ints, number, whole, whole, number, whole, ints, ints),
+        ),
+    )
+    for function, signature in functions:
+        known[function.__name__] = kept_code(_with(function, known), signature)
+    return known["climb"]
+
+
+def _with(function: FunctionType, known: dict[str, Callable[..., Any]]) -> FunctionType:
+    """``function`` calling the compiled ones that are ``known`` in place of Python's."""
+    made = FunctionType(function.__code__, function.__globals__ | known, function.__name__)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made

@@ -1,0 +1,133 @@
+"""One placement's scheduling problem in compiled form: arrays, and list scheduling forward and backward in time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.schedules.schedule.kinds import KINDS, RELIEF, SPLIT, Doing, Kind, everywhere, in_dependency_order
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.compiled import scheduled
+from megatron.schedules.search.list_scheduling import EPSILON, Instance, Policy
+from megatron.schedules.search.tasks import tasks_of
+
+TaskOrder = NDArray[np.int64]
+"""Task numbers, rank by rank."""
+
+
+class Problem:
+    """All passes of ``microbatches`` on ``placement``, the backward split everywhere.
+
+    Args:
+        placement: where the stages live.
+        microbatches: n.
+        costs: of each stage of ``placement``.
+    """
+
+    def __init__(self, placement: Placement, microbatches: int, costs: StageCosts) -> None:
+        self.schedule = one_by_one(placement, microbatches, costs.doing(placement))
+        self.costs = costs
+        tasks, self.passes = tasks_of(self.schedule, costs)
+        self._tasks = tasks
+        self._number = {work: index for index, work in enumerate(self.passes)}
+        self.size = len(self.passes)
+        self._reversed = np.array(tasks.reversed_order(range(self.size)))
+        self._forward, self._backward = tasks.arrays, tasks.reversed().arrays
+        self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
+
+    @property
+    def effort(self) -> int:
+        """What one round counts for: its passes, and what calling it takes in the time of so many."""
+        return self.size + 200
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages live."""
+        return self.schedule.placement
+
+    @property
+    def least(self) -> float:
+        """The least memory in which anything runs here."""
+        return self.costs.least(self.placement)
+
+    def order(self, schedule: Schedule | None = None) -> TaskOrder:
+        """``schedule`` on this placement in task numbers; without one, one microbatch after another.
+
+        Every B is split, and relief is added or left out as it is here.
+        """
+        if schedule is None:
+            return np.arange(self.size)
+        passes = [work for _, work in schedule.passes()]
+        there = set(passes)
+        every = (each for work in passes for each in _with_relief(work, there))
+        return np.array([self._number[work] for work in every if work in self._number])
+
+    def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
+        """``order`` as a schedule's rows."""
+        return self._tasks.rows(order.tolist(), self.passes)
+
+    def peaks(self, order: TaskOrder) -> list[float]:
+        """What each rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
+        first, change = np.asarray(self._forward.first), np.asarray(self._forward.change)
+        return [float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist())]
+
+    def fits(self, order: TaskOrder, limit: float) -> bool:
+        """Whether no rank holds more in ``order`` than it may under ``limit``."""
+        limits = self.costs.limits(self.placement, limit)
+        return all(peak <= most + EPSILON for peak, most in zip(self.peaks(order), limits, strict=True))
+
+    def forward(self, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
+        """A round of list scheduling of ``order`` with ``limit`` microbatches on an average rank; order and makespan.
+
+        ``order`` itself must keep within ``limit``: it is what a rank falls back on.
+        """
+        return self._round(self._forward, order, limit, policy)
+
+    def backward(self, order: TaskOrder, limit: float, policy: Policy) -> TaskOrder:
+        """The same from the end of ``order`` to its beginning: passes move towards the end."""
+        found, _ = self._round(self._backward, order[self._reversed], limit, policy)
+        return found[self._reversed]
+
+    def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
+        if limit not in self._limits:
+            self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
+        return scheduled(instance, order, self._limits[limit], policy)
+
+
+def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
+    """``work`` in parts, and next to it the relief that might go with it and is not ``there``.
+
+    What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
+    """
+    stage, kind, m = work
+    before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
+    return [Pass(stage, each, m) for each in (*before, *(KINDS[kind].parts or (kind,)), *after)]
+
+
+def _relief_beside(kind: Kind) -> tuple[list[Kind], list[Kind]]:
+    """The relief that ``kind`` needs, and that which needs it and gives memory back."""
+    needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
+    gives = [each for each in RELIEF if KINDS[each].gives]
+    return (
+        [each for each in RELIEF if each in needed],
+        [each for each in gives if any(kind in need.kinds for need in KINDS[each].needs)],
+    )
+
+
+_BESIDE = {kind: _relief_beside(kind) for kind in KINDS}
+
+
+def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:
+    """One microbatch after another, forward and backward: the least memory there is, and no idea of an order."""
+    once = list(in_dependency_order(placement, doing or everywhere(placement, SPLIT)))
+    rows = []
+    for rank in range(placement.ranks):
+        here = [work for work in once if placement.rank_of[work[0]] == rank]
+        rows.append(tuple(Pass(stage, kind, m) for m in range(microbatches) for stage, kind in here))
+    return Schedule("one by one", placement, microbatches, tuple(rows))

@@ -1,0 +1,221 @@
+"""A schedule as numbered tasks in flat arrays: the plain form in which orders are timed and improved.
+
+The arrays are Python's own, small where a list of numbers is large: a plan may have millions of passes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+from megatron.schedules.schedule.kinds import KINDS, RELIEF, Kind, Resource
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.list_scheduling import Instance
+
+
+def whole(numbers: Iterable[int]) -> array[int]:
+    """Whole numbers in an array."""
+    return array("q", numbers)
+
+
+def fractions(numbers: Iterable[float]) -> array[float]:
+    """Numbers of any kind in an array."""
+    return array("d", numbers)
+
+
+def flags(values: Iterable[bool]) -> array[int]:
+    """What is true or not in an array."""
+    return array("b", values)
+
+
+def _shared[Number: float](numbers: Iterable[Number]) -> list[Number]:
+    """A list in which equal numbers are one object."""
+    one: dict[Number, Number] = {}
+    return [one.setdefault(number, number) for number in numbers]
+
+
+@dataclass(frozen=True)
+class Links:
+    """For each task the tasks at the other end of its precedences, and the delay between.
+
+    Those of task t stand from ``start[t]`` up to ``start[t + 1]``.
+    """
+
+    start: array[int]
+    task: array[int]
+    delay: array[float]
+
+    def turned(self) -> Links:
+        """The same precedences, seen from their other ends; those of one task in the order of the others' numbers."""
+        counts = [0] * len(self.start)
+        for task in self.task:
+            counts[task + 1] += 1
+        start = whole(accumulate(counts))
+        free, tasks, delays = start[:], self.task[:], self.delay[:]
+        for other, (begin, end) in enumerate(pairwise(self.start)):
+            for link in range(begin, end):
+                task = self.task[link]
+                place = free[task]
+                free[task] = place + 1
+                tasks[place], delays[place] = other, self.delay[link]
+        return Links(start, tasks, delays)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a schedule and what binds them, but not their order.
+
+    Args:
+        first: those of rank r are numbered from ``first[r]`` up to ``first[r + 1]``, in the schedule's order.
+        rank, duration: of each task.
+        change: of each task, the activation memory it takes (from its start) or, negative, gives back (at its end).
+        filler: whether nothing waits for the task, as for a W.
+        steady: whether the task stands before its rank's last forward.
+        channel: the copy channel that the task keeps busy, numbered over all ranks; -1 for one that computes.
+        copying: how long, where it copies; its duration, the time it computes, is then 0.
+        returns: with recompute and offload, the next task on the way to giving back what this one took: O after F, I
+            after R or L, W after that I; -1 for all others. With time running backwards each link is turned round.
+        opens: whether the copy begins at the task's place, rather than as soon as it can and ends there at the latest.
+        before, after: what each task waits for, and what waits for it.
+    """
+
+    first: array[int]
+    rank: array[int]
+    duration: array[float]
+    change: array[float]
+    filler: array[int]
+    steady: array[int]
+    channel: array[int]
+    copying: array[float]
+    opens: array[int]
+    returns: array[int]
+    before: Links
+    after: Links
+
+    def reversed(self) -> Tasks:
+        """The same tasks with time running backwards."""
+        change = fractions(-c for c in self.change)
+        opens = flags(c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True))
+        returns = whole([-1]) * len(self.returns)
+        for task, other in enumerate(self.returns):
+            if other >= 0:
+                returns[other] = task
+        return replace(self, change=change, opens=opens, returns=returns, before=self.after, after=self.before)
+
+    def reversed_order(self, order: Sequence[int]) -> array[int]:
+        """``order`` with each rank's part the other way round."""
+        return whole(chain.from_iterable(order[start:end][::-1] for start, end in pairwise(self.first)))
+
+    @cached_property
+    def instance(self) -> Instance:
+        """What list scheduling is given: lists, which Python reads fastest, above all where equal numbers are one."""
+        return Instance(*map(_shared, self._fields))
+
+    @property
+    def _fields(self) -> Sequence[array[Any]]:
+        links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
+        of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
+        copies = (self.channel, self.copying, self.opens)
+        return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns)
+
+    @cached_property
+    def arrays(self) -> Instance:
+        """The same for the compiled function, see :func:`.adaptive.compiled.compiled`."""
+        import numpy as np
+
+        found: list[Any] = [np.asarray(each) for each in self._fields]
+        return Instance(*(each.view(np.bool_) if each.dtype == np.int8 else each for each in found))
+
+    def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Rows:
+        """``order`` as a schedule's rows, given the pass of each task."""
+        return tuple(tuple(passes[task] for task in order[start:end]) for start, end in pairwise(self.first))
+
+
+def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
+    """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
+    passes = list(chain.from_iterable(schedule.order))
+    placement = schedule.placement
+    rank_of, durations = placement.rank_of, costs.durations_of(passes)
+    before = _before(schedule, passes, costs)
+    steady = flags(())
+    for row in schedule.order:
+        last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
+        steady.extend(place < last_forward for place in range(len(row)))
+    copies = [kind for kind in KINDS if KINDS[kind].resource is not Resource.COMPUTE]
+    tasks = Tasks(
+        first=whole(accumulate(map(len, schedule.order), initial=0)),
+        rank=whole(rank_of[stage] for stage, _, _ in passes),
+        duration=fractions(0.0 if work.kind in copies else time for work, time in zip(passes, durations, strict=True)),
+        change=fractions(chain.from_iterable(map(costs.changes_of, schedule.order))),
+        filler=flags(KINDS[kind].filler for _, kind, _ in passes),
+        steady=steady,
+        channel=whole(
+            2 * rank_of[stage] + (KINDS[kind].resource is Resource.TO_HOST and not costs.one_way)
+            if kind in copies
+            else -1
+            for stage, kind, _ in passes
+        ),
+        copying=fractions(time if work.kind in copies else 0.0 for work, time in zip(passes, durations, strict=True)),
+        opens=flags(KINDS[kind].resource is Resource.FROM_HOST for _, kind, _ in passes),
+        returns=_returns(schedule, passes),
+        before=before,
+        after=before.turned(),
+    )
+    return tasks, passes
+
+
+def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
+    """:attr:`Tasks.returns` of ``passes``."""
+    returns = whole([-1]) * len(passes)
+    relief = schedule.kinds.intersection(RELIEF)
+    number = {work: index for index, work in enumerate(passes)} if relief else {}
+    for work in number:
+        if work.kind in relief:
+            around = (work.kind, Kind.I, Kind.W) if KINDS[work.kind].takes else (Kind.F, work.kind)
+            chain = [number[each] for kind in around if (each := work._replace(kind=kind)) in number]
+            for task, other in pairwise(chain):
+                returns[task] = other
+    return returns
+
+
+def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:
+    """What each of ``passes`` waits for.
+
+    Where microbatches differ, also for the one of its kind and stage on the microbatch before: such as are not alike
+    cannot be renumbered later (:func:`.schedule.in_microbatch_order`). Nor does a rank complete its stages' gradients
+    in another order then: replicas, each with microbatches of its own, reduce them together.
+    """
+    places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, costs.latency, own=True)
+    number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
+    for index, (stage, kind, m) in enumerate(passes):
+        number[places[kind][stage] + m] = index
+    start, tasks, delays = whole([0]), whole(()), fractions(())
+    completed = _completed_before(schedule) if costs.loads is not None else {}
+    for index, (stage, kind, m) in enumerate(passes):
+        for place, delay in needed[kind][stage]:
+            found = number[place + m]
+            if found is not None:
+                tasks.append(found)
+                delays.append(delay)
+        if costs.loads is not None:
+            last = number[places[kind][stage] + m - 1] if m else None
+            own = [each for each in (last, completed.get(index)) if each is not None]
+            tasks.extend(own)
+            delays.extend([0.0] * len(own))
+        start.append(len(tasks))
+    return Links(start, tasks, delays)
+
+
+def _completed_before(schedule: Schedule) -> dict[int, int]:
+    """Of the passes that complete a stage's gradients, by number, the one that does so before it on its rank."""
+    found: dict[int, int] = {}
+    for first, row in zip(accumulate(map(len, schedule.order), initial=0), schedule.order, strict=False):
+        completing = sorted(first + index for index in gradients_complete(row).values())
+        found |= {later: earlier for earlier, later in pairwise(completing)}
+    return found

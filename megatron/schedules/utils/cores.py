@@ -1,0 +1,36 @@
+"""All cores of the machine for work that is the same in whatever order it is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import whole
+
+THREADS_VARIABLE = "MEGATRON_SCHEDULES_THREADS"
+
+
+def on_all_cores[T](jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of ``jobs`` returns, in their order; as many at a time as :func:`threads` says."""
+    at_once = min(threads(), len(jobs))
+    if at_once <= 1:
+        return [job() for job in jobs]
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda job: job(), jobs))
+
+
+def threads() -> int:
+    """As many as $MEGATRON_SCHEDULES_THREADS says, else as there are cores that this process may use.
+
+    Raises:
+        PlanError: where it says something else than a whole number from 1 on.
+    """
+    given = os.environ.get(THREADS_VARIABLE)
+    if not given:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = whole(given)
+    if number is None or number < 1:
+        raise PlanError(f"${THREADS_VARIABLE} must be a whole number from 1 on, not {given!r}")
+    return number

@@ -1,0 +1,110 @@
+"""What people give: numbers, lists of them, and files, each read or refused in one line."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from pathlib import Path
+
+from megatron.schedules.utils.errors import PlanError
+
+# A CSV of a million passes has some ten.
+_MOST_MIB = 32
+# Of a number; one with more stands for any that is too large.
+_MOST_DIGITS = 100
+
+
+def read_text(path: Path, about: str | None) -> str:
+    """The text of the regular file ``path``.
+
+    Raises:
+        PlanError: what keeps it from being read. A pipe may have no writer and a device no end, so neither is opened.
+    """
+    try:
+        found = _status(path, about)
+        if not stat.S_ISREG(found.st_mode):
+            raise PlanError(f"cannot read {path}: it is no regular file", about)
+        if found.st_size > _MOST_MIB * 2**20:
+            raise PlanError(f"{path} is too large: {_MOST_MIB} MiB are read at most", about)
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}", about) from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not a text file in UTF-8", about) from None
+
+
+def _status(path: Path, about: str | None) -> os.stat_result:
+    try:
+        return path.stat()
+    except ValueError:  # a NUL, or half of a surrogate pair
+        raise PlanError(f"cannot read {path}: no file can have this name", about) from None
+
+
+def whole(text: str) -> int | None:
+    """The whole number that ``text`` is in plain digits, None where it is none."""
+    # int() would also take digits of other scripts and underscores, and refuse thousands of digits.
+    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+        return None
+    return int(text) if len(text) <= _MOST_DIGITS else int("-1" if "-" in text else "1") * 10**_MOST_DIGITS
+
+
+def decimal(text: str) -> float:
+    """The number that ``text`` is in plain digits, infinite ones too; not a number where it is none."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
+def integer(flag: str, text: str | None, least: int, why: str, most: int | None = None) -> int | None:
+    """The number given for ``flag``, None where there is none."""
+    if text is None:
+        return None
+    value = whole(text)
+    if value is None:
+        raise PlanError(f"{flag} {text!r} is not a whole number: {why}")
+    if value < least:
+        raise PlanError(f"{flag} {text} is too small: {why}")
+    if most is not None and value > most:
+        raise PlanError(f"{flag} {text} is too large: {most} at most")
+    return value
+
+
+def number(flag: str, text: str, what: str) -> float:
+    """The number given for ``flag``."""
+    value = decimal(text)
+    if not math.isfinite(value):
+        raise PlanError(f"{flag} {text!r} is not a number: {what} is needed")
+    return value
+
+
+def positive(flag: str, text: str | None, what: str) -> float | None:
+    """The number above zero given for ``flag``, None where there is none."""
+    if text is None:
+        return None
+    value = number(flag, text, what)
+    if value <= 0:
+        raise PlanError(f"{flag} {text} is not above zero: {what} is needed")
+    return value
+
+
+def not_negative(flag: str, text: str | None, what: str) -> float | None:
+    """The number from zero up given for ``flag``, None where there is none."""
+    if text is None:
+        return None
+    value = number(flag, text, what)
+    if value < 0:
+        raise PlanError(f"{flag} {text} is below zero: {what} is needed")
+    return value
+
+
+def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
+    """The list of numbers given for ``flag``, none below zero; None where there is none."""
+    if text is None:
+        return None
+    found = tuple(number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))
+    if min(found) < 0:
+        raise PlanError(f"{flag} {min(found):g} is below zero: a list such as 1.5,1,1,1.2 is needed")
+    return found

@@ -1,0 +1,184 @@
+"""``megatron-schedules`` with a memory limit: what its flags ask for, and how near the best it says it comes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.schedules import ask
+from megatron.schedules.cli.program import main
+from megatron.schedules.planner import plan_cache
+from megatron.schedules.planner.plan_cache import kept_plan
+from megatron.schedules.planner.registry import NAMES
+from megatron.schedules.schedule.text_forms import from_csv
+from tests.refused import assert_refused
+
+SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
+PLAN = ["plan", "--schedule", "v-half", *SIZE]
+LIMITED = ["--memory-limit", "0.6", "--search-seconds", "0.01"]
+ADAPTIVE = ["plan", "--schedule", "adaptive", *SIZE, *LIMITED]
+
+
+def test_adaptive_keeps_to_the_memory_and_says_how_near_the_best_it_is(capsys):
+    assert main([*ADAPTIVE, "--costs", "1,1.1,0.75,0.05", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    figures = data["figures"]
+    assert figures["memory_of_1f1b"] <= 0.6
+    # The last of four ranks starts three forwards and three hops late, with four chunks a rank, and works 45.6.
+    assert figures["lower_bound"] == pytest.approx(3 * (0.5 + 0.05) + 8 * 2 * (1 + 1.1 + 0.75))
+    assert figures["lower_bound"] <= figures["makespan"]
+
+    assert main([*ADAPTIVE, "--costs", "1,1.1,0.75,0.05"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    longer = 100 * (figures["makespan"] / figures["lower_bound"] - 1)
+    assert last.startswith("No schedule within this memory ends before 47.25, a bubble of 3.49 %: ")
+    assert last.endswith(f"is at most {longer:.2f} % longer than the best there is.")
+
+
+def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
+    arguments = ["plan", "--schedule", "adaptive", *SIZE, "--memory-limit", "0.5", "--search-seconds", "0.001"]
+    assert main([*arguments, "--chunks", "2"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("The shortest found within this memory is V-Min. No schedule within this memory ends before")
+    assert main([*arguments, "--chunks", "2", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    asked = {"schedule": "adaptive", "memory_limit": 0.5, "chunk_choices": [1, 2], "search_seconds": 0.001}
+    assert (data["name"], data["asked"]) == ("v-min", asked)
+
+
+def test_a_limit_and_what_is_reported_are_of_the_same_memory(capsys):
+    few = ["plan", "--schedule", "adaptive", "--pipeline-size", "8", "--microbatches", "4", "--format", "json"]
+    assert main([*few, "--memory-limit", "0.25", "--search-seconds", "0.01"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures["peak_memory"] == 2
+    assert figures["memory_of_1f1b"] == 0.25
+
+
+def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
+    assert main(PLAN) == 0
+    assert "No schedule" not in capsys.readouterr().out
+    assert main([*PLAN, "--format", "json"]) == 0
+    assert "lower_bound" not in json.loads(capsys.readouterr().out)["figures"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "choices"),
+    [
+        ([], (1, 2, 4)),
+        (["--chunks", "1"], (1,)),
+        (["--chunks", "2"], (1, 2)),
+        (["--chunks", "3"], (1, 2, 3)),
+        (["--chunks", "8"], (1, 2, 4, 8)),
+    ],
+)
+def test_adaptive_is_asked_for_what_the_flags_say(flags, choices, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        ask, "kept_plan", lambda request, progress: asked.append(request) or kept_plan(request, progress)
+    )
+    by_stage = ["--stage-weights", "1.5,1,1,1.2" + ",1" * 28, "--stage-activations", "2,1,1,1" + ",1" * 28]
+    if "3" in flags:
+        by_stage = []
+    assert main([*ADAPTIVE, *flags, *by_stage, "--format", "csv"]) == 0
+    assert from_csv(capsys.readouterr().out).placement.chunks in choices
+    (request,) = asked
+    assert (request.schedule, request.ranks, request.microbatches) == ("adaptive", 4, 8)
+    assert (request.memory_limit, request.search_seconds, request.chunk_choices) == (0.6, 0.01, choices)
+    if by_stage:
+        assert request.costs.stage_weights == (1.5, 1, 1, 1.2, *(1,) * 28)
+        assert request.costs.stage_activations == (2, *(1,) * 31)
+
+
+def test_a_heavy_end_counts_for_named_schedules_too(capsys):
+    lengths = []
+    for flags in ([], ["--stage-weights", "1,1,1,1,1,1,1,3"], ["--stage-weights", "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,5"]):
+        assert main([*PLAN, *flags, "--format", "json"]) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
+    assert lengths[0] < lengths[1] == lengths[2], "slices may be finer than stages"
+    assert main([*PLAN, "--stage-activations", "3,1,1,1,1,1,1,1", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["peak_memory"] > 3
+
+
+def test_what_a_weight_gradient_leaves_makes_room(capsys):
+    lengths = []
+    for flags in ([], ["--weight-share", "0"]):
+        assert main([*ADAPTIVE, "--memory-limit", "0.5", *flags, "--format", "json"]) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
+    assert lengths[1] < lengths[0]
+
+
+def test_what_is_recomputed_takes_time_and_saves_memory(capsys):
+    found = []
+    for flags in ([], ["--recompute", "1", "--kept", "0.06"]):
+        assert main(["plan", *SIZE, "--schedule", "1f1b", *flags, "--format", "json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["figures"])
+    assert found[1]["makespan"] == pytest.approx(found[0]["makespan"] * 4 / 3)
+    assert found[1]["peak_memory"] == pytest.approx(found[0]["peak_memory"] * 0.06)
+
+
+def test_an_adaptive_plan_is_found_once_and_then_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
+    assert main(ADAPTIVE) == 0
+    found = capsys.readouterr().out
+    monkeypatch.setattr(plan_cache, "plan", None)
+    assert main(ADAPTIVE) == 0
+    assert capsys.readouterr().out == found
+
+
+def test_compare_has_adaptive_too_where_there_is_a_limit(capsys):
+    assert main(["compare", *SIZE, *LIMITED, "--format", "json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == [name for name in NAMES if name != "file"]
+    fitting = [row["bubble"] for name, row in rows.items() if name != "adaptive" and row["memory_of_1f1b"] <= 0.6]
+    assert rows["adaptive"]["memory_of_1f1b"] <= 0.6
+    assert rows["adaptive"]["bubble"] <= min(fitting)
+
+
+def test_compare_says_which_limit_would_do(capsys):
+    assert main(["compare", *SIZE, "--memory-limit", "0.2"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("adaptive"))
+    assert line.endswith("0.25 is the smallest that works")
+
+
+def test_draw_draws_adaptive(capsys):
+    assert main(["draw", "--schedule", "adaptive", *SIZE, *LIMITED]) == 0
+    assert ">Adaptive<" in capsys.readouterr().out
+
+
+WRONG = {
+    "adaptive without a limit": (["plan", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
+    "compare adaptive without a limit": (["compare", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
+    "draw adaptive without a limit": (["draw", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
+    "a word for a limit": ([*ADAPTIVE, "--memory-limit", "half"], "--memory-limit 'half' is not a number"),
+    "a limit without end": ([*ADAPTIVE, "--memory-limit", "inf"], "--memory-limit 'inf' is not a number"),
+    "a limit of nothing": ([*ADAPTIVE, "--memory-limit", "0"], "--memory-limit 0 is not above zero"),
+    "a limit below nothing": ([*ADAPTIVE, "--memory-limit", "-0.5"], "--memory-limit -0.5 is not above zero"),
+    "too small a limit": ([*ADAPTIVE, "--memory-limit", "0.2"], "0.25 is the smallest that works"),
+    "a limit for what has a name": ([*PLAN, "--memory-limit", "0.5"], "--schedule adaptive, not v-half"),
+    "a search for what has a name": ([*PLAN, "--search-seconds", "5"], "--schedule adaptive, not v-half"),
+    "a word for seconds": ([*ADAPTIVE, "--search-seconds", "long"], "--search-seconds 'long' is not a number"),
+    "no second": ([*ADAPTIVE, "--search-seconds", "0"], "--search-seconds 0 is not above zero"),
+    "no chunk for adaptive": ([*ADAPTIVE, "--chunks", "0"], "--chunks 0"),
+    "words for weights": ([*ADAPTIVE, "--stage-weights", "1,x"], "--stage-weights 'x' is not a number"),
+    "too few weights": ([*ADAPTIVE, "--stage-weights", "1,1,1"], "3 stage weights given"),
+    "too few activations": ([*PLAN, "--stage-activations", "1,1,1"], "3 stage activations given"),
+    "a negative weight": ([*PLAN, "--stage-weights", "1,-2,1,1,1,1,1,1"], "--stage-weights -2 is below zero"),
+    "a share below none": ([*PLAN, "--weight-share", "-1"], "--weight-share: the share of memory held until W must be"),
+    "no such share": (
+        [*PLAN, "--weight-share", "150"],
+        "--weight-share: the share of memory held until W must be from",
+    ),
+    "more recomputed than there is": (
+        [*PLAN, "--recompute", "2"],
+        "--recompute: the share of the forward that is recompu",
+    ),
+    "more kept than there is": ([*PLAN, "--kept", "-1"], "--kept: the share of memory kept for recomputing must be"),
+    "a word for a share": ([*PLAN, "--weight-share", "half"], "--weight-share 'half' is not a number"),
+    "a negative activation": ([*PLAN, "--stage-activations", "-1,1"], "--stage-activations -1 is below zero"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_line_and_status_2(case, capsys):
+    assert_refused(*WRONG[case], capsys)

@@ -1,0 +1,119 @@
+"""``--model``: the plan of a real model, whose ends take time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.schedules.cli.program import main
+from tests.refused import assert_refused
+
+SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
+FLAGS = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 128000\n"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str, schedule: str = "v-half") -> dict[str, Any]:
+    assert main(["plan", "--schedule", schedule, *SIZE, "--format", "json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_large_vocabulary_shows_in_the_bubble(capsys):
+    costs = ("--costs", "1,1.1,0.75")
+    with_ends, without = planned(capsys, "--model", "Llama-3-8B", *costs), planned(capsys, *costs)
+    assert with_ends["figures"]["bubble"] > without["figures"]["bubble"] + 0.05
+    assert with_ends["costs"]["output_layer_in_layers"] == pytest.approx(2.35, abs=0.05)
+    assert "output_layer_in_layers" not in without["costs"]
+
+
+def test_without_costs_the_models_own_arithmetic_says_how_long_passes_take(capsys):
+    costs = planned(capsys, "--model", "Llama-3-8B")["costs"]
+    assert costs["forward"] == 1
+    assert (costs["input_grad"], costs["weight_grad"]) == pytest.approx((1.2, 0.82), abs=0.01)
+
+
+def test_a_model_may_be_a_file_of_megatrons_flags(capsys, tmp_path: Path):
+    file = tmp_path / "model.sh"
+    file.write_text(FLAGS)
+    assert planned(capsys, "--model", str(file))["costs"]["output_layer_in_layers"] > 5
+
+
+def test_drawings_say_what_they_are_of(capsys):
+    assert main(["draw", "--model", "Llama-3-8B", *SIZE]) == 0
+    assert "the output layer as long as 2.343 layers" in capsys.readouterr().out
+
+
+def test_layers_may_be_placed_for_the_shortest_plan(capsys):
+    even, auto = (
+        planned(capsys, "--model", "Llama-3-8B", "--layers", how, schedule="1f1b") for how in ("even", "auto")
+    )
+    assert auto["figures"]["makespan"] < 0.9 * even["figures"]["makespan"]
+    assert sum(auto["layers"]) == 32
+    written = ",".join(map(str, auto["layers"]))
+    again = planned(capsys, "--model", "Llama-3-8B", "--layers", written, schedule="1f1b")
+    assert again == auto
+
+
+def test_a_plan_says_its_layers_in_megatrons_letters(capsys):
+    assert main(["plan", "--schedule", "1f1b", *SIZE, "--model", "Llama-3-8B", "--layers", "9,9,8,6"]) == 0
+    assert "Layers: Ettttttttt|ttttttttt|tttttttt|ttttttL\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--layers", "auto"],
+            "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?",
+        ),
+        (["--model", "9.6B", "--layers", "best"], "--layers 'best' is not a number"),
+        (
+            ["--model", "9.6B", "--layers", "1.5,2"],
+            "--layers '1.5,2' is neither even, auto nor a list of whole numbers",
+        ),
+        (["--model", "9.6B", "--layers", "8,8,8,8"], "--layers: the stages have 32 layers, and the model 30"),
+        (
+            ["--model", "9.6B", "--layers", "15,15"],
+            "--layers: layers of 2 stages given for sequential (4 ranks x 1 chunks)",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(capsys, flags: list[str], said: str):
+    assert_refused(["plan", "--schedule", "1f1b", *SIZE, *flags], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("Llama-8B", "--model: 'Llama-8B' is neither a model known by name nor a file: did you mean Llama-3-8B?"),
+        ("mine.txt", "--model: 'mine.txt' is neither a model known by name nor a file: known are 9.6B, 21B"),
+        ("/", "--model: "),
+    ],
+)
+def test_a_model_that_nobody_knows_is_refused(capsys, model: str, said: str):
+    assert_refused(["compare", *SIZE, "--model", model], said, capsys)
+
+
+def test_the_vocabulary_may_be_shared_by_all_ranks(capsys):
+    alone, shared = (planned(capsys, "--model", "Llama-3-8B", *flags) for flags in ((), ("--vocabulary-parallel",)))
+    assert shared["figures"]["makespan"] < 0.9 * alone["figures"]["makespan"]
+    assert not alone["costs"]["shared_vocabulary"]
+    assert shared["costs"]["shared_vocabulary"]
+    assert {work[:2] for row in shared["order"] for work in row} >= {"7S", "7T", "4S", "4T"}
+
+
+def test_a_drawing_says_that_it_is_shared(capsys):
+    assert main(["draw", "--model", "Llama-3-8B", "--vocabulary-parallel", *SIZE]) == 0
+    assert "the output layer as long as 2.343 layers, shared by all ranks" in capsys.readouterr().out
+
+
+def test_what_is_shared_must_be_known(capsys, tmp_path: Path):
+    unknown = ["plan", "--schedule", "v-zb", *SIZE, "--vocabulary-parallel"]
+    assert_refused(unknown, "--vocabulary-parallel goes with --model", capsys)
+    file = tmp_path / "model.sh"
+    file.write_text(FLAGS.strip() + " --mtp-num-layers 1\n")
+    flags = ["plan", "--schedule", "v-zb", *SIZE, "--model", str(file), "--vocabulary-parallel"]
+    assert_refused(flags, "--vocabulary-parallel: the vocabulary cannot be shared with multi-token prediction", capsys)

@@ -1,0 +1,97 @@
+"""Schedules and costs for the tests of planning: written by hand, planned by name, or made by hypothesis."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import lru_cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from megatron.schedules.planner.registry import NAMES, Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from tests.runtime.random_schedules import random_schedule
+
+# What is planned from its name alone.
+NAMED = [name for name in NAMES if name not in ("adaptive", "file")]
+
+UNIT = "1,1,1,0"
+# As measured on GPUs: a heavier input gradient, a lighter weight gradient, and hops that take time.
+REAL = "1,1.1,0.75,0.05"
+
+
+def examples(count: int) -> settings:
+    """So many examples, the same in every run, however slow a shared machine is."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+def written(placement: Placement, microbatches: int, *rows: str) -> Schedule:
+    """A schedule written as one line of passes for each rank."""
+    order = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
+    return Schedule("written", placement, microbatches, order)
+
+
+def timed(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """The schedule's timeline, at unit costs unless others are given."""
+    return simulate(schedule, (costs or Costs()).on(schedule.placement))
+
+
+@lru_cache(maxsize=100)
+def plan_and_seconds(name: str, ranks: int, microbatches: int, costs: str, chunks: int) -> tuple[Schedule, float]:
+    """A named schedule and the processor time its planning took: other programs on the machine do not count."""
+    started = time.process_time()
+    schedule = plan(Request(name, ranks, microbatches, Costs.parse(costs), chunks))
+    return schedule, time.process_time() - started
+
+
+def planned(name: str, ranks: int, microbatches: int, costs: str = UNIT, chunks: int = 2) -> Timeline:
+    """A named schedule timed under the costs it was planned for; kept for the tests that look at it next."""
+    return timed(plan_and_seconds(name, ranks, microbatches, costs, chunks)[0], Costs.parse(costs))
+
+
+def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrategy[Schedule]:
+    """Valid schedules on any placement, sensible or not: I and W apart, together, or whole, mixed."""
+    return st.builds(
+        random_schedule,
+        st.integers(0, 10**9),
+        ranks=st.integers(1, max_ranks),
+        microbatches=st.integers(1, max_microbatches),
+    )
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
+    """Costs of any proportion, with and without hops and single stages that take or hold more than others."""
+    length = st.integers(1, 12).map(lambda quarters: quarters / 4)
+    by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
+    hop = st.sampled_from((0.0, 0.05, 1.0, 7.0))
+    return replace(
+        draw(recomputing()),
+        forward=draw(length),
+        input_grad=draw(length),
+        weight_grad=draw(length),
+        comm=draw(hop),
+        stage_weights=draw(by_stage),
+        stage_activations=draw(by_stage),
+    )
+
+
+@st.composite
+def recomputing(draw: st.DrawFn) -> Costs:
+    """Unit costs that recompute nothing, all, or a part, and keep for W what they may, or more than F left."""
+    share, left_to_w = st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.0, 0.25, 1.0, 1.75))
+    return draw(
+        st.sampled_from((Costs(), Costs(recompute=draw(share), kept=draw(share), weight_share=draw(left_to_w))))
+    )
+
+
+@st.composite
+def costed_schedules(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5) -> tuple[Schedule, Costs]:
+    """A valid schedule and costs for it."""
+    schedule = draw(schedules(max_ranks, max_microbatches))
+    return schedule, draw(costs_of(schedule.placement))

@@ -1,0 +1,92 @@
+"""A slow simulator to check the fast one against: it knows what each pass needs, and nothing of sweeps or queues."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Schedule
+
+Spans = dict[Pass, tuple[float, float]]
+
+
+def slow_spans(schedule: Schedule, costs: Costs) -> Spans | None:
+    """Start and end of every pass; None where passes wait for each other.
+
+    Every pass begins at 0 and is pushed later, again and again, until none starts before what it needs. Where that has
+    not settled after one round for each pass, the passes wait in a circle.
+    """
+    rank_of = {work: rank for rank, row in enumerate(schedule.order) for work in row}
+    needs = _needs(schedule, rank_of)
+    length = {work: _length(work, schedule, costs) for work in rank_of}
+    start = dict.fromkeys(rank_of, 0.0)
+    latency = costs.on(schedule.placement).latency
+    for _ in range(len(rank_of) + 1):
+        settled = True
+        for work, sources in needs.items():
+            for source in sources:
+                hop = latency(rank_of[source], rank_of[work])
+                if start[work] < start[source] + length[source] + hop:
+                    start[work] = start[source] + length[source] + hop
+                    settled = False
+        if settled:
+            return {work: (at, at + length[work]) for work, at in start.items()}
+    return None
+
+
+def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass]]:
+    needs: dict[Pass, list[Pass]] = {work: [] for work in rank_of}
+    for row in schedule.order:
+        for before, after in pairwise(row):
+            needs[after].append(before)
+    for work in rank_of:
+        stage, kind, m = work
+        if kind is Kind.F:
+            wanted = [Pass(stage - 1, Kind.F, m)]
+        elif kind is Kind.W:
+            wanted = [Pass(stage, Kind.I, m)]
+        else:
+            wanted = [Pass(stage, Kind.F, m), Pass(stage + 1, Kind.I, m), Pass(stage + 1, Kind.B, m)]
+        needs[work] += [source for source in wanted if source in rank_of]
+    return needs
+
+
+def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:
+    again = costs.recompute * costs.forward
+    half = {
+        Kind.F: costs.forward,
+        Kind.I: again + costs.input_grad,
+        Kind.W: costs.weight_grad,
+        Kind.B: again + costs.input_grad + costs.weight_grad,
+    }[work.kind]
+    weight = costs.stage_weights[work.stage] if costs.stage_weights else 1.0
+    return half * 2 / _stages_a_rank(schedule) * weight
+
+
+def _stages_a_rank(schedule: Schedule) -> int:
+    return len({work.stage for work in schedule.order[0]})
+
+
+def held_at(time: float, rank: int, schedule: Schedule, costs: Costs, spans: Spans) -> float:
+    """Microbatches' worth of activations ``rank`` holds just after ``time``, counted one by one."""
+    held = 0.0
+    for work in schedule.order[rank]:
+        if work.kind is not Kind.F:
+            continue
+        share = costs.stage_activations[work.stage] if costs.stage_activations else 1.0
+        one = share / _stages_a_rank(schedule)
+        ends = {kind: spans[found][1] for kind in Kind if (found := Pass(work.stage, kind, work.microbatch)) in spans}
+        if Kind.B in ends:
+            if spans[work][0] <= time < ends[Kind.B]:
+                held += costs.kept * one
+            continue
+        begins = spans[Pass(work.stage, Kind.I, work.microbatch)][0]
+        # What I makes is there from its start; what it gives back is there until its end.
+        turn = begins if costs.weight_share > costs.kept else ends[Kind.I]
+        if spans[work][0] <= time < turn:
+            held += costs.kept * one
+        elif turn <= time < ends[Kind.W]:
+            held += costs.weight_share * one
+    return held

@@ -1,0 +1,312 @@
+"""Chains of collective calls: in one order beside the program, on a thread or on a stream, and how they fail."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.schedules.runtime.collectives import SideStream, Worker, meetings_on
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_meeting_group
+from megatron.schedules.runtime.variable_transport import VariableTransport
+from tests.ranks import run_ranks
+from tests.waiting import until
+
+CPU = torch.device("cpu")
+SPEC = MessageSpec((4,), torch.float32, CPU)
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pipeline meetings"]
+
+
+# --- in a thread --------------------------------------------------------------------------------------------------
+
+
+def test_chains_are_carried_out_in_order_while_the_program_goes_on():
+    worker, seen, go = Worker(), [], threading.Event()
+
+    def chain(number: int) -> Callable[[], Tensor | None]:
+        def carried_out() -> Tensor | None:
+            go.wait(10)
+            assert not torch.is_grad_enabled()
+            seen.append((number, threading.current_thread().name))
+            return torch.full((2,), float(number)) if number % 2 else None
+
+        return carried_out
+
+    coming = [worker.meet(chain(number)) for number in range(6)]
+    assert not seen, "posting waits for nothing"
+    go.set()
+    assert [coming[number].wait()[0].item() for number in (5, 1, 3)] == [5, 1, 3]
+    worker.finish()
+    assert seen == [(number, "pipeline meetings") for number in range(6)]
+
+
+def test_what_a_chain_gives_has_no_history_and_is_let_go_of_once_it_is_taken():
+    worker, weight = Worker(), torch.ones(3, requires_grad=True)
+    coming = worker.meet(lambda: weight * 2)
+    given = coming.wait()
+    assert given.is_leaf and not given.requires_grad
+    storage = weakref.ref(given.untyped_storage())
+    del given
+    gc.collect()
+    assert storage() is None
+    assert worker.meet(lambda: weight).wait().is_leaf, "though the chain gives what was there"
+    worker.finish()
+
+
+def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
+    before = workers()
+    transport = GroupTransport(Channels({}, {}, CPU), SPEC)
+    transport.finish()
+    assert workers() == before
+    for _ in range(2):
+        transport.meet(lambda: None)
+        assert len(workers()) == len(before) + 1
+        transport.finish()
+        assert workers() == before
+
+
+def test_a_run_that_is_given_up_leaves_no_thread():
+    before = workers()
+    transport = GroupTransport(Channels({}, {}, CPU), SPEC)
+    transport.meet(lambda: None)
+    del transport
+    gc.collect()
+    until(lambda: workers() == before, "the thread's end")
+
+
+def test_messages_of_any_shape_go_with_collectives_too():
+    none = Channels({}, {}, CPU)
+    transport = VariableTransport(none, none, SPEC)
+    assert transport.meet(lambda: torch.ones(3)).wait().sum() == 3
+    transport.finish()
+
+
+def test_after_one_that_raised_none_is_carried_out_and_all_say_why():
+    worker, carried_out = Worker(60), []
+
+    def raising() -> Tensor:
+        raise ValueError("no good")
+
+    first, second = worker.meet(lambda: torch.ones(1)), worker.meet(raising)
+    third = worker.meet(lambda: carried_out.append(3))
+    assert first.wait() == 1
+    for coming in (third, second, worker.meet(lambda: carried_out.append(4))):
+        with pytest.raises(ValueError, match="no good"):
+            coming.wait()
+    with pytest.raises(ValueError, match="no good"):
+        worker.finish()
+    assert not carried_out and not worker_is_there(worker)
+
+
+def worker_is_there(worker: Worker) -> bool:
+    return worker._thread is not None
+
+
+def test_one_that_raised_where_nobody_asks_ends_the_process_with_a_line(capsys: pytest.CaptureFixture[str]):
+    lines: list[str] = []
+    worker = Worker(0.05, lines.append)
+    worker.meet(lambda: torch.ones(2) @ torch.ones(3))
+    (line,) = until(lambda: lines, "the line")
+    assert "error: a collective of the pipeline failed: RuntimeError(" in line and "\n" not in line
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_one_that_raised_and_was_told_of_ends_nothing():
+    lines: list[str] = []
+    worker = Worker(0.05, lines.append)
+    with pytest.raises(RuntimeError):
+        worker.meet(lambda: torch.ones(2) @ torch.ones(3)).wait()
+    time.sleep(0.3)
+    assert not lines
+
+
+def test_a_chain_that_gives_nothing_where_a_pass_takes_it_is_an_error():
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="a collective brought nothing to a rank where a pass takes what it brings"):
+        worker.meet(lambda: None).wait()
+    worker.finish()
+
+
+def _leaves_it_hanging() -> None:
+    Worker().meet(lambda: threading.Event().wait(1000))  # type: ignore[arg-type, return-value, func-returns-value]
+
+
+def test_a_process_whose_chain_never_ends_can_end():
+    process = multiprocessing.get_context("spawn").Process(target=_leaves_it_hanging)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+# --- on a stream --------------------------------------------------------------------------------------------------
+
+
+class FakeEvent:
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream, self.came = stream, False
+
+    def query(self) -> bool:
+        return self.came
+
+
+class FakeStream:
+    """Notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.events: list[FakeEvent] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits for event {event.stream.events.index(event)} of {event.stream.name}")
+
+    def record_event(self) -> FakeEvent:
+        self.log.append(f"{self.name} records event {len(self.events)}")
+        self.events.append(FakeEvent(self))
+        return self.events[-1]
+
+
+class FakeCuda:
+    """``torch.cuda``, as far as a side stream uses it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.main, self.side = FakeStream("main", self.log), FakeStream("side", self.log)
+        self.current = self.main
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - the name in torch
+        return self.side
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = self.main
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda tensor, stream: cuda.log.append(f"{tensor.tolist()} used by {stream.name}")
+    )
+    return cuda
+
+
+def test_a_chain_runs_beside_what_computes_which_waits_where_it_takes_the_result(cuda: FakeCuda):
+    meetings = SideStream(torch.device("cuda", 0), cuda)
+
+    def chain() -> Tensor:
+        assert not torch.is_grad_enabled()
+        cuda.log.append(f"chain on {cuda.current.name}")
+        return torch.ones(1)
+
+    coming = meetings.meet(chain)
+    assert cuda.log == ["side waits for main", "chain on side", "side records event 0"]
+    del cuda.log[:]
+    assert coming.wait() == 1
+    assert cuda.log == ["main waits for event 0 of side", "[1.0] used by main"]
+    del cuda.log[:]
+    meetings.finish()
+    assert cuda.log == ["main waits for side"], "the host does not"
+
+
+def test_what_a_chain_holds_stays_until_its_event_has_come(cuda: FakeCuda):
+    meetings, alive = SideStream(torch.device("cuda", 0), cuda), []
+    for _ in range(4):
+        inputs = torch.ones(3)
+        alive.append(weakref.ref(inputs))
+        meetings.meet(lambda held=inputs: held.sum())
+        del inputs
+        if len(alive) == 3:
+            cuda.side.events[0].came = cuda.side.events[2].came = True
+    assert [ref() is not None for ref in alive] == [False, True, True, True], "the third is after the second"
+    meetings.finish()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_runs_share_one_stream_of_their_device(cuda: FakeCuda):
+    device = torch.device("cuda", 0)
+    made = []
+    cuda.Stream = lambda device: made.append(device) or cuda.side  # type: ignore[assignment, func-returns-value]
+    for _ in range(3):
+        SideStream(device, cuda)
+    assert made == [device]
+
+
+def test_an_error_on_a_stream_is_raised_where_it_is_posted(cuda: FakeCuda):
+    meetings = SideStream(torch.device("cuda", 0), cuda)
+    with pytest.raises(RuntimeError, match="size"):
+        meetings.meet(lambda: torch.ones(2) @ torch.ones(3))
+
+
+def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):
+    assert isinstance(meetings_on(CPU), Worker)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    assert isinstance(meetings_on(torch.device("cuda", 5)), SideStream)
+
+
+# --- their group --------------------------------------------------------------------------------------------------
+
+PIPELINES = [[0, 2], [3, 1]]
+
+
+def _group_body() -> tuple[list[int], list[tuple[Any, ...]], float]:
+    asked: list[tuple[Any, ...]] = []
+
+    def new_group(ranks: list[int], **named: Any) -> dist.ProcessGroup:
+        asked.append((ranks, named.pop("timeout"), named.pop("pg_options"), named.pop("group_desc")))
+        return dist.new_group(ranks, **named)
+
+    limit = timedelta(seconds=9)
+    group = make_meeting_group(PIPELINES, timeout=limit, options=lambda: "options", new_group=new_group)
+    worker, word = Worker(), torch.tensor([1.0 + dist.get_rank()])
+
+    def chain() -> Tensor:
+        dist.all_reduce(word, group=group)
+        return word
+
+    total = worker.meet(chain).wait().item()
+    worker.finish()
+    return dist.get_process_group_ranks(group), asked, total
+
+
+def test_there_is_a_group_of_each_whole_pipeline_and_every_process_is_told_of_all():
+    found = run_ranks(4, _group_body)
+    asked = [(ranks, timedelta(seconds=9), "options", "pipeline meetings") for ranks in PIPELINES]
+    for rank, (members, told, total) in enumerate(found):
+        (own,) = [pipeline for pipeline in PIPELINES if rank in pipeline]
+        assert sorted(members) == sorted(own) and told == asked
+        assert total == sum(each + 1 for each in own)
+
+
+def _refused_body() -> str:
+    with pytest.raises(ValueError) as caught:
+        make_meeting_group([[1]] if dist.get_rank() == 0 else [[1], [1]])
+    return str(caught.value)
+
+
+def test_a_process_must_be_in_one_pipeline():
+    assert run_ranks(2, _refused_body) == [
+        "global rank 0 is in 0 of the pipelines [[1]]; it must be in one",
+        "global rank 1 is in 2 of the pipelines [[1], [1]]; it must be in one",
+    ]

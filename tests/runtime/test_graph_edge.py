@@ -1,0 +1,36 @@
+"""A stage keeps where its backward starts, and not its output: the graph outlives the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from megatron.schedules.runtime.graph_edge import edge_of
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_the_graph_outlives_the_output_whatever_made_it(in_python: bool) -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    output = Tripled.apply(2 * x) if in_python else 6 * x
+    assert isinstance(output.grad_fn, BackwardCFunction) == in_python
+    edge = edge_of(output)
+    # Such a node would be gone with the output in the oldest torch that we promise to work with.
+    assert not isinstance(edge.node, BackwardCFunction)
+    del output
+    torch.autograd.backward(edge, torch.full((4, 2), 0.5))
+    assert x.grad is not None
+    assert x.grad.tolist() == [[3.0, 3.0]] * 4

@@ -1,0 +1,339 @@
+"""The stall watch: what moves is left alone; what stands still is named, on the host and on the device."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch import Tensor
+
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.runtime.engine import run
+from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.position import End, Place
+from megatron.schedules.runtime.program import Instruction, Program
+from megatron.schedules.runtime.stall_watch import StallWatch
+from megatron.schedules.runtime.transport import Transport
+from megatron.schedules.schedule.kinds import Kind
+from tests.runtime.plain_stages import PlainStages
+from tests.runtime.random_schedules import forwards_of, shared_plan
+from tests.runtime.thread_ranks import run_threads
+
+LIMIT, GRACE = 100.0, 12.5
+
+
+class Mark:
+    """An event that a test completes."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.passed
+
+
+class Device:
+    """Makes the marks of a device, which comes to them when a test says so."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.marks: list[Mark] = []
+        self._at_once = at_once
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark())
+        self.marks[-1].passed = self._at_once
+        return self.marks[-1]
+
+    def passes(self, count: int) -> None:
+        for mark in [each for each in self.marks if not each.passed][:count]:
+            mark.passed = True
+
+
+def watching(place: Place) -> StallWatch:
+    return StallWatch(place, LIMIT, global_rank=7, advice="raise --the-flag")
+
+
+def program_of(rank: int, name: str = "1f1b", ranks: int = 2, n: int = 4) -> Program:
+    return lower(plan(Request(name, ranks, n)))[rank]
+
+
+def step(program: Program, action: str) -> Instruction:
+    return next(each for each in program.instructions if str(each.action) == action)
+
+
+def at(program: Program, *actions: str, place: Place | None = None) -> Place:
+    """A place whose host has gone through ``actions`` to the last of them, messages being there."""
+    place = place or Place()
+    place.begin(program)
+    for action in actions:
+        place.reach(step(program, action))
+        if place.spot is not None and place.spot.awaits and action is not actions[-1]:
+            place.arrived()
+    return place
+
+
+def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
+    """The line, where nothing moves for ``seconds``."""
+    return next((line for _ in range(looks) if (line := watch.look(seconds / looks))), None)
+
+
+def test_a_pass_that_waits_for_a_message_names_it_and_its_sender():
+    place = at(program_of(1), "1F0")
+    watch = watching(place)
+    assert stand(watch, LIMIT + GRACE - 3) is None, "ranks that stand in a pass of their own speak first"
+    line = stand(watch, 6)
+    assert line is not None and "\n" not in line
+    assert "error: pipeline rank 1 of 2 (global rank 7) has stood still for 11" in line
+    assert "s at 1F0: stage 1's input of microbatch 0 has not come from pipeline rank 0, which has died" in line
+    assert line.endswith("; raise --the-flag")
+
+
+@pytest.mark.parametrize(
+    ("rank", "actions", "waits", "said"),
+    [
+        (0, ["0F0"], False, "in 0F0, which takes longer than that (a first compilation, loading of data) or waits"),
+        (0, ["0F0", "0SEND_F0"], True, "at 0SEND_F0, a message to pipeline rank 1, which has died"),
+        (1, ["1RECV_F0"], True, "at 1RECV_F0, a message from pipeline rank 0, which has died"),
+        (
+            0,
+            ["0B0"],
+            True,
+            "at 0B0: stage 0's output's gradient of microbatch 0 has not come from pipeline rank 1, which",
+        ),
+        (0, ["0REDUCE3"], False, "in 0REDUCE3, which starts a reduction of gradients or waits for what does not come"),
+    ],
+)
+def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str], waits: bool, said: str):
+    watch = watching(at(program_of(rank), *actions))
+    line = stand(watch, LIMIT + 3)
+    assert (line is None) == waits, "who waits for another rank lets it speak first"
+    line = line or stand(watch, GRACE)
+    assert line is not None and said in line
+
+
+@pytest.mark.parametrize(
+    ("rank", "action", "waits", "said"),
+    [
+        (0, "0F1", True, "at 0F1: what 0EMBED1 brings has not come from some pipeline rank, which has died"),
+        (0, "0S1", True, "at 0S1: what 0OUTPUT1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1S1", True, "at 1S1: what 1OUTPUT1 brings has not come from some pipeline rank, which has died"),
+        (1, "1B1", True, "at 1B1: what 1SUM1 brings has not come from some pipeline rank, which has died"),
+        (0, "0T1", True, "at 0T1: what 0WEIGH1 brings has not come from pipeline rank 1, which has died"),
+        (1, "1ADD1", True, "at 1ADD1: what 1EMBED_BACK1 brings has not come from pipeline rank 0, which has died"),
+        (0, "0EMBED1", False, "in 0EMBED1, which takes longer than that (a first compilation, loading of data) or"),
+    ],
+)
+def test_what_a_collective_brings_is_named_with_whom_it_comes_from(rank: int, action: str, waits: bool, said: str):
+    program = lower(shared_plan("1f1b", 2, 4))[rank]
+    place = at(program, action)
+    watch = watching(place)
+    line = stand(watch, LIMIT + 3)
+    assert (line is None) == waits, "who waits for another rank lets it speak first"
+    line = line or stand(watch, GRACE)
+    assert line is not None and said in line
+    place.arrived()
+    line = stand(watching(place), LIMIT + 3)
+    assert line is not None and f"in {action}, which takes longer than that" in line
+
+
+def test_the_end_names_collectives_too():
+    place = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
+    place.reach(End.SENDS)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None
+    assert "its last messages are not taken by pipeline rank 1, or its last collective lacks one of all ranks," in line
+
+
+def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
+    place = at(program_of(1), "1F0")
+    place.arrived()
+    watch = watching(place)
+    assert stand(watch, LIMIT - 3) is None
+    line = watch.look(4)
+    assert line is not None and "has stood still for 101 s in 1F0, which takes longer than that" in line
+
+
+def test_chunks_of_one_rank_wait_for_no_message():
+    """In a V the rank at its turn hands a tensor on to itself."""
+    place = at(program_of(1, "v-half"), "2F0")
+    assert place.spot is not None and not place.spot.awaits
+
+
+def test_the_end_names_who_takes_the_last_messages():
+    place = at(program_of(1, "1f1b", ranks=3))
+    place.reach(End.SENDS)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None
+    assert "at the end of its program: its last messages are not taken by pipeline rank 0 or 2, which has" in line
+    place.reach(End.AFTER)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "after its program, where all ranks exchange results and gradients" in line
+
+
+def test_whatever_moves_begins_the_count_again():
+    """Passes of nearly the limit each, and the same instruction in run after run, are no stall."""
+    program, place = program_of(1), Place()
+    watch = watching(place)
+    for _ in range(3):
+        with place.under_way():
+            place.begin(program)
+            for each in program.instructions[:6]:
+                place.reach(each)
+                assert stand(watch, LIMIT - 2) is None
+                if place.spot is not None and place.spot.awaits:
+                    place.arrived()
+                    assert stand(watch, LIMIT - 2) is None
+    for _ in range(10):
+        place.begin(program)
+        place.reach(program.instructions[0])
+        assert stand(watch, LIMIT - 2) is None
+
+
+def test_between_programs_nothing_is_watched():
+    place = Place()
+    watch = watching(place)
+    assert stand(watch, 10 * LIMIT) is None
+    with place.under_way():
+        at(program_of(0), "0F0", place=place)
+    assert stand(watch, 10 * LIMIT) is None
+
+
+def test_what_an_error_left_undone_is_not_watched():
+    place = Place(Device().mark)
+    with pytest.raises(ValueError), place.under_way():
+        at(program_of(0), "0F0", "0SEND_F0", place=place)
+        raise ValueError
+    assert stand(watching(place), 10 * LIMIT) is None
+
+
+def test_the_engine_notes_each_step_and_that_its_message_has_come():
+    programs = lower(plan(Request("v-half", 2, 3)))
+    places = [Place() for _ in programs]
+    seen: list[list[tuple[str, int | None]]] = [[] for _ in programs]
+
+    def body(program: Program, transport: Transport) -> None:
+        place = places[program.rank]
+
+        class Noting(PlainStages):
+            def forward(
+                self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+            ) -> Tensor | None:
+                spot = place.spot
+                assert spot is not None and isinstance(spot.step, Instruction)
+                seen[program.rank].append((str(spot.step.action), spot.awaited))
+                return super().forward(stage, microbatch, activation, split=split, again=again)
+
+        placement = program.placement
+        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, (), place)
+
+    run_threads(programs, body)
+    for program, forwards in zip(programs, seen, strict=True):
+        assert forwards == [(str(action), None) for action in program.actions if action.op is Kind.F]
+    assert [place.spot and place.spot.step for place in places] == [End.AFTER] * 2
+
+
+# --- the device ---------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(1), "1F0", "1F1", "1F2", place=place)
+        device.passes(2)  # 1F0: its message, and itself
+        line = stand(watch, 2 * LIMIT)
+        assert line is not None and "the GPU of pipeline rank 1 of 2 (global rank 7) has stood still for" in line
+        assert "at 1F1: stage 1's input of microbatch 1 has not come from pipeline rank 0" in line
+        device.passes(1)
+        line = stand(watch, 2 * LIMIT)
+        assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
+
+
+def test_a_device_that_waits_for_a_collective_is_named():
+    """Gradients of the embedding are work for the device, though no pass."""
+    device = Device()
+    place = Place(device.mark)
+    with place.under_way():
+        at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", place=place)
+        place.reach(End.SENDS)
+    device.passes(2)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "the GPU of" in line
+    assert "at 1ADD3: what 1EMBED_BACK3 brings has not come from pipeline rank 0" in line
+
+
+def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
+    device = Device()
+    place = Place(device.mark)
+    at(program_of(1), "1F0", "1F1", place=place)
+    device.passes(9)
+    line = stand(watching(place), 2 * LIMIT)
+    assert line is not None and "error: pipeline rank 1" in line and "at 1F1: stage 1's input" in line
+
+
+def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(1), "1F0", place=place)
+        place.reach(End.SENDS)
+        place.reach(End.AFTER)
+    device.passes(1)
+    line = stand(watch, 2 * LIMIT)
+    assert line is not None and "the GPU of" in line and "at the end of its program" in line
+    device.passes(1)
+    line = stand(watch, 2 * LIMIT)
+    assert line is not None and "after its program" in line
+    device.passes(1)
+    assert stand(watch, 10 * LIMIT) is None
+
+
+def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
+    """Between programs, while a checkpoint is written perhaps."""
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    with place.under_way():
+        at(program_of(0), "0F0", place=place)
+    (mark,) = device.marks
+    mark.passed, mark.asked = True, 0
+    assert stand(watch, LIMIT - 1) is None and mark.asked == 0
+    assert stand(watch, 3 * LIMIT) is None and mark.asked == 3
+
+
+def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
+    device = Device()
+    place = Place(device.mark)
+    watch = watching(place)
+    program = program_of(1, n=64)
+    at(program, *(f"1F{m}" for m in range(64)), place=place)
+    for _ in range(len(device.marks) - 1):
+        assert stand(watch, GRACE - 1) is None
+        device.passes(1)
+
+
+def test_a_device_that_fails_is_left_to_the_host():
+    class Broken:
+        def query(self) -> bool:
+            if threading.current_thread() is threading.main_thread() and not looking:
+                return False
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    looking: list[bool] = []
+    place = Place(Broken)
+    with place.under_way():
+        at(program_of(1), "1F0", "1F1", place=place)
+    looking.append(True)
+    assert stand(watching(place), 10 * LIMIT) is None
+
+
+def test_marks_do_not_pile_up():
+    device = Device(at_once=True)
+    place = Place(device.mark)
+    at(program_of(1), "1F0", "1F1", "1F2", place=place)
+    assert len(device.marks) == 4  # of each pass that it left: its message, and itself
+    assert not place.device_is_behind

@@ -1,0 +1,73 @@
+"""Bytes of a model's parts: what stages keep of them, and what limits and plans make of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
+from megatron.schedules.schedule.placement import zigzag
+
+LAYER = LayerMemory(full=100.0, kept=100.0, weights=90.0, parameters=7.0)
+ENDS = {"first": EndMemory(5.0, 0.0, 70.0), "last": EndMemory(40.0, 10.0, 80.0)}
+MODEL = ModelMemory((LAYER,) * 8, input=6.0, **ENDS)
+COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)
+
+
+@given(COUNTS, st.data())
+def test_stages_together_keep_what_the_model_keeps(counts: list[int], data: st.DataObject):
+    model = replace(MODEL, layers=(LAYER,) * sum(counts))
+    offloaded = [data.draw(st.integers(0, count)) for count in counts]
+    recomputed = [data.draw(st.integers(0, count - away)) for count, away in zip(counts, offloaded, strict=True)]
+    stages = model.by_stage(counts, recomputed, offloaded)
+    total = sum(stage.forward + stage.recomputed + stage.offloaded for stage in stages)
+    assert total == pytest.approx(100 * sum(counts) + 5 + 40)
+    assert sum(stage.recomputed for stage in stages) == pytest.approx((100 - 6) * sum(recomputed))
+    assert sum(stage.offloaded for stage in stages) == pytest.approx(100 * sum(offloaded))
+    assert sum(stage.weights for stage in stages) == pytest.approx(90 * sum(counts) + 10)
+    assert sum(stage.parameters for stage in stages) == pytest.approx(7 * sum(counts) + 150)
+
+
+def test_megatrons_recompute_keeps_inputs_and_holds_a_layer_for_a_moment():
+    full = replace(MODEL, recomputed_layers=None, together=2)
+    first, middle, *_ = full.by_stage((3, 3, 2))
+    assert (first.forward, middle.forward) == (2 * 6 + 5, 2 * 6)
+    # Two layers at once, of which the input is kept anyway; in I their weights' inputs stay.
+    assert full.passing((3, 3, 2))[1] == Passing(194.0, 194.0 - 180.0)
+    assert full.passing((3, 3, 2))[-1].whole == 194.0 - 40.0
+    assert full.most_passing == 200.0
+
+
+def test_megatrons_selective_recompute_holds_those_parts_for_a_moment():
+    selective = replace(MODEL, layers=(LAYER._replace(kept=60.0),) * 8)
+    assert selective.by_stage((4, 4))[1].forward == 4 * 60 + 40
+    assert selective.passing((4, 4))[0] == Passing(40.0)
+    assert selective.most_passing == 40.0
+
+
+def test_measured_bytes_take_the_place_of_estimates():
+    measured = MODEL.measured([50.0] * 8, 0.5, 3.0, (1.0, 2.0), recomputed=False)
+    assert measured.layers[0] == LayerMemory(50.0, 50.0, 25.0, 7.0)
+    assert (measured.input, measured.first.kept, measured.last.kept) == (3.0, 1.0, 2.0)
+    assert measured.first.parameters == MODEL.first.parameters
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_model_of_equal_layers_costs_what_equal_shares_do(chunks: int):
+    """Shares of memory given by hand, and bytes that come to the same."""
+    loads = ModelLoads(Part(), (Part(split=Load(1, 1, 1, 100.0)),) * 8, Part())
+    shares = Costs(1, 1.1, 0.75, model=loads, weight_share=0.9, layer_input=0.06)
+    plain = replace(MODEL, first=EndMemory(), last=EndMemory())
+    recomputed = tuple([1.0, 0.0] * (2 * chunks))[: 2 * chunks]
+    placement = zigzag(2, chunks) if chunks > 1 else zigzag(2, 1)
+    by_shares, by_bytes = (
+        replace(costs, redone=recomputed).on(placement) for costs in (shares, replace(shares, memory=plain))
+    )
+    for kind in Kind:
+        assert by_bytes.changes[kind] == pytest.approx(by_shares.changes[kind])

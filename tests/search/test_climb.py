@@ -1,0 +1,206 @@
+"""The parts of the adaptive search: compiled list scheduling, the lower bound, how near the best there is it comes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.schedules.planner.adaptive import bound
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import Placement, sequential, v_shape, zigzag
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.validation import validate
+from megatron.schedules.search.frontier import frontier, ladder
+from megatron.schedules.search.list_scheduling import Policy, list_schedule
+from megatron.schedules.search.lower_bound import lower_bound
+from megatron.schedules.search.problem import Problem, one_by_one
+from megatron.schedules.search.tasks import Tasks, tasks_of
+from tests.planner.made_schedules import REAL, costed_schedules, examples, planned, timed
+
+# --- list scheduling ----------------------------------------------------------------------------------------------
+
+POLICIES = st.builds(
+    Policy,
+    lookahead=st.integers(1, 40),
+    defer_fillers=st.booleans(),
+    patience=st.sampled_from((0.0, 0.5, 0.6, 1.0)),
+    noise=st.sampled_from((0.0, 0.02, 0.5)),
+    seed=st.integers(0, 2**30),
+)
+
+
+def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
+    """The same round on plain lists, interpreted."""
+    found, limits = list(order), [limit] * (len(tasks.first) - 1)
+    instance = tasks.instance
+    makespan = list_schedule(instance, order, limits, policy, list(instance.waits), [0.0] * len(order), found)
+    return found, makespan
+
+
+@examples(150)
+@given(costed_schedules(), POLICIES, st.sampled_from((0.0, 0.5, 2.0)))
+def test_compiled_and_in_python_a_round_makes_the_same_choices(
+    made: tuple[Schedule, Costs], policy: Policy, spare: float
+):
+    schedule, costs = made
+    on_stages = costs.on(schedule.placement)
+    problem = Problem(schedule.placement, schedule.microbatches, on_stages)
+    tasks, _ = tasks_of(problem.schedule, on_stages)
+    order = problem.order(schedule)
+    split = Schedule("split", schedule.placement, schedule.microbatches, problem.rows(order))
+    assert max(problem.peaks(order)) == pytest.approx(timed(split, costs).peak)
+    limit = max(problem.peaks(order)) + spare
+
+    forward, makespan = problem.forward(order, limit, policy)
+    assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, policy)
+    reverse, _ = in_python(tasks.reversed(), tasks.reversed_order(order.tolist()), limit, policy)
+    backward = problem.backward(order, limit, policy)
+    assert backward.tolist() == list(tasks.reversed_order(reverse))
+
+    for one in (forward, backward):
+        made_of_it = Schedule("made", schedule.placement, schedule.microbatches, problem.rows(one))
+        validate(made_of_it)
+        assert simulate(made_of_it, on_stages).peak <= limit + 1e-6
+
+
+def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():
+    # Recomputing, F keeps less than I leaves to W: 1F1B holds less than its split form does.
+    costs = Costs(recompute=1.0, kept=0.5, weight_share=0.9)
+    whole = timed(plan(Request("1f1b", 3, 8, costs)), costs)
+    problem = Problem(sequential(3), 8, costs.on(sequential(3)))
+    assert max(problem.peaks(problem.order(whole.schedule))) > whole.peak
+    for rung in frontier([problem], [whole], 3.0, 2_000_000):
+        assert rung.timeline.peak <= rung.limit + 1e-6
+        assert rung.best.makespan == pytest.approx(rung.timeline.makespan)
+
+
+def test_noise_shows_other_orders_and_its_seed_says_which():
+    on_stages = Costs.parse(REAL).on(v_shape(4))
+    problem = Problem(v_shape(4), 8, on_stages)
+    order = problem.order(planned("v-half", 4, 8, REAL).schedule)
+    noisy = [problem.forward(order, 3.0, Policy(16, noise=0.05, seed=seed))[0] for seed in (1, 2, 1)]
+    assert np.array_equal(noisy[0], noisy[2])
+    assert not np.array_equal(noisy[0], noisy[1])
+
+
+@pytest.mark.parametrize("placement", [sequential(3), v_shape(3), zigzag(3, 4)], ids=str)
+def test_one_microbatch_after_another_takes_the_least_memory(placement: Placement):
+    schedule = one_by_one(placement, 4)
+    validate(schedule)
+    assert timed(schedule).peaks == (1, 1, 1)
+
+
+# --- the bound ----------------------------------------------------------------------------------------------------
+
+
+@examples(300)
+@given(costed_schedules(max_ranks=5, max_microbatches=6))
+def test_no_schedule_is_shorter_than_the_bound_for_the_memory_it_takes(made: tuple[Schedule, Costs]):
+    schedule, costs = made
+    timeline = timed(schedule, costs)
+    least = lower_bound(schedule.placement, schedule.microbatches, timeline.costs, timeline.peak)
+    assert 0 <= least <= timeline.makespan + 1e-6
+
+
+@pytest.mark.parametrize("name", ["zb-2p", "v-zb"])
+def test_where_only_the_way_in_is_idle_the_bound_says_so(name: str):
+    timeline = planned(name, 4, 8)
+    assert lower_bound(timeline.schedule.placement, 8, timeline.costs, timeline.peak) == timeline.makespan
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "limit", "costs", "chunks", "least"),
+    [
+        # One microbatch at a time: on each the first rank waits for two F, two I, two hops and a W, twice as long each.
+        (2, 5, 0.5, (1, 2, 3, 0.5), 1, 5 * (4 + 8 + 1 + 6)),
+        # A single microbatch: its way through three ranks and back, and one W.
+        (3, 1, 1, (1, 2, 3, 0.5), 1, 6 + 12 + 4 * 0.5 + 6),
+        # Memory to spare: the last rank starts three forwards late and works without a pause.
+        (4, 8, 1, (20, 20, 20, 0), 2, 1020),
+    ],
+    ids=["memory", "chain", "work"],
+)
+def test_where_it_is_known_the_bound_is_the_optimum_and_the_search_finds_it(
+    d: int, n: int, limit: float, costs: tuple[float, ...], chunks: int, least: float
+):
+    request = Request("adaptive", d, n, Costs(*costs), memory_limit=limit, chunk_choices=(chunks,), search_seconds=0.05)
+    assert bound(request) == pytest.approx(least)
+    assert timed(plan(request), request.costs).makespan == pytest.approx(least)
+
+
+# --- how good it is -----------------------------------------------------------------------------------------------
+
+# Within so many microbatches, 8 of them on the V of four ranks: the optimum, proved by a constraint solver, or the
+# shortest known.
+OPTIMA = {
+    (20, 20, 20, 0): {2: 1180, 4: 1020},
+    (20, 22, 15, 1): {4: 987},
+    (20, 24, 8, 1): {2: 1226, 2.5: 1130, 3: 1030},
+}
+SHORTEST = {(20, 20, 20, 0): {2.5: 1120, 3: 1060}, (20, 22, 15, 1): {2: 1257, 2.5: 1147, 3: 1065}}
+CASES = [
+    (costs, limit, length, proved)
+    for table, proved in ((OPTIMA, True), (SHORTEST, False))
+    for costs, lengths in table.items()
+    for limit, length in lengths.items()
+]
+
+
+def length(costs: tuple[int, int, int, int], limit: float, *chunks: int) -> float:
+    request = Request("adaptive", 4, 8, Costs(*costs), memory_limit=limit / 4, chunk_choices=chunks, search_seconds=0.5)
+    return timed(plan(request), request.costs).makespan
+
+
+@pytest.mark.parametrize(("costs", "limit", "best", "proved"), CASES)
+def test_four_ranks_come_within_one_percent_of_the_best_v_and_finer_chunks_beat_it(
+    costs: tuple[int, int, int, int], limit: float, best: float, proved: bool
+):
+    on_the_v = length(costs, limit, 2)
+    assert on_the_v <= 1.01 * best
+    if proved:
+        assert on_the_v >= best - 1e-6
+    assert length(costs, limit, 1, 2, 4) < 0.98 * best
+
+
+def test_eight_ranks_idle_less_than_1f1b_in_half_its_memory():
+    """And under a quarter of what it idles in all of it; 5 microbatches are what V-Half takes."""
+    most = {4: planned("1f1b", 8, 32, REAL).bubble, 5: 0.11, 8: 0.0475}
+    assert most[4] == pytest.approx(0.1918, abs=1e-4)
+    for limit, bubble in most.items():
+        request = Request("adaptive", 8, 32, Costs.parse(REAL), memory_limit=limit / 8, search_seconds=1)
+        timeline = timed(plan(request), request.costs)
+        assert timeline.bubble < bubble
+        assert timeline.peak <= limit
+
+
+# --- the ladder of limits -----------------------------------------------------------------------------------------
+
+
+def test_the_ladder_reaches_from_the_least_memory_to_all_that_anything_could_use():
+    rungs = ladder(8, 32, [1.0], [8.0, 15.0, 5.0])
+    assert (rungs[0], rungs[-1]) == (1, 16)
+    assert {5, 8, 15} <= set(rungs)
+    steps = [above - below for below, above in pairwise(rungs)]
+    assert min(steps) > 0 and max(steps[:14]) <= 0.5
+    assert ladder(8, 1, [1.0], [1.0]) == [1]
+    assert ladder(2, 2, [1.0, 2.0], [2.0, 4.0])[-1] == 4, "as much as the placement that needs most"
+    assert ladder(2, 3, [3.0], [])[0] == 3
+
+
+def test_what_is_found_for_little_memory_does_not_depend_on_how_much_there_is():
+    """Else more of it could cost time: every plan for more starts from those for less."""
+    problems = [Problem(placement, 6, Costs.parse(REAL).on(placement)) for placement in (zigzag(3, 4), v_shape(3))]
+    known = [planned(name, 3, 6, REAL) for name in ("v-min", "v-zb")]
+    every = frontier(problems, known, 3.0, 1e5)
+    assert len(every) > 4
+    for most in range(2, len(every)):
+        lower = frontier(problems, known, every[most - 1].limit, 1e5)
+        assert [(rung.limit, rung.timeline) for rung in lower] == [(rung.limit, rung.timeline) for rung in every[:most]]
+    assert all(above.timeline.makespan <= below.timeline.makespan for below, above in pairwise(every))
+    assert all(rung.bound <= rung.timeline.makespan + 1e-9 and rung.timeline.peak <= rung.limit for rung in every)
