@@ -6,16 +6,20 @@ holds `megatron.core` and `megatron.training`.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from megatron.schedules import __version__
 
 ROOT = Path(__file__).parents[2]
 STOCK = {"megatron/core/__init__.py": "name = 'core'\n", "megatron/training/__init__.py": "name = 'training'\n"}
@@ -83,6 +87,29 @@ def test_the_wheel_holds_our_branch_of_the_namespace_and_nothing_else(checkout: 
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/schedules/report/page").iterdir()}
     assert pages and pages <= ours
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_source_distribution_builds_the_same_wheel_and_holds_what_tests_need(
+    checkout: Path, tmp_path: Path, python: Path
+) -> None:
+    program = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    archive = tmp_path / run(sys.executable, "-c", program, cwd=checkout).splitlines()[-1]
+    with tarfile.open(archive) as source:
+        source.extractall(tmp_path / "source", filter="data")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    first, second = (
+        zipfile.ZipFile(build_wheel(folder, tmp_path / name)) for folder, name in ((checkout, "a"), (unpacked, "b"))
+    )
+    assert sorted(first.namelist()) == sorted(second.namelist())
+    pip_install(python, tmp_path / "b" / Path(second.filename or "").name)
+    assert run(python.parent / "megatron-schedules", "--version", cwd=tmp_path).split()[-1] == __version__
+
+
+def test_the_changelog_and_the_package_name_the_same_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d[^]]*)\]", changelog, re.MULTILINE)
+    assert released[0] == __version__
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"] == ["version"]
 
 
 def test_an_ordinary_install_merges_with_megatron_core(checkout: Path, tmp_path: Path, python: Path) -> None:
