@@ -63,7 +63,7 @@ def test_a_child_takes_the_package_from_where_its_parent_does_and_libraries_from
         copy = checkout / "megatron/schedules" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "megatron/schedules" / name, copy)
-    (checkout / "megatron.schedules.utils.probe.py").write_text(PROBE)
+    (checkout / "megatron/schedules/utils/probe.py").write_text(PROBE)
     script, environment = elsewhere / "job.py", dict(os.environ)
     text = STARTS_PROBE.format(traps=str(traps))
     environment.pop("PYTHONPATH", None)
@@ -82,7 +82,7 @@ def test_a_child_takes_the_package_from_where_its_parent_does_and_libraries_from
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.pop("ours") == str(checkout / "megatron.schedules.utils.probe.py")
+    assert found.pop("ours") == str(checkout / "megatron/schedules/utils/probe.py")
     assert not [origin for origin in found.values() if origin.startswith(str(tmp_path))]
     assert not (traps / "executed").exists()
 
