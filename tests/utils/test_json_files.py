@@ -44,7 +44,7 @@ def test_a_chunks_profile_is_written_as_it_was_read():
     assert cost_profile.from_text(encode(form)).costs(2).copy > 0
 
 
-@pytest.mark.parametrize("name", ["recorded_run.json", "recorded-cured.json"])
+@pytest.mark.parametrize("name", ["recorded.json", "recorded-cured.json"])
 def test_runs_recorded_so_far_are_read_and_written_again_as_they_were(name: str):
     text = (DOCS / name).read_text()
     assert json.loads(recorded_run.to_text(recorded_run.from_text(text))) == json.loads(text)
