@@ -19,7 +19,7 @@ from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.measure.recorded_run import to_text as recorded_text
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.schedule.simulator import simulate
 from tests.planner.made_schedules import written
@@ -63,7 +63,8 @@ def a_chunks_profile() -> Any:
 def a_jobs_profile(**more: Any) -> JobProfile:
     """With layers that are done again and offloaded."""
     times = dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.O, Kind.L), Measured(2.0, 1.5, 2.5))
-    stage = StageProfile(2, times, held=1000.0, left=500.0, again=200.0, away=300.0, redone=0.5)
+    sizes = {Share.WEIGHTS: 500.0, Share.VOCABULARY: 0.0, Share.AGAIN: 200.0, Share.AWAY: 300.0}
+    stage = StageProfile(2, times, held=1000.0, sizes=sizes, redone=0.5)
     facts = Facts("a GPU", 8, 64, 4, 128, 1, 1, vocabulary=512, dtype="bf16")
     return JobProfile(
         facts,

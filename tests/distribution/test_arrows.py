@@ -31,7 +31,8 @@ def lint(folder: Path) -> tuple[int, str]:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=ignore)
+    for part in ("megatron", "tools"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -57,6 +58,8 @@ def test_the_contracts_are_kept(package: Path) -> None:
         ("cli/program.py", "from megatron.schedules.runtime import program", "rooms import"),
         ("schedule/placement.py", "from megatron.schedules.schedule import simulator", "inside a room"),
         ("integration/flags/environment.py", "from megatron.schedules.integration import hooks", "inside a room"),
+        ("../../tools/benchmarks/relief_entry.py", "from tools.benchmarks import relief", "inside a room"),
+        ("../../tools/gpu_tests/one_gpu.py", "from tools.gpu_tests import many_gpus", "inside a room"),
     ],
 )
 def test_a_wrong_import_breaks_its_contract(package: Path, module: str, line: str, contract: str) -> None:

@@ -20,40 +20,50 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 # Where a block goes whose first line names a part of a file: after the first match.
 PLACES = {
+    "planner/registry.py, imports": r"\nfrom megatron\.schedules\.planner\.named import [^\n]*\n",
     "planner/registry.py, _ENTRIES": r"\n_ENTRIES = \{\n",
     "schedule/kinds.py, Kind": r'\n    B = "B"\n',
     "schedule/kinds.py, _SINGLE": r"\n_SINGLE = \{\n",
-    "schedule/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\)",
+    "schedule/kinds.py, needs of I": r"\n    Kind\.I: Row\((?:.|\n)*?Need\(\(Kind\.I, Kind\.B\), At\.NEXT\),\n",
     "schedule/costs.py, times": r"\n        times = \{\n(?=            Kind\.F)",
-    "schedule/kind_forms.py, ByKind": r"\n    W: Value\n",
     "report/palette.py, HUES": r"\nHUES: [^\n]*\{\n",
     "runtime/engine.py, handlers": r"\n    return \{\n(?=        Kind\.F)",
+    "runtime/stage_interface.py, Stages": r"\n\Z",
+    'tests/integration/features.py, "more"': r'\n    "more": \{\n        "nothing": Feature\(\),\n',
+    "integration/hooks.py, before HOOKS": r"\n(?=HOOKS = \(\n)",
+    "integration/hooks.py, HOOKS": r"\nHOOKS = \(\n",
     "integration/flags/incompatible.py, _RULES": r"\n_RULES = \(\n",
+    "estimate/bounds.py, BOUNDS": r"\nBOUNDS = \{\n",
 }
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("megatron", "tests"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "megatron" / "schedules"
 
 
 def follow(recipe: str, package: Path) -> None:
-    """Do what the section ``recipe`` of the page says."""
+    """Do what the section ``recipe`` of the page says, and no more; what comes of it is as ruff would have it."""
     section = re.search(rf"\n## {recipe}\n(.*?)(?=\n## )", PAGE, re.DOTALL)
     assert section is not None
     blocks = re.findall(r"```python\n# (.*?)\n(.*?)```", section[1], re.DOTALL)
     assert blocks
     for where, text in blocks:
-        path = package / where.partition(",")[0]
+        file = where.partition(",")[0]
+        path = (package.parents[1] if file.startswith("tests/") else package) / file
         if where not in PLACES:
             assert not path.exists()
             path.write_text(text)
             continue
         found = re.search(PLACES[where], path.read_text())
         assert found is not None, where
-        added = f", {text.strip()}" if "needs of" in where else text
-        path.write_text(path.read_text()[: found.end()] + added + path.read_text()[found.end() :])
+        path.write_text(path.read_text()[: found.end()] + text + path.read_text()[found.end() :])
+    for command in ("check", "format --check"):
+        ruff = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+        done = subprocess.run([*ruff, package], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def python(package: Path, program: str) -> str:
@@ -71,8 +81,6 @@ def python(package: Path, program: str) -> str:
 
 def test_a_schedule_is_a_file_and_a_row(package: Path):
     follow("To add a schedule", package)
-    registry = package / "planner" / "registry.py"
-    registry.write_text(registry.read_text().replace("named import from_file,", "named import from_file, gpipe,"))
     said = python(
         package,
         """
@@ -101,8 +109,13 @@ from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, 
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.report.text import draw_text
 from megatron.schedules.runtime.checker import check
+from megatron.schedules.runtime import stage_interface
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.program import ProgramError
+from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.utils.json_files import decode, encode
 
 text = "0F0,0F1,0G0,0I0,0W0,0G1,0B1\\n1F0,1B0,1F1,1G1,1B1\\n"
 schedule = from_csv(text)
@@ -122,7 +135,10 @@ better = improve(schedule, timeline.costs, [2, 2], [Policy(8)], 5)
 assert sorted(better.order[0]) == sorted(schedule.order[0])
 assert plan(Request("adaptive", 2, 3, memory_limit=1, search_seconds=0.01)).name
 
-class Stages:
+values = {Kind.F: 1.0, Kind.I: 2.0, Kind.W: 3.0, Kind.G: 4.0}
+assert decode(encode(ByKind.of(values)), ByKind[float]).values() == values
+
+class Stages(stage_interface.Stages):
     def forward(self, stage, microbatch, activation, *, split, again): return activation
     def backward(self, stage, microbatch, gradient): return gradient
     def gather_weights(self, stage, microbatch): print("gathered", stage, microbatch)
@@ -133,6 +149,10 @@ programs = lower(one)
 check(lower(schedule))
 class Nobody:
     def finish(self): ...
+try:
+    stage_interface.Stages.gather_weights(Stages(), 0, 0)
+except ProgramError as error:
+    print("else:", error)
 run(programs[0], Stages(), Nobody())
 """
 
@@ -140,10 +160,14 @@ run(programs[0], Stages(), Nobody())
 def test_a_kind_of_pass_is_a_row_a_time_a_hue_and_a_handler(package: Path):
     follow("To add a kind of pass", package)
     said = python(package, KIND).splitlines()
-    assert said == ["early: file: 0B1 stands before 0G1, which it needs", "gathered 0 1"]
+    assert said == [
+        "early: file: 0B1 stands before 0G1, which it needs",
+        "else: these stages gather no weights",
+        "gathered 0 1",
+    ]
 
 
-def test_a_feature_that_cannot_work_is_a_rule(package: Path):
+def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
     follow("To follow a feature of Megatron's", package)
     said = python(
         package,
@@ -154,9 +178,25 @@ from megatron.schedules.planner.registry import Request, plan
 flags = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
 args = SimpleNamespace(**dict.fromkeys(flags), ckpt_format="torch_dist", use_tp_pp_dp_mapping=True)
 print(refusal(args, plan(Request("1f1b", 2, 4))))
+from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.utils.errors import PlanError
+try:
+    check_bounds(SimpleNamespace(moe_router_num_groups=0))
+except PlanError as error:
+    print(error)
+from tests.integration.features import SCHEDULES, alone
+assert [case.schedule for case in alone() if case.features == ("no weight decay",)] == [*SCHEDULES]
+from megatron.schedules.integration.hooks import HOOKS, install
+(hook,) = (hook for hook in HOOKS if hook.name == "num_floating_point_operations")
+stock = hook.module.num_floating_point_operations
+install()
+assert hook.module.num_floating_point_operations.megatron_schedules_stock is stock
 """,
     )
-    assert said == "does not work with --use-tp-pp-dp-mapping: an example of a rule; leave the flag out\n"
+    assert said.splitlines() == [
+        "does not work with --use-tp-pp-dp-mapping: an example of a rule; leave the flag out",
+        "--moe-router-num-groups must be 1 or more, not 0",
+    ]
 
 
 def test_every_kind_has_its_row_its_hue_and_its_handler():

@@ -15,7 +15,7 @@ from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.profile_facts import Facts
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
@@ -30,7 +30,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     measured = Facts(
         "a GPU", layers=8, hidden_size=32, heads=4, sequence_length=16, micro_batch_size=1, tensor_parallel=1
     )
-    stages = (StageProfile(4, TIMES, held=1000.0, left=500.0),) * 2
+    stages = (StageProfile(4, TIMES, held=1000.0, sizes={Share.WEIGHTS: 500.0}),) * 2
     made = JobProfile(measured._replace(**facts), "1f1b", sequential(2), 4, (3, 4), 1, stages)
     path.write_text(to_text(made))
     parser = argparse.ArgumentParser()

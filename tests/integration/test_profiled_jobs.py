@@ -10,7 +10,7 @@ import pytest
 from megatron.schedules.cli.program import main
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind, Share
 from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--train-iters 4 --global-batch-size 8".split()]
@@ -33,8 +33,8 @@ def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_pa
     assert (profile.schedule, profile.iterations, profile.layers) == ("v-half", (3, 4), (2,) * 4)
     assert all(stage.median(kind) > 0 for stage in profile.stages for kind in (Kind.F, Kind.I, Kind.W))
     # Inputs and gradients of a layer's linears wait for W: 16 hidden states each, the wide ones four of them.
-    assert {stage.left for stage in profile.stages} == {2 * 16 * 32 * 4 * 16}
-    assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].left
+    assert {stage.sizes[Share.WEIGHTS] for stage in profile.stages} == {2 * 16 * 32 * 4 * 16}
+    assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].sizes[Share.WEIGHTS]
     assert [hop[:2] for hop in profile.hops] == [(0, 1), (1, 0)]
     (table,) = [text for text in said if "as measured in iterations 3-4" in text]
     assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table

@@ -17,8 +17,8 @@ from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.measured_passes import Conditions, RankMeasured, profile_of, rank_measured
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.costs import MOST_SHARE, Costs
+from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
 from megatron.schedules.schedule.simulator import held_over_time, simulate
 from megatron.schedules.utils.errors import PlanError
@@ -33,7 +33,13 @@ def alike(time: float) -> Measured:
 
 def stage(layers: int, f: float, i: float, w: float, held: float = 1000.0, **more: Any) -> StageProfile:
     times = {Kind.F: alike(f), Kind.I: alike(i), Kind.W: alike(w)}
-    return StageProfile(layers, times, held=held, left=0.75 * held, **more)
+    return StageProfile(
+        layers, times, held=held, sizes=sizes({Share.WEIGHTS: 0.75 * held, **more.pop("sizes", {})}), **more
+    )
+
+
+def sizes(seen: dict[Share, float]) -> dict[Share, float]:
+    return dict.fromkeys(SEEN_BY, 0.0) | seen
 
 
 def profile(placement: Placement, *stages: StageProfile, **more: Any) -> JobProfile:
@@ -52,6 +58,11 @@ def test_stages_that_were_measured_have_the_times_that_were_measured(measured):
     assert costs.activation == pytest.approx(
         [len(held) * each / found.model.mean.held / sum(found.layers) for each in held]
     )
+
+
+def test_an_end_that_holds_far_more_than_its_layers_is_planned_for():
+    found = profile(sequential(2), stage(4, 1, 1, 1, held=1.0), stage(4, 1, 1, 1, held=5000.0))
+    assert found.costs(2).weight_share == MOST_SHARE
 
 
 V = [stage(2, 2.5, 2.75, 1.6, 1200.0), *[stage(2, 2.0, 2.4, 1.6)] * 6, stage(2, 5.0, 8.4, 1.6, 3000.0)]
@@ -84,7 +95,10 @@ def test_an_output_layer_that_all_ranks_share_is_what_they_took_for_it():
     stages = [
         replace(each, times={**each.times, **(parts if at > 3 else {})}) for at, each in enumerate(V[:7] + V[1:2])
     ]
-    found = profile(v_shape(4), *(replace(each, vocabulary=100.0 * (Kind.S in each.times)) for each in stages))
+    found = profile(
+        v_shape(4),
+        *(replace(each, sizes={**each.sizes, Share.VOCABULARY: 100.0 * (Kind.S in each.times)}) for each in stages),
+    )
     shared = replace(found.costs(4), shared_vocabulary=True).on(v_shape(4))
     assert shared.times[Kind.S] == pytest.approx((0, 0, 0, 0, 1.5, 1.5, 1.5, 1.5))
     assert shared.times[Kind.T] == pytest.approx((0, 0, 0, 0, 0.75, 0.75, 0.75, 0.75))
@@ -95,7 +109,7 @@ def test_an_output_layer_that_all_ranks_share_is_what_they_took_for_it():
 
 
 def test_forwards_done_again_and_copies_are_as_they_were_measured():
-    more = {"redone": 0.5, "again": 470.0, "away": 0.0}
+    more = {"redone": 0.5, "sizes": {Share.AGAIN: 470.0}}
     again = [replace(stage(2, 2.0, 2.4, 1.6, **more), times=V[1].times | {Kind.R: alike(1.2)}) for _ in range(8)]
     found = profile(v_shape(4), *again, copy_gbps=CopyRates(2e-3, 1e-3, 1e-3))
     costs = replace(found.costs(4), redone=(0.5,) * 8).on(v_shape(4))
@@ -173,8 +187,38 @@ def test_a_stage_takes_as_long_as_on_its_slowest_replica():
     assert made.replicas == 2 and made.layers == (4, 4)
     assert [each.median(Kind.F) for each in made.stages] == pytest.approx([4.0, 12.0])
     assert made.stages[1].times[Kind.I] == pytest.approx((15.0, 5.0, 15.0))
-    assert (made.stages[1].held, made.stages[1].left) == pytest.approx((1000.0, 500.0))
+    assert (made.stages[1].held, made.stages[1].sizes[Share.WEIGHTS]) == pytest.approx((1000.0, 500.0))
     assert made.hops == ((0, 1, 3.0),)
+
+
+def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
+    works = {Kind.F: 900.0, Kind.I: -400.0, Kind.W: -500.0, Kind.S: 60.0, Kind.T: -60.0, Kind.R: 200.0}
+    works |= {Kind.O: -300.0, Kind.L: 300.0}
+    found = [
+        RankMeasured(
+            rank,
+            {(rank, kind): alike(1.0) for kind in works},
+            {(rank, kind): part * change for kind, change in works.items()},
+            {rank: part * 1100.0},
+            {},
+        )
+        for rank in (0, 1)
+        for part in (0.5, 1.0)
+    ]
+    facts = Facts("a GPU", 8, 64, 4, 128, 1, 1)
+    for stage in profile_of(found, Conditions(facts, plan(Request("1f1b", 2, 2)), Costs(), (3, 5))).stages:
+        assert stage.sizes == {Share.WEIGHTS: 500, Share.VOCABULARY: 60, Share.AGAIN: 200, Share.AWAY: 300}
+
+
+def test_the_file_names_the_sizes_as_ever():
+    """Profiles of jobs that ran before are still read."""
+    seen = {Share.WEIGHTS: 1.0, Share.VOCABULARY: 2.0, Share.AGAIN: 3.0, Share.AWAY: 4.0}
+    written = json.loads(to_text(profile(v_shape(4), *(replace(each, sizes=seen) for each in V))))
+    assert written["version"] == 2
+    sizes = {name: size for name, size in written["stages"][0].items() if name.endswith("_bytes")}
+    assert sizes == {
+        "activation_bytes": 1200, "weight_bytes": 1, "vocabulary_bytes": 2, "again_bytes": 3, "away_bytes": 4
+    }  # fmt: skip
 
 
 def test_a_backward_that_was_always_whole_is_halved_as_planned():

@@ -10,7 +10,7 @@ from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.profile_table import as_text
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.simulator import simulate
 
 TIMES = {Kind.F: Measured(2.0, 1.9, 2.1), Kind.I: Measured(2.5, 2.5, 2.5), Kind.W: Measured(1.5, 1.5, 1.5)}
@@ -19,7 +19,9 @@ TIMES = {Kind.F: Measured(2.0, 1.9, 2.1), Kind.I: Measured(2.5, 2.5, 2.5), Kind.
 def made(ranks: int, **times: Measured) -> tuple[JobProfile, Recorded]:
     """Of which stage 3 takes twice as long for its F."""
     schedule = plan(Request("v-half", ranks, 8))
-    stages = [StageProfile(1, {**TIMES, **times}, held=2.0**20, left=2.0**19)] * schedule.placement.stages
+    stages = [
+        StageProfile(1, {**TIMES, **times}, held=2.0**20, sizes={Share.WEIGHTS: 2.0**19})
+    ] * schedule.placement.stages
     stages[3] = replace(stages[3], times=stages[3].times | {Kind.F: Measured(4.0, 3.0, 5.0)}, held=3.0 * 2**20)
     hops = tuple((rank, rank + 1, 0.1 if rank else 0.75) for rank in range(ranks - 1))
     facts = Facts("a GPU", len(stages), 64, 4, 128, 1, 1)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from megatron.schedules.estimate.transformer import Layer, decoder_layer
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief
 from megatron.schedules.planner.registry import Request
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread
+from tools.benchmarks.relief_entry import Entry
 from tools.benchmarks.relief_section import section
-
-if TYPE_CHECKING:
-    from megatron.schedules.runtime.activation_meter import ActivationMeter
-    from tools.benchmarks.emulated_passes import Passes
 
 UNIT_S = 0.040
 RANK_BYTES = 2**22
@@ -51,26 +47,6 @@ STOCK: dict[str, tuple[str | None, list[str], Layer]] = {
     "selective recompute: core_attn, scores kept": ("selective", ["core_attn"], _WIDE(fused=False)),
     "selective recompute: mlp layernorm, fused attention": ("selective", ["mlp", "layernorm"], _WIDE()),
 }
-
-
-class Entry(NamedTuple):
-    """Who takes part.
-
-    Args:
-        engine, schedule, relief: whose, which order, and what gives memory back.
-        limit: of 1F1B's memory; None where none was asked for.
-        order: for the simulator.
-        costs: in seconds.
-        start: called on each rank, with what counts its tensors if anything does; gives what runs one iteration.
-    """
-
-    engine: str
-    schedule: str
-    relief: str
-    limit: float | None
-    order: Schedule
-    costs: Costs
-    start: Callable[[Passes, ActivationMeter | None], Callable[[], None]]
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.checker import check
@@ -17,10 +16,8 @@ from tools.benchmarks import emulated_stock, relief_stages
 from tools.benchmarks.emulated_engines import Contestant, measure
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
+from tools.benchmarks.relief_entry import Entry
 from tools.benchmarks.relief_tensors import StockLayers
-
-if TYPE_CHECKING:
-    from tools.benchmarks.relief import Entry
 
 Start = Callable[[Passes, ActivationMeter | None], Callable[[], None]]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.schedules.measure.profile_facts import CopyRates, Facts, copy_time
-from megatron.schedules.schedule.costs import LAYER_INPUT, Costs
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.costs import LAYER_INPUT, MOST_SHARE, Costs
+from megatron.schedules.schedule.kinds import OF_RANKS, SEEN_BY, Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement
@@ -40,8 +40,7 @@ class StageProfile:
         times: by kind; O and L are the copies themselves. I and W are always there, B where it was done.
         halved: whether I and W were never apart, and are parts of B as was planned.
         held: bytes from F until I, those that R makes again and those that are away included.
-        left: bytes that I leaves to W.
-        again, away, vocabulary: bytes that R makes, that O gives back, and that S leaves to T.
+        sizes: bytes of each part of the activations that can be seen by itself (:data:`.kinds.SEEN_BY`).
         redone: the part of its layers that R does again.
     """
 
@@ -49,10 +48,7 @@ class StageProfile:
     times: Mapping[Kind, Measured]
     halved: bool = False
     held: float = 0.0
-    left: float = 0.0
-    again: float = 0.0
-    away: float = 0.0
-    vocabulary: float = 0.0
+    sizes: Mapping[Share, float] = field(default_factory=lambda: dict.fromkeys(SEEN_BY, 0.0))
     redone: float = 0.0
 
     def median(self, kind: Kind) -> float:
@@ -94,7 +90,7 @@ class JobProfile:
     @property
     def shares_vocabulary(self) -> bool:
         """Whether the output layer was S and T of all ranks."""
-        return any(Kind.S in stage.times for stage in self.stages)
+        return any(kind in OF_RANKS for stage in self.stages for kind in stage.times)
 
     @property
     def comm(self) -> float:
@@ -156,7 +152,7 @@ class JobProfile:
         """The output layer from its parts, and the bytes that wait for its weight gradient on all ranks."""
         parts = [stage for stage in self.stages if Kind.S in stage.times]
         there, weights = (sum(stage.median(kind) for stage in parts) for kind in (Kind.S, Kind.T))
-        return Load(there / 2, there / 2, weights), sum(stage.vocabulary for stage in parts)
+        return Load(there / 2, there / 2, weights), sum(stage.sizes[Share.VOCABULARY] for stage in parts)
 
     def costs(self, ranks: int) -> Costs:
         """In milliseconds, for a pipeline of so many ranks; on the placement that was measured its stages' own times.
@@ -218,9 +214,11 @@ class JobProfile:
 
     @property
     def _weight_share(self) -> float:
-        """What waits for W against what waits for I, of all layers."""
+        """What waits for W against what waits for I, of all layers, which may be little beside what the ends hold."""
+        if not self.layer_bytes:
+            return 1.0
         held = self.model.mean.held * len(self.model.layers)
-        return sum(stage.left for stage in self.stages) / held if self.layer_bytes else 1.0
+        return min(MOST_SHARE, sum(stage.sizes[Share.WEIGHTS] for stage in self.stages) / held)
 
     @property
     def _again(self) -> tuple[float, float]:
@@ -230,7 +228,7 @@ class JobProfile:
         if not forwards:
             return 1.0, LAYER_INPUT
         held = sum(stage.redone * stage.held for stage in redone)
-        left = 1 - sum(stage.again for stage in redone) / held if held else LAYER_INPUT
+        left = 1 - sum(stage.sizes[Share.AGAIN] for stage in redone) / held if held else LAYER_INPUT
         return sum(stage.median(Kind.R) for stage in redone) / forwards, min(1.0, max(0.0, left))
 
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import MOST_LAYERS, FactsForm, RatesForm, written_facts
 from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.kinds import Share
 from megatron.schedules.schedule.text_forms import PlacementForm
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import (
@@ -26,6 +27,14 @@ from megatron.schedules.utils.json_files import (
 )
 
 VERSION = 2
+
+# The fields of a stage that say how large the parts of its activations are.
+_BYTES = {
+    Share.WEIGHTS: "weight_bytes",
+    Share.VOCABULARY: "vocabulary_bytes",
+    Share.AGAIN: "again_bytes",
+    Share.AWAY: "away_bytes",
+}
 
 
 class MeasuredForm(Form, frozen=True, kw_only=True):
@@ -58,10 +67,7 @@ class StageForm(Form, frozen=True, kw_only=True):
             halved=stage.halved,
             redone=stage.redone,
             activation_bytes=stage.held,
-            weight_bytes=stage.left,
-            again_bytes=stage.again,
-            away_bytes=stage.away,
-            vocabulary_bytes=stage.vocabulary,
+            **{name: stage.sizes[share] for share, name in _BYTES.items()},
         )
 
     def stage(self) -> StageProfile:
@@ -71,10 +77,7 @@ class StageForm(Form, frozen=True, kw_only=True):
             {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
             self.halved,
             held=self.activation_bytes,
-            left=self.weight_bytes,
-            again=self.again_bytes,
-            away=self.away_bytes,
-            vocabulary=self.vocabulary_bytes,
+            sizes={share: getattr(self, name) for share, name in _BYTES.items()},
             redone=self.redone,
         )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, StageKind
+from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Resource, Share, StageKind, using
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
@@ -115,7 +115,6 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
         halved = not {Kind.I, Kind.W} <= times.keys()
         if halved:
             times |= _halves(times[Kind.B], planned[Kind.I][stage], planned[Kind.W][stage])
-        most = _most(rows, stage)
         held = max((row.held.get(stage, 0.0) for row in rows), default=0.0)
         stages.append(
             StageProfile(
@@ -123,10 +122,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
                 times,
                 halved,
                 held=max(0.0, held),
-                left=most(Kind.W, -1),
-                again=most(Kind.R, 1),
-                away=most(Kind.O, -1),
-                vocabulary=most(Kind.S, 1),
+                sizes={share: _most(rows, (stage, kind), sign) for share, (kind, sign) in SEEN_BY.items()},
                 redone=0.0 if Kind.R not in times else 1.0 if redone is None else redone[stage],
             )
         )
@@ -150,8 +146,11 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
 def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:
     """Stages without a W of their own would leave to it as much as the others do, or as was ``planned``."""
     seen = [stage for stage in stages if not stage.halved and stage.held]
-    share = sum(stage.left for stage in seen) / sum(stage.held for stage in seen) if seen else planned
-    return [replace(stage, left=share * stage.held) if stage.halved else stage for stage in stages]
+    share = sum(stage.sizes[Share.WEIGHTS] for stage in seen) / sum(stage.held for stage in seen) if seen else planned
+    return [
+        replace(stage, sizes={**stage.sizes, Share.WEIGHTS: share * stage.held}) if stage.halved else stage
+        for stage in stages
+    ]
 
 
 def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:
@@ -169,19 +168,28 @@ def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind
     }
 
 
-def _most(rows: Sequence[RankMeasured], stage: int) -> Callable[[Kind, int], float]:
+def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:
     """What a pass takes (sign 1) or gives back (-1) on the fullest of ``rows``; 0 where nobody counted."""
-    return lambda kind, sign: max((sign * row.bytes.get((stage, kind), 0.0) for row in rows), default=0.0) + 0.0
+    return max((sign * row.bytes.get(key, 0.0) for row in rows), default=0.0) + 0.0
 
 
 def _rates(stages: Sequence[StageProfile]) -> CopyRates | None:
     """From all that was copied and how long that took."""
-    away = [stage for stage in stages if stage.away > 0 and stage.median(Kind.O) > 0 and stage.median(Kind.L) > 0]
-    if not away:
+    ways = (Resource.TO_HOST, Resource.FROM_HOST)
+    copied = [stage for stage in stages if min(_moved(stage), *(_time(stage, way) for way in ways)) > 0]
+    if not copied:
         return None
-    moved = sum(stage.away for stage in away)
-    out, back = (moved / (1e6 * sum(stage.median(kind) for stage in away)) for kind in (Kind.O, Kind.L))
+    moved = sum(map(_moved, copied))
+    out, back = (moved / (1e6 * sum(_time(stage, way) for stage in copied)) for way in ways)
     return CopyRates(out, back, min(out, back))
+
+
+def _moved(stage: StageProfile) -> float:
+    return sum(stage.sizes[share] for share in TO_HOST)
+
+
+def _time(stage: StageProfile, way: Resource) -> float:
+    return sum(stage.median(kind) for kind in using(way))
 
 
 def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:

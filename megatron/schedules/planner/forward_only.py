@@ -6,7 +6,7 @@ Where all ranks share the vocabulary, each has its part of the output layer to d
 from __future__ import annotations
 
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import IN_EVALUATION, KINDS, everywhere
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -17,11 +17,17 @@ from megatron.schedules.search.tasks import tasks_of
 
 def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Schedule:
     """All forwards of ``microbatches`` on ``placement``, each rank always doing the oldest microbatch that is ready."""
-    of_each = [[Pass(stage, Kind.F, 0) for stage in placement.stages_of(rank)] for rank in range(placement.ranks)]
-    if costs.shared_vocabulary:
-        for works in of_each:
-            works.append(works[-1]._replace(kind=Kind.S))
-    rows = tuple(tuple(work._replace(microbatch=m) for m in range(microbatches) for work in works) for works in of_each)
+    kinds = [kind for kind in IN_EVALUATION if costs.shared_vocabulary or not KINDS[kind].of_ranks]
+    works = [(stage, kind) for kind, stages in everywhere(placement, kinds).items() for stage in stages]
+    rows = tuple(
+        tuple(
+            Pass(stage, kind, m)
+            for m in range(microbatches)
+            for stage, kind in works
+            if placement.rank_of[stage] == rank
+        )
+        for rank in range(placement.ranks)
+    )
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement))
     policy = Policy(lookahead=2 * placement.stages)

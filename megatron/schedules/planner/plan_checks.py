@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.schedules.planner.adaptive import limit_in_microbatches, placements
 from megatron.schedules.planner.registry import NAMES, Request, placement, splits
-from megatron.schedules.schedule.kinds import OF_RANKS, RELIEF, SPLIT, WHOLES, Kind
+from megatron.schedules.schedule.kinds import OF_RANKS, PARTS, RELIEF, SPLIT, WHOLES
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks
@@ -55,7 +55,7 @@ def _check_name(schedule: Schedule, request: Request) -> None:
 def _check_kinds(schedule: Schedule, request: Request) -> None:
     """Its passes are those that its name has, and the recompute, offload and vocabulary passes that the costs say."""
     doing = request.costs.on(schedule.placement).doing(schedule.placement)
-    usual = {*SPLIT, *WHOLES.values()} if splits(schedule.name) else {Kind.F, Kind.B}
+    usual = {*SPLIT, *WHOLES.values()} - (set() if splits(schedule.name) else PARTS)
     for stage, kind in {(stage, kind) for _, (stage, kind, _) in schedule.passes()}:
         optional = kind in RELIEF or kind in OF_RANKS
         if stage not in doing.get(kind, ()) if optional else kind not in usual:

@@ -7,7 +7,7 @@ import statistics
 from megatron.schedules.measure.job_profile import JobProfile, Measured
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.figures import percent
-from megatron.schedules.schedule.kinds import KINDS, Kind
+from megatron.schedules.schedule.kinds import KINDS, PARTS, Kind, Share
 
 _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
@@ -32,7 +32,7 @@ def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
 
 def _assumed(profile: JobProfile, kind: Kind) -> bool:
     """Whether no stage was seen to do it: a part of what was always whole."""
-    return kind in KINDS[Kind.B].parts and all(stage.halved for stage in profile.stages)
+    return kind in PARTS and all(stage.halved for stage in profile.stages)
 
 
 def _row(profile: JobProfile, kind: Kind) -> tuple[str, ...]:
@@ -54,7 +54,9 @@ def _others(profile: JobProfile) -> str:
         said.append(f"a message takes {profile.comm:.3g} ms, {worst:.3g} from rank {source} to {to}")
     held = [stage.held / 2**20 for stage in profile.stages]
     if any(held):
-        waiting = sum(stage.left for stage in profile.stages) / sum(stage.held for stage in profile.stages)
+        waiting = sum(stage.sizes[Share.WEIGHTS] for stage in profile.stages) / sum(
+            stage.held for stage in profile.stages
+        )
         said.append(
             f"a microbatch holds {statistics.median(held):.3g} MiB on the median stage, {max(held):.3g} on stage "
             f"{held.index(max(held))}; {percent(waiting, 0)} of it waits for W"

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import KINDS, WHOLES, At, Kind, Resource, Result
+from megatron.schedules.schedule.kinds import ENDS_GRADIENTS, KINDS, PARTS, At, Kind, Resource, Result, using
 from megatron.schedules.schedule.placement import Placement
 
 
@@ -69,7 +69,7 @@ TAKEN: Mapping[Kind | Op, Result] = {
     if need.at in (At.PREVIOUS, At.NEXT) and (result := KINDS[need.kinds[0]].makes)
 }
 _MADE: Mapping[Kind | Op, Result] = {kind: row.makes for kind, row in KINDS.items() if row.makes}
-_IN_PARTS = {part for parts in WHOLES for part in parts}
+_SPARING = {kind for kind, row in KINDS.items() if row.spares}
 
 
 class Ranks(Enum):
@@ -110,8 +110,8 @@ COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.WEIGH: Collective(-1, (Kind.I, Kind.B), Ranks.LAST, (Kind.T,), Ranks.EVERY),
     Op.EMBED_BACK: Collective(0, (Kind.I, Kind.B), Ranks.FIRST, (Op.ADD,), Ranks.EVERY),
 }
-# What a stage's weight gradients are complete after.
-ADDS_GRADIENTS: Collection[Kind | Op] = {Op.ADD, *(kind for kind, row in KINDS.items() if row.ends_gradients)}
+# What a stage's weight gradients are complete after, and the sort of gradients that it ends.
+ADDS_GRADIENTS: Mapping[Kind | Op, Kind | Op] = {Op.ADD: Op.ADD} | {**ENDS_GRADIENTS}
 _TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
 
 
@@ -251,11 +251,15 @@ class Program:
 
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
-        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in _IN_PARTS)
+        return self._having(PARTS)
 
     @cached_property
     def _again(self) -> frozenset[tuple[int, int]]:
-        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Kind.R)
+        return self._having(_SPARING)
+
+    def _having(self, kinds: Collection[Kind]) -> frozenset[tuple[int, int]]:
+        """Stage and microbatch of each pass of ``kinds``."""
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in kinds)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -281,7 +285,7 @@ class Program:
             if op is Op.REDUCE:
                 seen[stage] = frozenset()
             elif stage in seen and op in ADDS_GRADIENTS:
-                giver = op if op in (Kind.T, Op.ADD) else Kind.W
+                giver = ADDS_GRADIENTS[op]
                 if giver not in seen[stage]:
                     found[op, stage, microbatch] = Ending(left, seen[stage])
                     seen[stage] |= {giver}
@@ -356,7 +360,7 @@ class Program:
     @cached_property
     def away(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose activations are offloaded, and loaded back before I or B."""
-        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op is Kind.O)
+        return self._having(using(Resource.TO_HOST))
 
     def offloads(self, stage: int, microbatch: int) -> bool:
         """Whether an O of that stage and microbatch follows its F."""

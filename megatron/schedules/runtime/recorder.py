@@ -10,8 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron.schedules.runtime.program import Action
-from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, using
 from megatron.schedules.schedule.passes import Pass
+
+# A copy to the host begins with the end of the pass that it needs.
+_COPIED_BY = {need.kinds[0]: kind for kind in using(Resource.TO_HOST) for need in KINDS[kind].needs}
 
 
 class Clock(Protocol):
@@ -129,7 +132,7 @@ class Recorder:
         """
         assert self._at is not None
         stage, kind, m = self._at
-        copying = _Copying(Pass(stage, Kind.O if kind is Kind.F else kind, m), [])
+        copying = _Copying(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
         self._copying.append(copying)
         return lambda: copying.marks.append(self._clock.mark())
 

@@ -16,7 +16,7 @@ from megatron.schedules.utils.errors import PlanError
 # Times and weights that are planned for: sums of their products stay far from what a float can hold.
 _LEAST, _MOST = 1e-100, 1e100
 # No linear's W needs so much more than its I: a slip.
-_MOST_SHARE = 100
+MOST_SHARE = 100
 # Of what a layer holds, the part that is its input: 2 of some 34 bytes a token and hidden unit.
 LAYER_INPUT = 0.06
 # Times further apart than this are lost in each other's rounding.
@@ -97,9 +97,9 @@ class Costs:
                 raise PlanError(f"per-stage weights must be {fault}", part)
         if self.stage_weights is not None and not any(self.stage_weights):
             raise PlanError("at least one stage must take time", "stage_weights")
-        if not 0 <= self.weight_share <= _MOST_SHARE:
+        if not 0 <= self.weight_share <= MOST_SHARE:
             raise PlanError(
-                f"the share of memory held until W must be from 0 to {_MOST_SHARE}, not {self.weight_share:g}",
+                f"the share of memory held until W must be from 0 to {MOST_SHARE}, not {self.weight_share:g}",
                 "weight_share",
             )
         if not 0 <= self.recompute <= 1:

@@ -1,52 +1,53 @@
-"""Forms of JSON files that hold a value for each kind of pass, or for each part of a stage's activations."""
+"""Forms of JSON files that hold a value for each kind of pass, or for each part of a stage's activations.
+
+Their fields are those of the table of kinds: they are made from it, and read and written as any other form.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, defstruct
 
-from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.kinds import SPLIT, Kind, Share
 from megatron.schedules.utils.json_files import Form
 
+_Value = TypeVar("_Value")
 
-class ByKind[Value](Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value for each kind of pass that there is; F, I and W always are."""
 
-    F: Value
-    I: Value  # noqa: E741 - the field's letter for the input gradient
-    W: Value
-    B: Value | UnsetType = UNSET
-    S: Value | UnsetType = UNSET
-    T: Value | UnsetType = UNSET
-    R: Value | UnsetType = UNSET
-    O: Value | UnsetType = UNSET  # noqa: E741 - the field's letter for offloading
-    L: Value | UnsetType = UNSET
+class _ByMember[Key: Enum, Value](Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A field for each member of an enumeration, by its name."""
 
-    @staticmethod
-    def of(values: Mapping[Kind, Value]) -> ByKind[Value]:
+    members: ClassVar[type[Enum]]
+
+    @classmethod
+    def of(cls, values: Mapping[Key, Value]) -> Self:
         """``values`` as they are written."""
-        return ByKind(**{kind.value: value for kind, value in values.items()})
+        return cls(**{key.name: value for key, value in values.items()})
 
-    def values(self) -> dict[Kind, Value]:
+    def values(self) -> dict[Key, Value]:
         """Those that are there."""
-        return {kind: value for kind in Kind if (value := getattr(self, kind)) is not UNSET}
+        found: dict[Any, Value] = {key: getattr(self, key.name) for key in self.members}
+        return {key: value for key, value in found.items() if value is not UNSET}
 
 
-class ByShare[Value](Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value for each part of a stage's activations."""
+def _form(name: str, doc: str, base: Any, members: type[Enum], always: Collection[Enum]) -> Any:
+    """The form ``name``, a ``base``, with a field for each of ``members``; those not ``always`` there are optional."""
+    fields = [(key.name, _Value) if key in always else (key.name, _Value | UnsetType, UNSET) for key in members]
+    namespace = {"members": members, "__doc__": doc, "__orig_bases__": (base,)}
+    return defstruct(name, fields, bases=(_ByMember,), namespace=namespace, module=__name__)
 
-    FORWARD: Value
-    WEIGHTS: Value
-    VOCABULARY: Value
-    AGAIN: Value
-    AWAY: Value
 
-    @staticmethod
-    def of(values: Mapping[Share, Value]) -> ByShare[Value]:
-        """``values`` as they are written."""
-        return ByShare(**{share.name: value for share, value in values.items()})
+if TYPE_CHECKING:
 
-    def values(self) -> dict[Share, Value]:
-        """All of them."""
-        return {share: getattr(self, share.name) for share in Share}
+    class ByKind[Value](_ByMember[Kind, Value], frozen=True): ...
+
+    class ByShare[Value](_ByMember[Share, Value], frozen=True): ...
+
+else:
+    _KINDS = "A value for each kind of pass that there is; F, I and W always are."
+    ByKind = _form("ByKind", _KINDS, _ByMember[Kind, _Value], Kind, SPLIT)
+    _SHARES = "A value for each part of a stage's activations."
+    ByShare = _form("ByShare", _SHARES, _ByMember[Share, _Value], Share, Share)

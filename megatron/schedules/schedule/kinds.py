@@ -94,6 +94,7 @@ class Row(NamedTuple):
         spares: what the stage's forward does not keep where this comes.
         returns: the kind without which it is of no use, on the same stage.
         of_ranks: whether each rank does it for every microbatch, all ranks or none; written with its last stage.
+        in_evaluation: whether it is done where there is no backward.
     """
 
     meaning: str
@@ -109,6 +110,7 @@ class Row(NamedTuple):
     spares: tuple[Share, ...] = ()
     returns: Kind | None = None
     of_ranks: bool = False
+    in_evaluation: bool = False
 
 
 _SINGLE = {
@@ -117,6 +119,7 @@ _SINGLE = {
         needs=(Need((Kind.F,), At.PREVIOUS),),
         makes=Result.ACTIVATION,
         takes=(Share.FORWARD, Share.AGAIN, Share.AWAY),
+        in_evaluation=True,
     ),
     Kind.I: Row(
         "input gradient",
@@ -144,6 +147,7 @@ _SINGLE = {
         takes=(Share.VOCABULARY,),
         optional=True,
         of_ranks=True,
+        in_evaluation=True,
     ),
     Kind.T: Row(
         "its weight gradient",
@@ -196,6 +200,7 @@ def _whole(*parts: Kind) -> Row:
         filler=all(row.filler for row in rows),
         ends_gradients=any(row.ends_gradients for row in rows),
         parts=parts,
+        in_evaluation=all(row.in_evaluation for row in rows),
     )
 
 
@@ -203,12 +208,30 @@ KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 
 # A whole stands for each of its parts.
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
+# What is a part of a whole.
+PARTS = frozenset(part for parts in WHOLES for part in parts)
 # What every stage does with every microbatch, the backward split.
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
 # What a schedule may have of any stage and microbatch, to hold less.
 RELIEF = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
 # What every rank does with every microbatch where all of them share the vocabulary.
 OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
+# What there is without a backward.
+IN_EVALUATION = tuple(kind for kind, row in KINDS.items() if row.in_evaluation)
+# What weight gradients are complete after, and the part of it that ends them.
+ENDS_GRADIENTS: Mapping[Kind, Kind] = {
+    kind: next(part for part in row.parts or (kind,) if KINDS[part].ends_gradients)
+    for kind, row in KINDS.items()
+    if row.ends_gradients
+}
+# The shares that can be seen by themselves: the first kind that takes (1) or gives back (-1) nothing else.
+SEEN_BY: Mapping[Share, tuple[Kind, int]] = {
+    share: (kind, sign)
+    for kind, row in reversed([*KINDS.items()])
+    for sign, shares in ((1, row.takes), (-1, row.gives))
+    for share in shares
+    if len(row.takes + row.gives) == 1
+}
 # The kinds that count as one where others wait: a whole as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
@@ -220,6 +243,15 @@ StageKind = tuple[int, Kind]
 
 Doing = Mapping[Kind, Collection[int]]
 """What is done with a microbatch: kinds, and the stages of each."""
+
+
+def using(resource: Resource) -> frozenset[Kind]:
+    """The kinds that keep ``resource`` busy."""
+    return frozenset(kind for kind, row in KINDS.items() if row.resource is resource)
+
+
+# The shares that go to the host.
+TO_HOST = frozenset(share for kind in using(Resource.TO_HOST) for share in KINDS[kind].gives)
 
 
 def stages_doing(kind: Kind, placement: Placement) -> list[int]:

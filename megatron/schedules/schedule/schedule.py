@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, RELIEF, WHOLES, At, Kind, StageKind, sources
+from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, RELIEF, At, Kind, StageKind, sources
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 
@@ -47,7 +47,7 @@ class Schedule:
     @property
     def splits(self) -> bool:
         """Whether any pass is a part of what could be done as a whole: a backward is split."""
-        return any(kind in self.kinds for parts in WHOLES for kind in parts)
+        return not self.kinds.isdisjoint(PARTS)
 
     def passes(self) -> Iterator[tuple[int, Pass]]:
         """Every pass with its rank, rank by rank, in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, SPLIT, WHOLES, Kind, sources, stages_doing
+from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, PARTS, SPLIT, WHOLES, Kind, sources, stages_doing
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import sweep
@@ -55,8 +55,7 @@ def _validate_passes(schedule: Schedule) -> None:
         back = KINDS[kind].returns
         if back is not None and (stage, back, m) not in there:
             raise PlanError(f"{schedule.name}: {stage}{back}{m} is missing: {stage}{kind}{m} is of no use without it")
-    in_wholes = {part for parts in WHOLES for part in parts}
-    alone = [kind for kind in SPLIT if kind not in in_wholes]
+    alone = [kind for kind in SPLIT if kind not in PARTS]
     for stage in range(schedule.placement.stages):
         for m in range(schedule.microbatches):
             for kind in alone:
