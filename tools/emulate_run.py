@@ -80,7 +80,6 @@ def _emulate(
     recorded = emulated(request, true, unit_ms)
     if cure is not None:
         request = cured(request, recorded, layers=cure == "layers")
-        true = replace(true, layers=request.costs.layers)
         _say("before", recorded)
         recorded = emulated(request, true, unit_ms)
     try:
@@ -153,7 +152,7 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
 
     Args:
         request: the schedule, and the times of its passes as planned.
-        true: how long they sleep.
+        true: how long they sleep, where its layers lie.
         unit_ms: of both, in milliseconds.
     """
     from megatron.schedules.runtime.checker import check
@@ -161,7 +160,7 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
     from tools.benchmarks.emulated_ranks import run_ranks
 
     schedule = plan(request)
-    planned, sleeping = (costs.on(schedule.placement) for costs in (request.costs, true))
+    planned, sleeping = (costs.on(schedule.placement, request.decisions) for costs in (request.costs, true))
     times = {kind: tuple(unit_ms * time for time in each) for kind, each in sleeping.times.items()}
     measured = replace(sleeping, times=times)
     programs = lower(schedule, planned)

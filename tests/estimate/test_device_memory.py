@@ -20,6 +20,7 @@ from megatron.schedules.estimate.shape import Experts, Shape
 from megatron.schedules.estimate.transformer import Latent
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks
 
@@ -91,21 +92,24 @@ def test_for_w_linears_keep_their_inputs_and_the_gradients_of_what_comes_out_of_
     assert whole(layer).weights / HIDDEN == 2 * (1 + 1 + 1 + 4) + 2 * (3 + 1 + 4 + 1)
 
 
-def costs(of: Build, counts: tuple[int, ...], recompute: Recompute = NOTHING, **more: object) -> Costs:
+def asked(
+    of: Build, counts: tuple[int, ...], recompute: Recompute = NOTHING, offloaded: tuple[float, ...] | None = None
+) -> Request:
     """What a plan of ``of`` is made for, so many layers on each stage."""
-    return Costs(model=of.shape.loads, layers=counts, memory=model_memory(of, SEQUENCE, recompute), **more)  # type: ignore[arg-type]
+    costs = Costs(model=of.shape.loads, memory=model_memory(of, SEQUENCE, recompute))
+    return Request("1f1b", len(counts), 2 * len(counts), costs, decisions=Decisions(counts, offloaded=offloaded))
 
 
-def ranks(schedule: str, of: Costs, size: int = 4) -> list[float]:
+def ranks(schedule: str, of: Request, size: int = 4) -> list[float]:
     """Bytes of activations on each rank, parameters aside."""
     made = plan(Request(schedule, size, 2 * size))
     return [rank.activations for rank in in_bytes(made, of, Count(), Numbers(2, 4, 12))]
 
 
-def in_bytes(made: Schedule, of: Costs, count: Count, numbers: Numbers) -> tuple[RankMemory, ...]:
-    assert of.memory is not None and of.layers is not None
-    size = made.ranks
-    return memory(made, of.on(made.placement), of.memory, of.layers, [count] * size, numbers, [0.0] * size)
+def in_bytes(made: Schedule, of: Request, count: Count, numbers: Numbers) -> tuple[RankMemory, ...]:
+    held, layers, size = of.costs.memory, of.decisions.layers, made.ranks
+    assert held is not None and layers is not None
+    return memory(made, of.costs_on(made.placement), held, layers, [count] * size, numbers, [0.0] * size)
 
 
 def test_bytes_are_a_plans_microbatches_times_those_of_one():
@@ -113,12 +117,12 @@ def test_bytes_are_a_plans_microbatches_times_those_of_one():
     one = SEQUENCE * whole(activations(of).layers[0]).forward * LAYERS / 4
     made = plan(Request("1f1b", 4, 8))
     inner = [peak * one for peak in peaks(made, Costs().on(made.placement))][1:-1]
-    assert ranks("1f1b", costs(of, (2,) * 4))[1:-1] == pytest.approx(inner)
+    assert ranks("1f1b", asked(of, (2,) * 4))[1:-1] == pytest.approx(inner)
 
 
 def test_an_unequal_layer_is_on_the_rank_that_has_it():
     of = build(GPT)
-    even, moved = (ranks("1f1b", costs(of, counts)) for counts in ((2, 2, 2, 2), (1, 3, 2, 2)))
+    even, moved = (ranks("1f1b", asked(of, counts)) for counts in ((2, 2, 2, 2), (1, 3, 2, 2)))
     assert moved[0] < even[0]
     assert moved[1] == pytest.approx(1.5 * even[1])
     assert moved[2:] == even[2:]
@@ -128,7 +132,7 @@ def test_layers_that_keep_their_input_alone_hold_little_but_one_of_them_as_a_who
     of, counts = build(GPT), (2,) * 4
     layer, tokens = activations(of).layers[0], SEQUENCE
     for together, inputs in ((1, 2), (2, 1)):
-        found = ranks("1f1b", costs(of, counts, Recompute(layers=None, together=together)))[1]
+        found = ranks("1f1b", asked(of, counts, Recompute(layers=None, together=together)))[1]
         # Of the three microbatches' inputs one belongs to the layers that are there as a whole.
         kept = (3 * inputs - 1) * activations(of).input
         assert found == pytest.approx(tokens * (kept + together * whole(layer).forward))
@@ -146,7 +150,7 @@ def test_what_goes_to_the_host_is_there_and_not_on_the_device():
         )
     )
     made = plan(Request("file", 4, 1, csv=text))
-    away = costs(of, counts, offloaded=(1.0, 1.0, 1.0, 0.5))
+    away = asked(of, counts, offloaded=(1.0, 1.0, 1.0, 0.5))
     found = in_bytes(made, away, Count(1e6), Numbers(2, 4, 12, on_host=0.5))
     layer = SEQUENCE * whole(activations(of).layers[0]).forward
     assert found[1].activations == pytest.approx(2 * layer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.profile_facts import Facts
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.utils.errors import PlanError
@@ -38,7 +38,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     add_stock_arguments(parser)
     args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-schedule-costs-file", str(path)])
     args.world_size = 2
-    return replace(costs_of(args, 2), layers=(4, 4)).on(sequential(2))
+    return costs_of(args, 2).on(sequential(2), Decisions(layers=(4, 4)))
 
 
 def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):

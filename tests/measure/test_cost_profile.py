@@ -11,6 +11,7 @@ import pytest
 
 from megatron.schedules.cli.program import main
 from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.utils.errors import PlanError
@@ -109,7 +110,7 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     chunk = plain | {"again": {"median": 0.021}, "input_bytes": 500}
     costs = read_profile(written(tmp_path / "p.json", chunk=chunk)).costs(4)
     assert (costs.again, costs.layer_input) == pytest.approx((1.05, 0.125))
-    on_stages = replace(costs, redone=(0.5,) * 8).on(v_shape(4))
+    on_stages = costs.on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
     assert on_stages.durations[Kind.R] == pytest.approx((0.5 * 1.05 * 40,) * 8)
     # Half of a stage's layers, each but an eighth of it; a stage is half a rank.
     assert on_stages.held[Share.AGAIN] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)

@@ -18,6 +18,7 @@ from megatron.schedules.measure.measured_passes import Conditions, RankMeasured,
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import MOST_SHARE, Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
 from megatron.schedules.schedule.simulator import held_over_time, simulate
@@ -51,7 +52,7 @@ def profile(placement: Placement, *stages: StageProfile, **more: Any) -> JobProf
 @given(st.lists(st.tuples(st.integers(1, 4), MS, MS, MS, MS), min_size=2, max_size=8))
 def test_stages_that_were_measured_have_the_times_that_were_measured(measured):
     found = profile(sequential(len(measured)), *(stage(*each) for each in measured))
-    costs = replace(found.costs(len(measured)), layers=found.layers).on(found.placement)
+    costs = found.costs(len(measured)).on(found.placement, Decisions(layers=found.layers))
     for at, kind in enumerate((Kind.F, Kind.I, Kind.W), start=1):
         assert costs.times[kind] == pytest.approx([each[at] for each in measured])
     held = [each[4] for each in measured]
@@ -112,7 +113,7 @@ def test_forwards_done_again_and_copies_are_as_they_were_measured():
     more = {"redone": 0.5, "sizes": {Share.AGAIN: 470.0}}
     again = [replace(stage(2, 2.0, 2.4, 1.6, **more), times=V[1].times | {Kind.R: alike(1.2)}) for _ in range(8)]
     found = profile(v_shape(4), *again, copy_gbps=CopyRates(2e-3, 1e-3, 1e-3))
-    costs = replace(found.costs(4), redone=(0.5,) * 8).on(v_shape(4))
+    costs = found.costs(4).on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
     assert costs.times[Kind.R] == pytest.approx((1.2,) * 8)
     assert found.costs(4).layer_input == pytest.approx(1 - 470 / 500)
     assert found.copy_time(4) == pytest.approx(1.0), "1000 bytes at a megabyte a second"
@@ -177,7 +178,7 @@ def rows(costs: Costs, schedule_name: str, slower: float = 1.0) -> tuple[list[Ra
         counted = list(zip(order, (1000 * change for change in changes), strict=True))
         found.append(rank_measured(rank, passes, [], counted, {(0, 1): pace}))
     facts = Facts("a GPU", 8, 64, 4, 128, 1, 1)
-    return found, Conditions(facts, schedule, costs, (3, 5))
+    return found, Conditions(facts, schedule, costs, Decisions(), (3, 5))
 
 
 def test_a_stage_takes_as_long_as_on_its_slowest_replica():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -36,9 +37,9 @@ def written(placement: Placement, microbatches: int, *rows: str) -> Schedule:
     return Schedule("written", placement, microbatches, order)
 
 
-def timed(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def timed(schedule: Schedule, costs: Costs | None = None, decisions: Decisions = PLAIN) -> Timeline:
     """The schedule's timeline, at unit costs unless others are given."""
-    return simulate(schedule, (costs or Costs()).on(schedule.placement))
+    return simulate(schedule, (costs or Costs()).on(schedule.placement, decisions))
 
 
 @lru_cache(maxsize=100)
@@ -86,7 +87,7 @@ def recomputing(draw: st.DrawFn) -> Costs:
     """Unit costs that recompute nothing, all, or a part, and keep for W what they may, or more than F left."""
     share, left_to_w = st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.0, 0.25, 1.0, 1.75))
     return draw(
-        st.sampled_from((Costs(), Costs(recompute=draw(share), kept=draw(share), weight_share=draw(left_to_w))))
+        st.sampled_from((Costs(), Costs(stock_recompute=draw(share), kept=draw(share), weight_share=draw(left_to_w))))
     )
 
 

@@ -54,7 +54,7 @@ def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass
 
 
 def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:
-    again = costs.recompute * costs.forward
+    again = costs.stock_recompute * costs.forward
     half = {
         Kind.F: costs.forward,
         Kind.I: again + costs.input_grad,

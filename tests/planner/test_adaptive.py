@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> Request:
     hop = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
     times = draw(length), draw(length), draw(length)
     again = draw(recomputing())
-    costs = Costs(*times, hop, draw(by_slice), draw(by_slice), again.weight_share, again.recompute, again.kept)
+    costs = Costs(*times, hop, draw(by_slice), draw(by_slice), again.weight_share, again.stock_recompute, again.kept)
     least = least_limit(asked(d, n, None, costs))
     return asked(d, n, max(least, 0.01) + draw(st.integers(0, 5 * d)) / (4 * d), costs)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.planner.layer_partition import as_layout, spread_layers
-from megatron.schedules.planner.partition_plans import Spread, microbatches_held
+from megatron.schedules.planner.partition_plans import Spread, microbatches_held, with_layers
 from megatron.schedules.planner.plan_cache import kept_spread
 from megatron.schedules.planner.registry import Request, plan, unchecked_plan
 from megatron.schedules.schedule.costs import Costs
@@ -36,11 +36,7 @@ def asked(name: str, d: int, n: int, layers: int, ends: float = 2.6, **more: Any
 
 def timed(request: Request) -> Timeline:
     schedule = plan(request)
-    return simulate(schedule, request.costs.on(schedule.placement))
-
-
-def with_layers(request: Request, spread: Spread) -> Request:
-    return replace(request, costs=replace(request.costs, layers=spread))
+    return simulate(schedule, request.costs_on(schedule.placement))
 
 
 def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
@@ -66,13 +62,14 @@ def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
 def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: int, layers: int):
     request = asked(name, d, n, layers)
     found = spread_layers(request)
-    assert found.costs.layers is not None
+    assert found.costs == request.costs, "costs never change"
+    assert found.decisions.layers is not None
     ours, even = timed(found), timed(request)
 
     # Those that a bound from below does not rule out, with as many microbatches at once as with even layers, no more.
     where, n = ours.schedule.placement, request.microbatches
     for each in all_spreads(layers, where.stages):
-        if lower_bound(where, n, with_layers(request, each).costs.on(where), math.inf) < ours.makespan / 1.01:
+        if lower_bound(where, n, with_layers(request, each).costs_on(where), math.inf) < ours.makespan / 1.01:
             one = timed(with_layers(request, each))
             assert ours.makespan <= 1.01 * one.makespan or microbatches_held(one) > microbatches_held(even) + 1e-9
     assert microbatches_held(ours) <= microbatches_held(even) + 1e-9
@@ -84,7 +81,7 @@ def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: in
 def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: float):
     request = asked(name, 3, 7, 12, ends)
     found = spread_layers(request)
-    ours, even = timed(found), request.costs.model.evenly(len(found.costs.layers))  # type: ignore[union-attr, arg-type]
+    ours, even = timed(found), request.costs.model.evenly(len(found.decisions.layers))  # type: ignore[union-attr, arg-type]
     placed = replace(request, chunk_choices=found.chunk_choices)
     others = [even]
     for source, to in permutations(range(len(even)), 2):
@@ -108,9 +105,9 @@ def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
 def test_any_number_of_layers_over_any_number_of_stages(layers: int, stages: int):
     request = asked("1f1b", stages, 2 * stages, layers)
     found = spread_layers(request)
-    assert found.costs.layers is not None
-    assert sum(found.costs.layers) == layers
-    assert len(found.costs.layers) == stages
+    assert found.decisions.layers is not None
+    assert sum(found.decisions.layers) == layers
+    assert len(found.decisions.layers) == stages
     assert timed(found).makespan < timed(request).makespan
 
 
@@ -137,8 +134,8 @@ def test_what_the_parameters_of_the_ends_take_is_not_there_for_activations():
 
 def test_chunks_are_chosen_with_the_layers():
     found = spread_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
-    assert found.costs.layers is not None
-    assert found.chunk_choices == (len(found.costs.layers) // 2,)
+    assert found.decisions.layers is not None
+    assert found.chunk_choices == (len(found.decisions.layers) // 2,)
 
 
 def test_the_layout_is_in_megatrons_letters():

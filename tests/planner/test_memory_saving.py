@@ -14,6 +14,7 @@ from megatron.schedules.planner.memory_saving import relieve
 from megatron.schedules.planner.plan_cache import kept_relief
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import sequential, zigzag
 from megatron.schedules.schedule.schedule import in_microbatch_order
@@ -30,10 +31,10 @@ from megatron.schedules.utils.errors import PlanError
 REAL = Costs(1, 1.1, 0.75, 0.05)
 
 
-def timed(csv: str, costs: Costs) -> Timeline:
+def timed(csv: str, costs: Costs, decisions: Decisions) -> Timeline:
     schedule = from_csv(csv)
     assert from_json(to_json(schedule)) == schedule and to_csv(schedule) == csv
-    return simulate(schedule, costs.on(schedule.placement))
+    return simulate(schedule, costs.on(schedule.placement, decisions))
 
 
 def spans(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
@@ -41,8 +42,8 @@ def spans(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
 
 
 def test_a_forward_done_again_keeps_its_input_until_then():
-    costs = Costs(3, 2, 1, redone=(1.0,), layer_input=0.25)
-    timeline = timed("0F0,0F1,0R1,0I1,0W1,0R0,0I0,0W0\n", costs)
+    costs, again = Costs(3, 2, 1, layer_input=0.25), Decisions(recomputed=(1.0,))
+    timeline = timed("0F0,0F1,0R1,0I1,0W1,0R0,0I0,0W0\n", costs, again)
     # One chunk is two halves of a rank's layers.
     assert timeline.end[0] == (6, 12, 18, 22, 24, 30, 34, 36)
     held = [held for _, held in timeline.memory(0)]
@@ -51,15 +52,14 @@ def test_a_forward_done_again_keeps_its_input_until_then():
 
 
 def test_where_no_r_comes_a_forward_keeps_all():
-    timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(redone=(0.5,), layer_input=0.2))
+    timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(layer_input=0.2), Decisions(recomputed=(0.5,)))
     assert timeline.end[0][3] - timeline.end[0][2] == 1, "half of the layers are done again"
     # Of the relieved half a fifth stays.
     assert timeline.peak == pytest.approx(1 + 0.6)
 
 
 def test_a_copy_begins_with_its_forwards_end_and_ends_at_its_place():
-    costs = Costs(offloaded=(1.0,), copy=3)
-    timeline = timed("0F0,0F1,0O0,0O1,0L1,0I1,0W1,0L0,0I0,0W0\n", costs)
+    timeline = timed("0F0,0F1,0O0,0O1,0L1,0I1,0W1,0L0,0I0,0W0\n", Costs(copy=3), Decisions(offloaded=(1.0,)))
     # A forward takes 2 and a copy 6: the second waits for the channel, computing for both.
     assert spans(timeline, 0)["0O0"] == (2, 8)
     assert spans(timeline, 0)["0O1"] == (8, 14)
@@ -74,7 +74,7 @@ def test_a_copy_begins_with_its_forwards_end_and_ends_at_its_place():
 
 def test_one_channel_for_both_ways_is_shared():
     csv = "0F0,0O0,0F1,0L0,0O1,0I0,0W0,0L1,0I1,0W1\n"
-    both, one = (timed(csv, Costs(offloaded=(1.0,), copy=1, one_way=way)) for way in (False, True))
+    both, one = (timed(csv, Costs(copy=1, one_way=way), Decisions(offloaded=(1.0,))) for way in (False, True))
     # The second forward ends at 6; its copy goes at once, and that back with it or after it.
     assert spans(both, 0)["0O1"] == (6, 8) and spans(both, 0)["0L0"] == (6, 8)
     assert spans(one, 0)["0O1"] == (6, 8) and spans(one, 0)["0L0"] == (8, 10)
@@ -105,11 +105,9 @@ def relieved(draw: st.DrawFn) -> tuple[Problem, float]:
     parts = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=placement.stages, max_size=placement.stages)
     away = draw(parts)
     redone = [min(part, 1 - out) for part, out in zip(draw(parts), away, strict=True)]
-    costs = replace(
-        REAL, redone=tuple(redone), offloaded=tuple(away), copy=draw(st.sampled_from([0.1, 0.7, 2.0])),
-        one_way=draw(st.booleans()),
-    )  # fmt: skip
-    problem = Problem(placement, draw(st.integers(1, 6)), costs.on(placement))
+    costs = replace(REAL, copy=draw(st.sampled_from([0.1, 0.7, 2.0])), one_way=draw(st.booleans()))
+    decisions = Decisions(recomputed=tuple(redone), offloaded=tuple(away))
+    problem = Problem(placement, draw(st.integers(1, 6)), costs.on(placement, decisions))
     return problem, problem.least * draw(st.sampled_from([1.0, 1.3, 2.0, 8.0]))
 
 
@@ -161,16 +159,17 @@ def shortest(problem: Problem, limit: float) -> float:
 
 
 # A rank computes for 61.6 and 45.6; where no microbatch may overtake another the same search finds 110.9 and 136.9.
-@pytest.mark.parametrize(("relief", "most"), [("redone", 76.0), ("offloaded", 72.0)])
+@pytest.mark.parametrize(("relief", "most"), [("recomputed", 76.0), ("offloaded", 72.0)])
 def test_half_a_microbatch_of_memory_lets_several_be_under_way(relief: str, most: float):
     placement = zigzag(4, 4)
-    costs = replace(REAL, copy=1.425, **{relief: (1.0,) * placement.stages})
-    assert shortest(Problem(placement, 8, costs.on(placement)), 0.5) < most
+    decisions = Decisions(**{relief: (1.0,) * placement.stages})
+    assert shortest(Problem(placement, 8, replace(REAL, copy=1.425).on(placement, decisions)), 0.5) < most
 
 
 def test_recompute_overtakes_with_the_passes_that_free_its_memory():
     """Both microbatches' gradients come at once, and memory is enough for one recompute: the second need not wait."""
-    problem = Problem(sequential(1), 2, Costs(redone=(1.0,), layer_input=0.1).on(sequential(1)))
+    costs, again = Costs(layer_input=0.1), Decisions(recomputed=(1.0,))
+    problem = Problem(sequential(1), 2, costs.on(sequential(1), again))
     passes = {str(work): number for number, work in enumerate(problem.passes)}
     names = "0F0,0F1,0R0,0I0,0W0,0R1,0I1,0W1"
     order = np.array([passes[each] for each in names.split(",")])
@@ -210,7 +209,7 @@ def asked(limit: float, *, d: int = 4, n: int = 8, **how: bool) -> Request:
 def makespan(request: Request) -> float:
     schedule = plan(request)
     validate(schedule)
-    timeline = simulate(schedule, request.costs.on(schedule.placement))
+    timeline = simulate(schedule, request.costs_on(schedule.placement))
     assert request.memory_limit is not None
     assert timeline.limit <= request.memory_limit * request.ranks + 1e-6
     return timeline.makespan
@@ -252,11 +251,12 @@ def test_whole_layers_are_relieved_where_their_number_is_known(tmp_path, monkeyp
     request = replace(asked(0.3, recompute=True), costs=replace(REAL, model=SHAPES["Llama-3-8B"].loads))
     request = replace(request, chunk_choices=(2,))
     chosen = kept_relief(request)
+    assert chosen.costs == request.costs, "costs never change"
     assert kept_relief(request) == chosen, "the kept one is the same"
-    assert chosen.costs.redone is not None
-    layers = chosen.costs.layers_on(plan(chosen).placement)
+    assert chosen.decisions.recomputed is not None
+    layers = chosen.layers_on(plan(chosen).placement)
     assert layers is not None
-    for part, count in zip(chosen.costs.redone, layers, strict=True):
+    for part, count in zip(chosen.decisions.recomputed, layers, strict=True):
         assert part * count == pytest.approx(round(part * count))
 
 

@@ -65,7 +65,7 @@ def test_times_and_memory_follow_tokens_and_squares():
 
 
 def test_attention_of_recomputed_forwards_counts_in_i():
-    plain, again = (Costs(2, 3, 1, attention=(0.5, 0.4), recompute=share).on(sequential(2)) for share in (0, 1))
+    plain, again = (Costs(2, 3, 1, attention=(0.5, 0.4), stock_recompute=share).on(sequential(2)) for share in (0, 1))
     assert plain.of_attention[Kind.I] == pytest.approx((2.4, 2.4))
     assert again.of_attention[Kind.I] == pytest.approx((4.4, 4.4))
 

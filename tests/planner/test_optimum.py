@@ -6,6 +6,7 @@ import pytest
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape
 from tests.planner.made_schedules import timed
 from tests.planner.optimum import optimal_makespan
@@ -67,9 +68,18 @@ def relieved(d: int, n: int, limit: float, redone: range, offloaded: range, copy
     """The plan on the V where these stages are done again or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
     again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (redone, offloaded))
-    costs = Costs(*RELIEF, redone=again, offloaded=away, copy=copy, layer_input=0.0)
-    request = Request("adaptive", d, n, costs, memory_limit=limit / d, placement=placement, search_seconds=0.5)
-    return timed(plan(request), costs).makespan
+    costs, decisions = Costs(*RELIEF, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)
+    request = Request(
+        "adaptive",
+        d,
+        n,
+        costs,
+        memory_limit=limit / d,
+        placement=placement,
+        search_seconds=0.5,
+        decisions=decisions,
+    )
+    return timed(plan(request), costs, decisions).makespan
 
 
 NONE = range(0)

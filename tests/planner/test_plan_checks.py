@@ -12,6 +12,7 @@ from megatron.schedules.planner.memory_saving import relieve
 from megatron.schedules.planner.plan_checks import check_layers, check_plan, check_shares
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import interleaved, sequential, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.text_forms import from_csv
@@ -38,9 +39,14 @@ def test_every_plan_by_name_answers_its_request(name: str, costs: Costs):
         replace(ADAPTIVE, placement=zigzag(3, 2)),
         replace(ADAPTIVE, chunk_choices=(1,)),
         replace(ADAPTIVE, costs=Costs(100, 110, 75, 0)),
-        replace(ADAPTIVE, costs=replace(COSTS, weight_share=0.4, recompute=1.0, kept=0.1)),
-        replace(ADAPTIVE, costs=replace(COSTS, redone=(0.5,) * 6), chunk_choices=(2,)),
-        replace(ADAPTIVE, costs=replace(COSTS, offloaded=(1.0, 0.0) * 3, copy=0.4), chunk_choices=(2,)),
+        replace(ADAPTIVE, costs=replace(COSTS, weight_share=0.4, stock_recompute=1.0, kept=0.1)),
+        replace(ADAPTIVE, decisions=Decisions(recomputed=(0.5,) * 6), chunk_choices=(2,)),
+        replace(
+            ADAPTIVE,
+            costs=replace(COSTS, copy=0.4),
+            decisions=Decisions(offloaded=(1.0, 0.0) * 3),
+            chunk_choices=(2,),
+        ),
         replace(ADAPTIVE, ranks=4, costs=replace(MODEL, shared_vocabulary=True), memory_limit=1.5),
     ],
 )
@@ -104,8 +110,8 @@ def test_a_layer_partition_that_was_searched_answers_its_request():
         replace(LAYERED, ranks=2, chunk_choices=(1,)),
     ):
         found = spread_layers(request)
-        assert found.costs.layers is not None
-        check_layers(found.costs.layers, found.chunk_choices, request)
+        assert found.decisions.layers is not None
+        check_layers(found.decisions.layers, found.chunk_choices, request)
         check_plan(plan(found), found)
 
 
@@ -142,11 +148,11 @@ def test_a_schedule_by_name_has_the_chunks_it_was_asked_for_with():
 
 @pytest.mark.parametrize(("recompute", "offload"), [(True, False), (False, True), (True, True)])
 def test_shares_that_were_searched_answer_their_request(recompute: bool, offload: bool):
-    for costs in (COSTS, placed(LAYERED, (2, 3, 3, 3, 6, 5, 5, 5), (2,)).costs):
-        request = replace(LAYERED, costs=replace(costs, copy=0.5), chunk_choices=(2,), memory_limit=0.35)
+    for known in (replace(LAYERED, costs=COSTS), placed(LAYERED, (2, 3, 3, 3, 6, 5, 5, 5), (2,))):
+        request = replace(known, costs=replace(known.costs, copy=0.5), chunk_choices=(2,), memory_limit=0.35)
         request = replace(request, recompute=recompute, offload=offload)
         found = relieve(request)
-        check_shares(found.costs.redone, found.costs.offloaded, found.chunk_choices, request)
+        check_shares(found.decisions.recomputed, found.decisions.offloaded, found.chunk_choices, request)
 
 
 HALF, NONE = (0.5,) * 4, (0.0,) * 4

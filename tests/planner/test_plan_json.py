@@ -17,6 +17,7 @@ from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.report.figures import as_form, figures
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json
@@ -133,8 +134,8 @@ def test_every_sort_of_pass_and_copy_reads_back():
     csv = from_csv("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1I0,1F1,1R1,1B1,1W0\n")
     hops = ((0, 1, 0.25), (1, 0, 2.0))
     for one_way in (False, True):
-        costs = Costs(1, 1, 1, redone=(0, 1), offloaded=(1, 0), copy=1.5, one_way=one_way, hops=hops)
-        timeline = timed(csv, costs)
+        costs = Costs(1, 1, 1, copy=1.5, one_way=one_way, hops=hops)
+        timeline = timed(csv, costs, Decisions(recomputed=(0, 1), offloaded=(1, 0)))
         assert from_text(document_of(timeline, costs)) == timeline
         assert assert_follows(json.loads(document_of(timeline, costs)))["copying"] > 0
 
@@ -193,8 +194,7 @@ def test_what_is_no_plan_is_refused_by_its_field(change: dict[str, object], said
 
 def test_passes_without_a_time_are_refused():
     csv = from_csv("0F0,0R0,0B0\n1F0,1B0\n")
-    costs = Costs(redone=(1, 0))
-    document = json.loads(document_of(timed(csv, costs), costs))
+    document = json.loads(document_of(timed(csv, Costs(), Decisions(recomputed=(1, 0))), Costs()))
     del document["stage_costs"]["times"]["R"]
     with pytest.raises(PlanError, match=r"^\$.stage_costs.times lacks 'R', and the order has such passes$"):
         from_text(json.dumps(document))

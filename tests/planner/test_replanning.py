@@ -16,6 +16,7 @@ from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, digest, moved, propose, read_rows
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
@@ -71,16 +72,17 @@ def test_rows_that_are_no_plan_on_this_placement_are_refused() -> None:
             read_rows(csv, current)
 
 
-def test_a_digest_tells_rows_placements_and_costs_apart() -> None:
+def test_a_digest_tells_rows_placements_costs_and_decisions_apart() -> None:
     current = plan(ADAPTIVE)
     csv, other = to_csv(current), plan(Request("zb-1p", 4, 8)).placement
     marks = {
-        digest(csv, current.placement, Costs()),
-        digest(csv + "x", current.placement, Costs()),
-        digest(csv, other, Costs()),
-        digest(csv, current.placement, MEASURED),
+        digest(csv, current.placement, ADAPTIVE),
+        digest(csv + "x", current.placement, ADAPTIVE),
+        digest(csv, other, ADAPTIVE),
+        digest(csv, current.placement, replace(ADAPTIVE, costs=MEASURED)),
+        digest(csv, current.placement, replace(ADAPTIVE, decisions=Decisions(layers=(1,) * 8))),
     }
-    assert len(marks) == 4
+    assert len(marks) == 5
 
 
 def waited_for(way: Beside) -> Proposal:

@@ -21,7 +21,7 @@ COSTS = {
     "equal": Costs(),
     "real": Costs(1, 1.1, 0.75, 0.05),
     "slow network": Costs(1, 3, 0.2, 2),
-    "recomputing": Costs(1, 1.1, 0.75, 0.05, recompute=1.0, kept=0.06),
+    "recomputing": Costs(1, 1.1, 0.75, 0.05, stock_recompute=1.0, kept=0.06),
     "W holds little": Costs(1, 1.1, 0.75, 0.05, weight_share=0.3),
 }
 HEAVY_END = Costs(1, 1.1, 0.75, 0.05, (1, 1, 1, 1, 1, 1, 1, 3), (3, 1, 1, 1, 1, 1, 1, 1))

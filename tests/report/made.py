@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -15,18 +16,17 @@ def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", *
     """A named schedule, timed."""
     request = Request(name, ranks, microbatches, Costs.parse(costs), **more)
     schedule = plan(request)
-    return simulate(schedule, request.costs.on(schedule.placement))
+    return simulate(schedule, request.costs_on(schedule.placement))
 
 
 def relieved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Timeline:
     """V-Half in which each first chunk is offloaded and each second one done again, in full."""
     schedule = timeline("v-half", ranks, microbatches).schedule
     first = [float(stage < ranks) for stage in range(2 * ranks)]
-    costs = Costs(
-        redone=tuple(1 - each for each in first), offloaded=tuple(first), copy=0.75, one_way=one_way, layer_input=0.0
-    )
+    costs = Costs(copy=0.75, one_way=one_way, layer_input=0.0)
+    decisions = Decisions(recomputed=tuple(1 - each for each in first), offloaded=tuple(first))
     rows = tuple(tuple(each for work in row for each in _relieved(work, ranks)) for row in schedule.order)
-    return simulate(replace(schedule, name="file", order=rows), costs.on(schedule.placement))
+    return simulate(replace(schedule, name="file", order=rows), costs.on(schedule.placement, decisions))
 
 
 def _relieved(work: Pass, ranks: int) -> list[Pass]:

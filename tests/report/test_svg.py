@@ -10,6 +10,7 @@ import pytest
 
 from megatron.schedules.report.svg import draw_svg
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.simulator import simulate
 from tests.report.made import relieved, timeline
@@ -151,7 +152,6 @@ def test_what_takes_no_time_has_no_cell():
     drawn = cells(ElementTree.fromstring(draw_svg([line])))
     assert len(drawn) == sum(work.stage != 1 for _, work in schedule.passes())
     assert all(wide > 0 and tall > 0 for _, _, wide, tall in drawn)
-    instant = draw_svg(
-        [simulate(relieved().schedule, Costs(redone=(1.0,) * 8, offloaded=(1.0,) * 8).on(schedule.placement))]
-    )
+    decisions = Decisions(recomputed=(1.0,) * 8, offloaded=(1.0,) * 8)
+    instant = draw_svg([simulate(relieved().schedule, Costs().on(schedule.placement, decisions))])
     assert not re.search(r"h-?0v|h0z|NaN", instant)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.host_buffers import HostMemory
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import made, taken
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import from_csv
 
-AWAY = Costs(offloaded=(1.0,))
+AWAY = Decisions(offloaded=(1.0,))
 
 
-def blocks(csv: str, costs: Costs) -> float:
+def blocks(csv: str, decisions: Decisions) -> float:
     schedule = from_csv(csv)
-    (found,) = taken(schedule, costs.on(schedule.placement))
+    (found,) = taken(schedule, Costs().on(schedule.placement, decisions))
     return found
 
 
@@ -38,9 +41,12 @@ def test_a_block_is_used_again_from_its_l_on(csv: str, number: int):
 @pytest.mark.parametrize("parts", [(1.0, 0.5, 0.25), (0.25, 1.0, 0.0), (0.5, 0.25, 1.0)])
 def test_the_run_time_makes_as_many(parts: tuple[float, ...]):
     """Its rank has stages that copy as much as one another, or much less, or nothing."""
-    costs = Costs(1, 1.1, 0.75, 0.05, copy=0.3, offloaded=tuple(parts[stage % 3] for stage in range(12)))
-    schedule = plan(Request("adaptive", 3, 9, costs, memory_limit=0.6, chunk_choices=(4,), search_seconds=0.2))
-    of_stages = costs.on(schedule.placement)
+    costs = Costs(1, 1.1, 0.75, 0.05, copy=0.3)
+    decisions = Decisions(offloaded=tuple(parts[stage % 3] for stage in range(12)))
+    request = Request("adaptive", 3, 9, costs, memory_limit=0.6, chunk_choices=(4,), search_seconds=0.2)
+    request = replace(request, decisions=decisions)
+    schedule = plan(request)
+    of_stages = request.costs_on(schedule.placement)
     unit = 2**26
     for row, found in zip(schedule.order, taken(schedule, of_stages), strict=True):
         assert found > 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
 from megatron.schedules.schedule.placement import sequential, v_shape, zigzag
@@ -48,7 +49,7 @@ def test_the_ends_come_on_top_and_leave_nothing_to_w():
 
 def test_what_is_no_layer_recomputes_nothing():
     plain, again = (
-        Costs(1, 1, 1, model=model(8), recompute=share, kept=1 - share / 2).on(v_shape(2)) for share in (0, 1)
+        Costs(1, 1, 1, model=model(8), stock_recompute=share, kept=1 - share / 2).on(v_shape(2)) for share in (0, 1)
     )
     more = [b - a for a, b in zip(plain.durations[Kind.I], again.durations[Kind.I], strict=True)]
     assert more == pytest.approx([1] * 4)
@@ -56,12 +57,12 @@ def test_what_is_no_layer_recomputes_nothing():
 
 
 def test_layers_are_where_they_are_said_to_be():
-    costs = Costs(model=model(8, Part(), Part()), layers=(1, 3, 4, 0)).on(sequential(4))
+    costs = Costs(model=model(8, Part(), Part())).on(sequential(4), Decisions(layers=(1, 3, 4, 0)))
     assert costs.durations[Kind.F] == pytest.approx((1, 3, 4, 0))
     with pytest.raises(PlanError, match="layers of 4 stages given for v"):
-        Costs(model=model(8), layers=(2, 2, 2, 2)).on(v_shape(4))
+        Costs(model=model(8)).on(v_shape(4), Decisions(layers=(2, 2, 2, 2)))
     with pytest.raises(PlanError, match="the stages have 7 layers, and the model 8"):
-        Costs(model=model(8), layers=(2, 2, 2, 1)).on(v_shape(2))
+        Costs(model=model(8)).on(v_shape(2), Decisions(layers=(2, 2, 2, 1)))
 
 
 def test_an_end_may_stand_in_for_a_layer():

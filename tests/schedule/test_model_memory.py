@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
@@ -67,7 +68,7 @@ def test_a_model_of_equal_layers_costs_what_equal_shares_do(chunks: int):
     recomputed = tuple([1.0, 0.0] * (2 * chunks))[: 2 * chunks]
     placement = zigzag(2, chunks) if chunks > 1 else zigzag(2, 1)
     by_shares, by_bytes = (
-        replace(costs, redone=recomputed).on(placement) for costs in (shares, replace(shares, memory=plain))
+        costs.on(placement, Decisions(recomputed=recomputed)) for costs in (shares, replace(shares, memory=plain))
     )
     for kind in Kind:
         assert by_bytes.changes[kind] == pytest.approx(by_shares.changes[kind])

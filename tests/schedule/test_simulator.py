@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import sequential, v_shape
@@ -46,7 +47,7 @@ def test_makespan_and_bubbles_are_as_defined(made: tuple[Schedule, Costs]):
     own_spans = [max(spans[p][1] for p in row) - min(spans[p][0] for p in row) for row in schedule.order]
     assert timeline.span_bubble == pytest.approx(max(1 - w / s for w, s in zip(work, own_spans, strict=True)))
     if costs.stage_weights is None:
-        forwards = (1 + costs.recompute) * costs.forward
+        forwards = (1 + costs.stock_recompute) * costs.forward
         ideal = schedule.microbatches * 2 * (forwards + costs.input_grad + costs.weight_grad)
         assert timeline.bubble == pytest.approx(1 - ideal / makespan)
 
@@ -162,16 +163,16 @@ def test_what_an_input_gradient_gives_back_makes_room():
 
 def test_what_is_recomputed_costs_time_in_the_input_gradient_and_memory_only_from_there():
     schedule = written(sequential(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
-    timeline = timed(schedule, Costs(1, 1, 1, recompute=1.0, kept=0.125, weight_share=0.75))
+    timeline = timed(schedule, Costs(1, 1, 1, stock_recompute=1.0, kept=0.125, weight_share=0.75))
     assert timeline.makespan == 2 * (1 + 1 + 2 + 2 + 1)
     assert timeline.memory(0) == ((0.0, 0.0), (0.0, 0.125), (8.0, 0.75), (14.0, 0.0))
-    whole = timed(written(sequential(2), 1, "0F0 0B0", "1F0 1B0"), Costs(recompute=1.0, kept=0.125))
+    whole = timed(written(sequential(2), 1, "0F0 0B0", "1F0 1B0"), Costs(stock_recompute=1.0, kept=0.125))
     assert whole.peak == 0.125
 
 
 def test_a_split_backward_needs_room_for_what_it_recomputed():
     """A chunk of V-Half is half a rank's layers; a whole backward needs no room that counts."""
-    costs = Costs(recompute=1.0, kept=0.0)
+    costs = Costs(stock_recompute=1.0, kept=0.0)
     assert timed(plan(Request("1f1b", 8, 16, costs)), costs).peak == 0
     assert timed(plan(Request("v-half", 8, 16, costs)), costs).peak >= 0.5
     assert timed(plan(Request("adaptive", 8, 16, costs, memory_limit=1 / 16, search_seconds=0.1)), costs).peak <= 0.5
@@ -195,7 +196,7 @@ def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
 def test_figures_count_computing_alone_and_copies_beside_it(one_way: bool, later: float):
     """F takes 2, B 4, each copy 3; rank 0 sends half of what it holds away. On one channel the first L waits for it."""
     schedule = written(sequential(2), 2, "0F0 0F1 0O0 0L0 0O1 0B0 0L1 0B1", "1F0 1B0 1F1 1B1")
-    timeline = timed(schedule, Costs(copy=3.0, offloaded=(0.5, 0.0), one_way=one_way))
+    timeline = timed(schedule, Costs(copy=3.0, one_way=one_way), Decisions(offloaded=(0.5, 0.0)))
     copies = sorted((str(work), start, end) for work, start, end in timeline.copies[0])
     begun = [("0L0", 5 + later, 8 + later), ("0L1", 12 + later, 15 + later)]
     assert copies == [*begun, ("0O0", 2, 5), ("0O1", 5, 8)]
@@ -213,7 +214,7 @@ def test_figures_count_computing_alone_and_copies_beside_it(one_way: bool, later
 def test_what_is_done_again_is_computing_and_not_useful():
     """R of half a stage's layers takes 1, where F takes 2 and B 4."""
     schedule = written(sequential(2), 1, "0F0 0R0 0B0", "1F0 1B0")
-    timeline = timed(schedule, Costs(redone=(0.5, 0.0), layer_input=0.0))
+    timeline = timed(schedule, Costs(layer_input=0.0), Decisions(recomputed=(0.5, 0.0)))
     assert timeline.ideal == (7 + 6) / 2
     assert timeline.bubble == pytest.approx(1 - 6.5 / 12)
     assert timeline.recomputed == pytest.approx(1 / 13)

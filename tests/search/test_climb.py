@@ -71,7 +71,7 @@ def test_compiled_and_in_python_a_round_makes_the_same_choices(
 
 def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():
     # Recomputing, F keeps less than I leaves to W: 1F1B holds less than its split form does.
-    costs = Costs(recompute=1.0, kept=0.5, weight_share=0.9)
+    costs = Costs(stock_recompute=1.0, kept=0.5, weight_share=0.9)
     whole = timed(plan(Request("1f1b", 3, 8, costs)), costs)
     problem = Problem(sequential(3), 8, costs.on(sequential(3)))
     assert max(problem.peaks(problem.order(whole.schedule))) > whole.peak

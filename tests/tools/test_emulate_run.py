@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron.schedules.measure.recorded_run import Recorded
@@ -33,7 +31,7 @@ def test_the_stage_made_slow_shows_and_the_others_wait_for_its_rank():
     assert simulate(timeline.schedule, timeline.costs).makespan == pytest.approx(timeline.makespan, rel=0.1)
     # And so does a plan for what was measured, whose layers are elsewhere: it is shorter in truth, not only planned so.
     better = cured(REQUEST, recorded, layers=True)
-    again = emulated(better, replace(true, layers=better.costs.layers), unit_ms=15)
+    again = emulated(better, true, unit_ms=15)
     assert again.timeline.makespan < 0.95 * timeline.makespan
 
 
@@ -48,5 +46,5 @@ def test_layers_are_placed_for_what_was_measured():
     planned, true = (simulate(schedule, each.on(schedule.placement)) for each in (REQUEST.costs, costs))
     better = cured(REQUEST, Recorded(true, planned, 1, "simulated"), layers=True)
     found = plan(better)
-    cure = simulate(found, replace(costs, layers=better.costs.layers).on(found.placement))
+    cure = simulate(found, costs.on(found.placement, better.decisions))
     assert cure.makespan < 0.95 * true.makespan

@@ -14,6 +14,7 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
 from tools.benchmarks.emulated_section import KEY, section
 from tools.benchmarks.parts import Part, Row, Say, Spread
@@ -80,16 +81,20 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
 def _timed(found: Sequence[Contestant], costs: Costs, repetitions: int) -> list[Spread]:
     from tools.benchmarks.emulated_engines import measure
 
-    timeout = 4 * _expected(found, costs) * repetitions + 180
-    return [Spread.of(taken) for taken in measure(found, [costs] * len(found), repetitions, timeout)]
+    timeout, on_stages = (
+        4 * _expected(found, costs) * repetitions + 180,
+        [costs.on(one.schedule.placement) for one in found],
+    )
+    return [Spread.of(taken) for taken in measure(found, on_stages, repetitions, timeout)]
 
 
 def _expected(found: Sequence[Contestant], costs: Costs) -> float:
-    return sum(simulated(one.schedule, costs, 0.0) for one in found)
+    return sum(simulated(one.schedule, costs.on(one.schedule.placement), 0.0) for one in found)
 
 
 def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
-    expected = simulated(one.schedule, costs, setting["hop_seconds"])
+    on_stages = costs.on(one.schedule.placement)
+    expected = simulated(one.schedule, on_stages, setting["hop_seconds"])
     seconds, low, high = (round(value, 4) for value in spread)
     return {
         "engine": one.engine,
@@ -99,24 +104,24 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
         "low": low,
         "high": high,
         "simulated_seconds": round(expected, 4),
-        "simulated_seconds_without_hops": round(simulated(one.schedule, costs, 0.0), 4),
+        "simulated_seconds_without_hops": round(simulated(one.schedule, on_stages, 0.0), 4),
         "error": round(spread.median / expected - 1, 4),
-        "memory": simulate(one.schedule, costs.on(one.schedule.placement)).peak,
+        "memory": simulate(one.schedule, on_stages).peak,
     }
 
 
-def simulated(schedule: Schedule, costs: Costs, latency: float) -> float:
+def simulated(schedule: Schedule, costs: StageCosts, latency: float) -> float:
     """The seconds of an iteration, of costs in seconds, by the simulator."""
-    return simulate(schedule, replace(costs, comm=latency).on(schedule.placement)).makespan
+    return simulate(schedule, replace(costs, comm=latency)).makespan
 
 
 def _fitted_latency(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
     """The P2P latency that fits our schedules."""
-    pairs = zip(found, spreads, strict=True)
-    return fitted_latency([(one.schedule, costs, s.median) for one, s in pairs if one.engine == "ours"], UNIT_S / 2)
+    pairs = [(one.schedule, s.median) for one, s in zip(found, spreads, strict=True) if one.engine == "ours"]
+    return fitted_latency([(each, costs.on(each.placement), seconds) for each, seconds in pairs], UNIT_S / 2)
 
 
-def fitted_latency(measured: Sequence[tuple[Schedule, Costs, float]], most: float) -> float:
+def fitted_latency(measured: Sequence[tuple[Schedule, StageCosts, float]], most: float) -> float:
     """The P2P latency, up to ``most``, with which the simulator is least wrong, in least squares.
 
     Args:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks import emulated_ours, emulated_stock, emulated_torch
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
@@ -46,19 +46,24 @@ class Contestant(NamedTuple):
 
 def ours(request: Request) -> list[Contestant]:
     """Our schedules that have a name, planned for the costs of ``request``."""
-    return [of_ours(name, plan(replace(request, schedule=name)), request.costs) for name in OURS]
+    return [of_ours(name, replace(request, schedule=name)) for name in OURS]
 
 
 def adaptive(request: Request) -> list[Contestant]:
     """Our adaptive within each of :data:`LIMITS`, for the costs of ``request``, which may have a P2P latency."""
     asked = replace(request, schedule="adaptive")
-    plans = {limit: plan(replace(asked, memory_limit=limit)) for limit in LIMITS}
-    return [of_ours(f"adaptive {limit:g}", found, request.costs) for limit, found in plans.items()]
+    return [of_ours(f"adaptive {limit:g}", replace(asked, memory_limit=limit)) for limit in LIMITS]
 
 
-def of_ours(name: str, schedule: Schedule, costs: Costs) -> Contestant:
+def of_ours(name: str, request: Request) -> Contestant:
+    """Our engine with the plan for ``request``."""
+    schedule = plan(request)
+    return of_plan(name, schedule, request.costs_on(schedule.placement))
+
+
+def of_plan(name: str, schedule: Schedule, costs: StageCosts) -> Contestant:
     """Our engine with ``schedule``, lowered for ``costs``."""
-    programs = lower(schedule, costs.on(schedule.placement))
+    programs = lower(schedule, costs)
     check(programs)
     return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
 
@@ -90,7 +95,9 @@ def _named(found: Sequence[Contestant], name: str) -> Contestant:
     return next(one for one in found if (one.engine, one.name) == ("ours", name))
 
 
-def measure(found: Sequence[Contestant], costs: Sequence[Costs], repetitions: int, timeout: float) -> list[list[float]]:
+def measure(
+    found: Sequence[Contestant], costs: Sequence[StageCosts], repetitions: int, timeout: float
+) -> list[list[float]]:
     """For each of ``found``, which has our ``v-zb``, the seconds of every repetition; its ``costs`` are in seconds.
 
     The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
@@ -105,16 +112,15 @@ def measure(found: Sequence[Contestant], costs: Sequence[Costs], repetitions: in
 
 
 def _on_a_rank(
-    found: Sequence[Contestant], costs: Sequence[Costs], settling: tuple[Contestant, Costs], repetitions: int
+    found: Sequence[Contestant], costs: Sequence[StageCosts], settling: tuple[Contestant, StageCosts], repetitions: int
 ) -> list[tuple[float, float]]:
     """Begin and end of every iteration on this rank, after each engine has warmed up once in quick time."""
     begin_together()
     around = dict.fromkeys(Kind, 0.0)
-    schedule, own = settling[0].schedule, settling[1]
-    emulated_ours.settle(lower(schedule), Passes(own.on(schedule.placement), around))
+    emulated_ours.settle(lower(settling[0].schedule), Passes(settling[1], around))
     runs = []
     for contestant, own in zip(found, costs, strict=True):
-        passes = Passes(replace(own.on(contestant.schedule.placement), loads=contestant.loads), around)
+        passes = Passes(replace(own, loads=contestant.loads), around)
         runs.append(contestant.start(passes))
         passes.pace = _WARM_UP_PACE
         begin_together()

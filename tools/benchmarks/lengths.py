@@ -148,7 +148,8 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
     contestants = [_contestant(name, planned, costs, loads) for name, (_, costs, planned) in _named(found)]
     expected = sum(_seconds(planned, costs, loads, _HOP_S) for _, costs, planned in found)
     say(f"lengths: emulated, {drawn}, about {expected * repetitions:.0f} s")
-    taken = timed(contestants, [costs for _, costs, _ in found], repetitions, 4 * expected * repetitions + 180)
+    on_stages = [costs.on(planned.schedule.placement) for _, costs, planned in found]
+    taken = timed(contestants, on_stages, repetitions, 4 * expected * repetitions + 180)
     spreads = [Spread.of(each) for each in taken]
     pairs = [
         (lambda hop, costs=costs, planned=planned: _seconds(planned, costs, loads, hop), spread.median)
@@ -179,9 +180,10 @@ def _named[T](found: Sequence[T]) -> list[tuple[str, T]]:
 
 
 def _contestant(name: str, planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads) -> Contestant:
-    from tools.benchmarks.emulated_engines import of_ours
+    from tools.benchmarks.emulated_engines import of_plan
 
-    return of_ours(name, planned.schedule, costs)._replace(loads=loads.in_order(planned.order))
+    on_stages = costs.on(planned.schedule.placement)
+    return of_plan(name, planned.schedule, on_stages)._replace(loads=loads.in_order(planned.order))
 
 
 def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, hop: float) -> float:

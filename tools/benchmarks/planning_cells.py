@@ -101,8 +101,8 @@ def _relief(cell: Cell) -> Result:
     asked = replace(asked, recompute=cell.again, offload=cell.copy > 0, search_seconds=seconds)
     request = relieve(asked)
     schedule = plan(request)
-    timeline = simulate(schedule, request.costs.on(schedule.placement))
-    parts = {name: sum(each or (0.0,)) / len(each or (0.0,)) for name, each in request.costs.relief.items()}
+    timeline, savings = simulate(schedule, request.costs_on(schedule.placement)), request.decisions.mean_savings
+    parts = {"redone": savings.get("recomputed", 0.0), "offloaded": savings.get("offloaded", 0.0)}
     within = timeline.peak <= cell.up_to * cell.ranks + _EPSILON
     shares = {"useful": timeline.useful, "copying": timeline.copying, "within": within}
     return _figures(timeline, 1.0) | parts | shares | {"chunks": schedule.placement.chunks}
@@ -114,7 +114,7 @@ def _random(cell: Cell) -> Result:
     assert request.memory_limit is not None
     limit = request.memory_limit * request.ranks
     schedule = plan(request)  # validates it
-    ours = simulate(schedule, request.costs.on(schedule.placement))
+    ours = simulate(schedule, request.costs_on(schedule.placement))
     fitting = [timeline for timeline in every_named(request) if timeline.peak <= limit + _EPSILON]
     best = min((timeline.makespan for timeline in fitting), default=None)
     return {

@@ -79,7 +79,7 @@ def setting(d: int, n: int, limits: Sequence[float], repetitions: int, say: Say)
 def _row(entry: Entry, spread: Spread, latency: float) -> dict[str, Any]:
     expected = simulated(entry.order, entry.costs, latency)
     seconds, low, high = (round(value, 4) for value in spread)
-    peaks = simulate(entry.order, entry.costs.on(entry.order.placement)).peaks
+    peaks = simulate(entry.order, entry.costs).peaks
     return {
         "engine": entry.engine,
         "schedule": entry.schedule,
@@ -94,14 +94,10 @@ def _row(entry: Entry, spread: Spread, latency: float) -> dict[str, Any]:
         "simulated_seconds": round(expected, 4),
         "error": round(spread.median / expected - 1, 4),
         "planned_bytes": [round(peak * RANK_BYTES) for peak in peaks],
-        "again": entry.costs.recompute + _mean(entry.costs.redone),
-        "offloaded": _mean(entry.costs.offloaded),
+        "again": entry.again,
+        "offloaded": entry.offloaded,
         "emulated": {"milliseconds": 1e3 * UNIT_S, "mebibytes": RANK_BYTES / 2**20, "layers": STOCK_LAYERS},
     }
-
-
-def _mean(shares: tuple[float, ...] | None) -> float:
-    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _in_seconds(costs: Costs) -> Costs:
@@ -122,13 +118,14 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
         )
         costs = replace(
             COSTS,
-            recompute=recomputed_share(flags, layer, layers_a_stage=STOCK_LAYERS),
+            stock_recompute=recomputed_share(flags, layer, layers_a_stage=STOCK_LAYERS),
             kept=_kept(granularity, modules, layer),
             weight_share=1.0 if granularity is None else 1 - layer.scores.held / layer.whole.held,
         )
         order = kept_plan(Request("1f1b", d, n, costs))
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
-        yield Entry("megatron-core", "1F1B", relief, None, order, _in_seconds(costs), start)
+        again, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
+        yield Entry("megatron-core", "1F1B", relief, None, order, seconds, again, 0.0, start)
 
 
 def _kept(granularity: str | None, modules: Sequence[str], layer: Layer) -> float:
@@ -163,9 +160,12 @@ def _of_ours(request: Request, relief: str) -> Entry:
     from tools.benchmarks.relief_ranks import start_ours
 
     order = kept_plan(request)
-    start = start_ours(order, request.costs, RANK_BYTES)
+    start = start_ours(order, request.costs_on(order.placement), RANK_BYTES)
     name = request.schedule if request.memory_limit is None else f"{request.schedule} {request.memory_limit:g}"
-    return Entry("ours", name, relief, request.memory_limit, order, _in_seconds(request.costs), start)
+    savings, seconds = request.decisions.mean_savings, replace(request, costs=_in_seconds(request.costs))
+    again, offloaded = (savings.get(each, 0.0) for each in ("recomputed", "offloaded"))
+    on_stages = seconds.costs_on(order.placement)
+    return Entry("ours", name, relief, request.memory_limit, order, on_stages, again, offloaded, start)
 
 
 PART = Part("relief", "Recompute and offload in the plan", measure, section)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 if TYPE_CHECKING:
     from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -21,6 +21,7 @@ class Entry(NamedTuple):
         limit: of 1F1B's memory; None where none was asked for.
         order: for the simulator.
         costs: in seconds.
+        again, offloaded: the part of all forwards that is recomputed, and of all activations that is offloaded.
         start: called on each rank, with what counts its tensors if anything does; gives what runs one iteration.
     """
 
@@ -29,5 +30,7 @@ class Entry(NamedTuple):
     relief: str
     limit: float | None
     order: Schedule
-    costs: Costs
+    costs: StageCosts
+    again: float
+    offloaded: float
     start: Callable[[Passes, ActivationMeter | None], Callable[[], None]]

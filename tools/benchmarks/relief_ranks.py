@@ -8,10 +8,10 @@ from functools import partial
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks import emulated_stock, relief_stages
 from tools.benchmarks.emulated_engines import Contestant, measure
 from tools.benchmarks.emulated_passes import Passes
@@ -40,9 +40,9 @@ def start_stock(
     return emulated_stock.start(placement, microbatches, passes, layers)
 
 
-def start_ours(schedule: Schedule, costs: Costs, rank_bytes: int) -> Start:
+def start_ours(schedule: Schedule, costs: StageCosts, rank_bytes: int) -> Start:
     """Our engine with ``schedule``, lowered for ``costs``."""
-    programs = lower(schedule, costs.on(schedule.placement))
+    programs = lower(schedule, costs)
     check(programs)
     return partial(relief_stages.start, programs, rank_bytes)
 
@@ -69,7 +69,7 @@ def _counted(entries: Sequence[Entry]) -> list[int]:
     found = []
     for each in entries:
         meter = ActivationMeter()
-        passes = Passes(each.costs.on(each.order.placement), dict.fromkeys(Kind, 0.0))
+        passes = Passes(each.costs, dict.fromkeys(Kind, 0.0))
         passes.pace = _COUNTING_PACE
         run = each.start(passes, meter)
         begin_together()

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.schedules.planner.layer_partition import spread_layers
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import Load, ModelLoads
 from megatron.schedules.schedule.model_loads import Part as Layers
 from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks import vocabulary_job
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
@@ -40,7 +42,7 @@ class _Entry(NamedTuple):
     """A contestant, its costs in seconds, and how its layers and its output layer lie."""
 
     contestant: Contestant
-    costs: Costs
+    costs: StageCosts
     ends: str
 
 
@@ -67,22 +69,27 @@ def _setting(n: int, repetitions: int, say: Say) -> Iterator[Row]:
         yield _row(each, spread, n, latency, repetitions)
 
 
-def _costs(layers: int, *, shared: bool = False, spread: tuple[int, ...] | None = None) -> Costs:
+def _costs(layers: int, *, shared: bool = False) -> Costs:
     layer, last = Layers(split=Load(1, 1, 1, 1)), Layers(whole=Load(_OUTPUT, _OUTPUT, _OUTPUT))
     kept = _HELD_BY_S * layers / _RANKS, 0.0
     model = ModelLoads(Layers(), (layer,) * layers, last, kept_for_output=kept)
     forward, input_grad, weight_grad = (_UNIT_S * time for time in _TIMES)
-    return Costs(forward, input_grad, weight_grad, _HOP_S, model=model, layers=spread, shared_vocabulary=shared)
+    return Costs(forward, input_grad, weight_grad, _HOP_S, model=model, shared_vocabulary=shared)
 
 
 def _entries(n: int) -> list[_Entry]:
     from tools.benchmarks.emulated_engines import of_ours, stocks
 
     even, shared = _costs(_LAYERS), _costs(_LAYERS, shared=True)
-    account = _costs(_LAYERS - 1, spread=(*(_LAYERS // _RANKS,) * (_RANKS - 1), _LAYERS // _RANKS - 1))
+    account = Decisions(layers=(*(_LAYERS // _RANKS,) * (_RANKS - 1), _LAYERS // _RANKS - 1))
+    stock = {
+        "even layers": Request("1f1b", _RANKS, n, even),
+        "--account-for-loss-in-pipeline-split": Request("1f1b", _RANKS, n, _costs(_LAYERS - 1), decisions=account),
+    }
     found = []
-    for costs, ends in ((even, "even layers"), (account, "--account-for-loss-in-pipeline-split")):
-        found.append(_Entry(stocks("1F1B", plan(Request("1f1b", _RANKS, n, costs))), costs, ends))
+    for ends, request in stock.items():
+        contestant = stocks("1F1B", plan(request))
+        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), ends))
     auto = spread_layers(Request("adaptive", _RANKS, n, even, memory_limit=1.0))
     requests = [(f"adaptive {auto.memory_limit:g}", auto, "layers placed")]
     for name in ("1f1b", "v-half", "v-zb"):
@@ -91,13 +98,14 @@ def _entries(n: int) -> list[_Entry]:
         asked = Request("adaptive", _RANKS, n, shared, memory_limit=limit)
         requests.append((f"adaptive {limit:g}", asked, "vocabulary shared"))
     for name, request, ends in requests:
-        found.append(_Entry(of_ours(name, plan(request), request.costs), request.costs, ends))
+        contestant = of_ours(name, request)
+        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), ends))
     return found
 
 
 def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int) -> dict[str, object]:
     schedule = entry.contestant.schedule
-    timeline = simulate(schedule, entry.costs.on(schedule.placement))
+    timeline = simulate(schedule, entry.costs)
     work, expected = timeline.ideal, simulated(schedule, entry.costs, latency)
     return {
         "engine": entry.contestant.engine,

@@ -21,6 +21,7 @@ from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_s
 from megatron.schedules.planner.registry import Request, check_parts, with_own_relief, with_parts
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import ModelLoads
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
@@ -48,7 +49,7 @@ FLAGS = {
     "stage_weights": "--stage-weights",
     "stage_activations": "--stage-activations",
     "weight_share": "--weight-share",
-    "recompute": "--recompute",
+    "stock_recompute": "--recompute",
     "kept": "--kept",
     "again": "--recompute auto",
     "offload": "--offload",
@@ -272,7 +273,7 @@ class Ask:
         self.ranks, self.microbatches = d, n
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
         self._again, self._offload = recompute == "auto", offload is not None
-        texts = {"weight_share": weight_share, "recompute": recompute, "kept": kept}
+        texts = {"weight_share": weight_share, "stock_recompute": recompute, "kept": kept}
         if self._again:
             texts = {"weight_share": weight_share, "layer_input": kept}
         shares: dict[str, Any] = {
@@ -291,11 +292,11 @@ class Ask:
                 "--vocabulary-parallel goes with --model, or a --costs-file with the model's ends: what does its "
                 "output layer cost?"
             )
-        self._spreads = layers == "auto"
+        self._partition = layers == "auto"
+        self._decisions = Decisions(layers=None if layers in (None, "even", "auto") else _counts(layers))
         self.costs = replace(
             measured,
             model=loads,
-            layers=None if layers in (None, "even", "auto") else _counts(layers),
             shared_vocabulary=vocabulary_parallel,
             copy=_copy_time(offload, offload_shared, offload_one_way, measured.copy),
             one_way=offload_one_way,
@@ -306,7 +307,15 @@ class Ask:
 
     def request(self, name: str) -> Request:
         """Schedule ``name`` at this size, under these costs and this limit."""
-        asked = Request(name, self.ranks, self.microbatches, self.costs, csv=self.csv)
+        asked = Request(
+            name,
+            self.ranks,
+            self.microbatches,
+            self.costs,
+            csv=self.csv,
+            decisions=self._decisions,
+            partition=self._partition,
+        )
         if name == "adaptive":
             choices = chunk_choices(self.chunks or max(asked.chunk_choices))
             limit, seconds = self.memory_limit, self.search_seconds
@@ -317,7 +326,7 @@ class Ask:
     def timeline(self, name: str) -> Timeline:
         """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
         request = self.request(name)
-        if self._spreads:
+        if request.partition:
             with shown(f"placing layers for {name}", sys.stderr) as progress:
                 request = kept_spread(request, progress)
         if request.recompute or request.offload:
@@ -326,7 +335,7 @@ class Ask:
         with shown(f"planning {name}", sys.stderr) as progress:
             schedule = kept_plan(request, progress)
         self.planned[name] = request
-        return simulate(schedule, request.costs.on(schedule.placement))
+        return simulate(schedule, request.costs_on(schedule.placement))
 
 
 def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured: float) -> float:

@@ -21,7 +21,7 @@ from megatron.schedules.planner.registry import NAMES, describe
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
-from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
@@ -103,7 +103,7 @@ def _plan(
         emit(to_text(PlanForm.of(timeline, ask.request(name), ask.planned[name], found)) + "\n", output)
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
-        footer += _where(ask.planned[name].costs.layers) + _relieved(ask.planned[name].costs)
+        footer += _where(ask.planned[name].decisions.layers) + _relieved(ask.planned[name].decisions)
         drawing = of_plans([timeline], _caption(ask), _unit(size))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
@@ -208,10 +208,10 @@ def _where(layers: tuple[int, ...] | None) -> str:
     return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
-def _relieved(costs: Costs) -> str:
+def _relieved(decisions: Decisions) -> str:
     """What is recomputed and what offloaded of the layers of all stages together, in words."""
-    said = {"redone": "done again", "offloaded": "offloaded"}
-    parts = [f"{percent(share)} of the layers {said[name]}" for name, share in costs.mean_relief.items()]
+    said = {"recomputed": "done again", "offloaded": "offloaded"}
+    parts = [f"{percent(share)} of the layers {said[name]}" for name, share in decisions.mean_savings.items()]
     return f"Relief: {', '.join(parts)}.\n" if parts else ""
 
 

@@ -21,6 +21,7 @@ from megatron.schedules.estimate.roofline import (
 from megatron.schedules.planner.memory_saving import relieve
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
@@ -211,7 +212,7 @@ def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | 
     request = request_for(setting, search_seconds)
     if setting.method.relieves:
         request = relieve(request)
-    return _read_off(setting, simulate(planned(request), request.costs.on(setting.placement)))
+    return _read_off(setting, simulate(planned(request), request.costs_on(setting.placement)))
 
 
 def request_for(setting: Setting, search_seconds: float | None = None) -> Request:
@@ -246,7 +247,7 @@ def costs(setting: Setting) -> Costs:
         weight_grad=half * mean.weight_grad,
         comm=_latency(setting),
         weight_share=_left_to_w(setting),
-        recompute=1.0 if setting.method.recompute else 0.0,
+        stock_recompute=1.0 if setting.method.recompute else 0.0,
         kept=_kept(setting),
     )
     if not _by_layers(setting):
@@ -275,11 +276,11 @@ def least_seconds(setting: Setting) -> float:
     """No schedule of this setting that fits in the device's memory takes less; infinite where none fits."""
     found, placement = costs(setting), setting.placement
     room, every = _room(setting) * setting.pipeline, (1.0,) * placement.stages
-    choices = [found]
-    choices += [replace(found, redone=every)] if setting.method.again else []
-    # What is offloaded spares no less where copies take no time, nor does what is done again.
-    choices += [replace(found, offloaded=every, copy=0.0)] if setting.method.offload else []
-    on_stages = [each.on(placement) for each in choices]
+    on_stages = [found.on(placement)]
+    on_stages += [found.on(placement, Decisions(recomputed=every))] if setting.method.again else []
+    # What is offloaded spares no less where copies take no time, nor does what is recomputed.
+    free = replace(found, copy=0.0)
+    on_stages += [free.on(placement, Decisions(offloaded=every))] if setting.method.offload else []
     if all(room < each.least(placement) for each in on_stages):
         return math.inf
     return lower_bound(placement, setting.microbatches, on_stages[-1], room) + after_the_pipeline(setting)

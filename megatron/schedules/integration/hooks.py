@@ -89,7 +89,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         if shares(args) and (shape := shape_of(args)) is not None:
             args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement
-        placed = asked.request.costs.layers if placed_by_planner(args) else None
+        placed = asked.request.decisions.layers if placed_by_planner(args) else None
         if placed is not None:  # as if it had been written so
             args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
         layers = placed or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())

@@ -49,9 +49,9 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
     Raises:
         PlanError: where flags leave the model's sizes to a checkpoint.
     """
-    shape, placement, costs = shape_of(args), planner.placement, asked.request.costs
-    counts = costs.layers_on(placement)
-    if shape is None or counts is None or costs.memory is None:
+    shape, placement, held = shape_of(args), planner.placement, asked.request.costs.memory
+    counts = asked.request.layers_on(placement)
+    if shape is None or counts is None or held is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
     shared = shares(args)
     if shared:
@@ -60,7 +60,7 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
     found = memory(
         planner.first,
         planner.timeline.costs,
-        costs.memory,
+        held,
         counts,
         parameters(build).by_stage(counts, placement.rank_of, shared),
         numbers(args),

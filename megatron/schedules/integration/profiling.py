@@ -173,12 +173,10 @@ class Profiler:
         )
         rows: list[RankMeasured | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, measured)
-        planned, schedule = self._planner.costs, iterations[-1].schedule
-        under = Conditions(_facts(self._args), schedule, planned, self._asked.timed)
+        costs, decisions, schedule = self._planner.costs, self._planner.decisions, iterations[-1].schedule
+        under = Conditions(_facts(self._args), schedule, costs, decisions, self._asked.timed)
         self.profile = profile_of([row for row in rows if row is not None], under)
-        self.recorded = _recorded(
-            [of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, planned, under.facts.device
-        )
+        self.recorded = _recorded([of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, under)
         print_rank_0(as_text(self.profile, self.recorded))
         if self._asked.file is not None and dist.get_rank() == 0:
             self._save(self.profile)
@@ -220,8 +218,7 @@ def _recorded(
     ranks: Sequence[_Iteration],
     changes: Sequence[dict[Any, float]],
     profile: JobProfile,
-    planned: Any,
-    device: str,
+    under: Conditions,
 ) -> Recorded:
     """One iteration of a pipeline on one clock."""
     schedule = ranks[0].schedule
@@ -235,10 +232,10 @@ def _recorded(
         for order, change, *times in zip(schedule.order, changes, start, end, strict=True)
     )
     return Recorded(
-        Timeline(schedule, profile.stage_costs(planned), start, end, copies),
-        simulate(schedule, planned.on(schedule.placement)),
+        Timeline(schedule, profile.stage_costs(under.costs, under.decisions), start, end, copies),
+        simulate(schedule, under.costs.on(schedule.placement, under.decisions)),
         ranks[0].number,
-        device,
+        under.facts.device,
         held,
     )
 

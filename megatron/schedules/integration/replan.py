@@ -83,7 +83,8 @@ class JobReplan:
     def _begin(self, profile: JobProfile) -> None:
         before, self._profile = self._profile, profile
         costs = profile.costs_like(self._planner.costs)
-        request = replace(self._planner.request, costs=costs)
+        decisions = replace(self._planner.decisions, layers=profile.layers)
+        request = replace(self._planner.request, costs=costs, decisions=decisions)
         if before is not None:
             for source, to, time, earlier in slow_hops(before.hops, profile.hops, _usual_pass(profile)):
                 print_rank_0(
@@ -93,7 +94,7 @@ class JobReplan:
         if self._measures_limit:
             self._measures_limit = False
             request = replace(request, memory_limit=self._limit(request, profile))
-        running = simulate(self._planner.running, costs.on(self._planner.placement))
+        running = simulate(self._planner.running, request.costs_on(self._planner.placement))
         self._slow.expect(iteration_of(running).stages)
         self._idle.expect()
         self._replanner.start(request)
@@ -103,7 +104,7 @@ class JobReplan:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         assert request.costs.memory is not None, "the job has a model"
         each = request.costs.memory.of_rank(request.ranks)
-        peak = simulate(self._planner.running, request.costs.on(self._planner.placement)).peaks[rank]
+        peak = simulate(self._planner.running, request.costs_on(self._planner.placement)).peaks[rank]
         left = bytes_left(peak * each)
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
         found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron.schedules.measure.profile_facts import CopyRates, Facts, copy_time
 from megatron.schedules.schedule.costs import LAYER_INPUT, MOST_SHARE, Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import OF_RANKS, SEEN_BY, Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory
@@ -190,19 +191,16 @@ class JobProfile:
         )
 
     def costs_like(self, planned: Costs) -> Costs:
-        """What was measured on this placement, with the relief of the costs planned for."""
+        """What was measured on this placement, in the form of the costs planned for."""
         return replace(
             self.costs(self.placement.ranks),
             memory=None if planned.memory is None else self.memory(planned.memory),
-            layers=self.layers,
-            redone=planned.redone,
-            offloaded=planned.offloaded,
             shared_vocabulary=planned.shared_vocabulary,
         )
 
-    def stage_costs(self, planned: Costs) -> StageCosts:
-        """What the stages of this placement were measured to cost, with the relief of the costs planned for."""
-        found = self.costs_like(planned).on(self.placement)
+    def stage_costs(self, planned: Costs, decisions: Decisions) -> StageCosts:
+        """What the stages of this placement were measured to cost, with what was decided but for their own layers."""
+        found = self.costs_like(planned).on(self.placement, replace(decisions, layers=self.layers))
         times = {
             kind: tuple(
                 stage.median(kind) if kind in stage.times else time

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Resource, Share, StageKind, using
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.passes import Pass
@@ -82,13 +83,14 @@ class Conditions:
     Args:
         facts: the model and the device.
         schedule: what it ran.
-        costs: what that was planned for, with the layers of each stage where the model is known.
+        costs, decisions: what that was planned for, and what was decided about its stages.
         iterations: the first and the last that were timed.
     """
 
     facts: Facts
     schedule: Schedule
     costs: Costs
+    decisions: Decisions
     iterations: tuple[int, int]
 
 
@@ -103,9 +105,9 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
     replicas: dict[int, list[RankMeasured]] = defaultdict(list)
     for row in ranks:
         replicas[row.rank].append(row)
-    layers = under.costs.layers_on(placement) or _evenly(under.facts.layers, placement)
-    planned = under.costs.on(placement).durations
-    redone = under.costs.redone
+    layers = under.costs.layers_on(placement, under.decisions) or _evenly(under.facts.layers, placement)
+    planned = under.costs.on(placement, under.decisions).durations
+    recomputed = under.decisions.recomputed
     stages = []
     for stage, rank in enumerate(placement.rank_of):
         rows = replicas[rank]
@@ -123,7 +125,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
                 halved,
                 held=max(0.0, held),
                 sizes={share: _most(rows, (stage, kind), sign) for share, (kind, sign) in SEEN_BY.items()},
-                redone=0.0 if Kind.R not in times else 1.0 if redone is None else redone[stage],
+                redone=0.0 if Kind.R not in times else 1.0 if recomputed is None else recomputed[stage],
             )
         )
     hops = {

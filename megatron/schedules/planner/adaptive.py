@@ -36,7 +36,7 @@ def placements(request: Request) -> list[Placement]:
     for chunks in sorted({chunks for chunks in request.chunk_choices if chunks > 0}, reverse=True):
         placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
         try:
-            request.costs.on(placement)
+            request.costs_on(placement)
         except PlanError as error:  # fewer slices than stages
             why = error
         else:
@@ -55,10 +55,10 @@ def least_limit(request: Request) -> float:
     """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
     found = []
     for placement in placements(request):
-        costs, whole = [request.costs], (1.0,) * placement.stages
-        costs += [replace(request.costs, redone=whole)] if request.recompute else []
-        costs += [replace(request.costs, offloaded=whole)] if request.offload else []
-        found += [each.on(placement).least(placement) for each in costs]
+        decided, whole = [request.decisions], (1.0,) * placement.stages
+        decided += [replace(request.decisions, recomputed=whole)] if request.recompute else []
+        decided += [replace(request.decisions, offloaded=whole)] if request.offload else []
+        found += [request.costs.on(placement, each).least(placement) for each in decided]
     return min(found) / request.ranks
 
 
@@ -84,7 +84,7 @@ def bound(request: Request) -> float:
     if request.placement is None and any(placement.chunks == request.chunks for placement in placed):
         # That of interleaved-1f1b, which may be the answer too.
         placed.append(interleaved(request.ranks, request.chunks))
-    return min(lower_bound(placement, request.microbatches, request.costs.on(placement), limit) for placement in placed)
+    return min(lower_bound(placement, request.microbatches, request.costs_on(placement), limit) for placement in placed)
 
 
 def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline]], progress: Progress) -> Schedule:
@@ -101,12 +101,11 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     from megatron.schedules.search.problem import Problem
 
     limit = limit_in_microbatches(request)
-    costs, _ = request.costs.around_one()
-    problems = [Problem(placement, request.microbatches, costs.on(placement)) for placement in placements(request)]
-    seconds = search_seconds(request)
+    asked, seconds = request.around_one(), search_seconds(request)
+    problems = [Problem(placement, asked.microbatches, asked.costs_on(placement)) for placement in placements(asked)]
     known = [
         timeline
-        for timeline in named(replace(request, costs=costs))
+        for timeline in named(asked)
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]

@@ -6,6 +6,7 @@ Where all ranks share the vocabulary, each has its part of the output layer to d
 from __future__ import annotations
 
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import IN_EVALUATION, KINDS, everywhere
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
@@ -15,7 +16,7 @@ from megatron.schedules.search.reorder import scheduled
 from megatron.schedules.search.tasks import tasks_of
 
 
-def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Schedule:
+def forward_only(placement: Placement, microbatches: int, costs: Costs, decisions: Decisions = PLAIN) -> Schedule:
     """All forwards of ``microbatches`` on ``placement``, each rank always doing the oldest microbatch that is ready."""
     kinds = [kind for kind in IN_EVALUATION if costs.shared_vocabulary or not KINDS[kind].of_ranks]
     works = [(stage, kind) for kind, stages in everywhere(placement, kinds).items() for stage in stages]
@@ -29,7 +30,7 @@ def forward_only(placement: Placement, microbatches: int, costs: Costs) -> Sched
         for rank in range(placement.ranks)
     )
     base = Schedule("forward-only", placement, microbatches, rows)
-    tasks, passes = tasks_of(base, costs.on(placement))
+    tasks, passes = tasks_of(base, costs.on(placement, decisions))
     policy = Policy(lookahead=2 * placement.stages)
     order, _ = scheduled(tasks, range(len(passes)), [float("inf")] * placement.ranks, policy)
     return Schedule(base.name, placement, microbatches, tasks.rows(order, passes))

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import permutations
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
-from megatron.schedules.planner.partition_plans import CLEARLY, Planned, Spread, costs_on
+from megatron.schedules.planner.partition_plans import CLEARLY, Planned, Spread, with_layers
 from megatron.schedules.planner.registry import (
     Request,
     follows_costs,
@@ -70,7 +70,7 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
     # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
-    around_one = replace(request, costs=request.costs.around_one()[0])
+    around_one = request.around_one()
     searches = [_Search(around_one, each) for each in _placements(around_one)]
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
@@ -82,7 +82,7 @@ def spread_layers(request: Request, progress: Progress = unheard) -> Request:
     if request.schedule == "adaptive":
         best = _or_even(around_one, best, shortest.makespan, parts.begin(whole))
     parts.end()
-    return replace(best, costs=replace(request.costs, layers=best.costs.layers))
+    return replace(best, costs=request.costs)
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
@@ -130,7 +130,7 @@ def _or_even(request: Request, found: Request, climbed: float, progress: Progres
     even = []
     for where in _placements(request):
         other = placed(request, model.evenly(where.stages), (where.chunks,))
-        on_stages, limit = other.costs.on(where), limit_in_microbatches(found)
+        on_stages, limit = other.costs_on(where), limit_in_microbatches(found)
         fits = on_stages.least(where) <= limit + EPSILON
         if fits and lower_bound(where, request.microbatches, on_stages, limit) < _NEAR * climbed:
             even.append(other)
@@ -143,7 +143,7 @@ def _or_even(request: Request, found: Request, climbed: float, progress: Progres
 
 def placed(request: Request, spread: Spread, chunk_choices: tuple[int, ...]) -> Request:
     """``request`` with ``spread``, and with so many chunks where they are chosen."""
-    request = replace(request, costs=replace(request.costs, layers=spread))
+    request = with_layers(request, spread)
     return replace(request, chunk_choices=chunk_choices) if request.schedule == "adaptive" else request
 
 
@@ -305,7 +305,7 @@ class _Search:
         found = [move for move in permutations(range(len(spread)), 2) if spread[move[0]]]
         if len(found) <= _MOST_MOVES:
             return found
-        times, where = costs_on(self._request.costs, spread, self._placement).times.values(), self._placement
+        times, where = with_layers(self._request, spread).costs_on(self._placement).times.values(), self._placement
         loads = [sum(each[stage] for each in times for stage in where.stages_of(rank)) for rank in range(where.ranks)]
         busiest = where.stages_of(loads.index(max(loads)))
         first = [move for move in found if move[0] in busiest]
@@ -318,7 +318,7 @@ class _Search:
         return self._bounds[spread, microbatches]
 
     def _bounded(self, spread: Spread, microbatches: int) -> float:
-        on_stages = costs_on(self._request.costs, spread, self._placement)
+        on_stages = with_layers(self._request, spread).costs_on(self._placement)
         limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self._placement))
         return lower_bound(self._placement, microbatches, on_stages, limit)
 

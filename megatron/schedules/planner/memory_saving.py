@@ -3,7 +3,7 @@
 What relief costs, in computing or in copying, is the same for all layers; what it frees grows with the time for which
 a stage's activations wait. So on every rank the stages that come first in the model are relieved first, offloaded
 before recomputed, since copies need the time, and all ranks alike: they wait for one another. Two numbers are left, how
-much of a rank's layers is done again and how much is offloaded. Each pair is tried by a short climb; the search starts
+much of a rank's layers is recomputed and how much is offloaded. Each pair is tried by a short climb; the search starts
 from the best of a grid and goes on in ever smaller steps.
 """
 
@@ -22,7 +22,7 @@ from megatron.schedules.planner.adaptive import (
     search_seconds,
 )
 from megatron.schedules.planner.registry import Request, plan, planned_makespan
-from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -45,23 +45,23 @@ Parts = tuple[float, ...]
 class Shares(NamedTuple):
     """How much of each rank's layers is relieved, in units of 1 / :data:`_FINEST`."""
 
-    redone: int = 0
+    recomputed: int = 0
     offloaded: int = 0
 
-    def by_stage(self, costs: Costs, placement: Placement) -> tuple[Parts | None, Parts | None]:
-        """What is done again and what offloaded of each stage: the first layers of each rank, whole ones if known."""
-        redone, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
-        counts = costs.layers_on(placement)
+    def by_stage(self, request: Request, placement: Placement) -> Decisions:
+        """That of each stage in place of what ``request`` has: the first layers of each rank, whole ones if known."""
+        recomputed, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
+        counts = request.layers_on(placement)
         for rank in range(placement.ranks):
             away = placement.chunks * self.offloaded / _FINEST
-            either = away + placement.chunks * self.redone / _FINEST
+            either = away + placement.chunks * self.recomputed / _FINEST
             for chunk, stage in enumerate(placement.stages_of(rank)):
                 parts = counts[stage] if counts else _FINEST
                 to_host, relieved = (
                     round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
                 )
-                offloaded[stage], redone[stage] = to_host, relieved - to_host
-        return tuple(redone) if any(redone) else None, tuple(offloaded) if any(offloaded) else None
+                offloaded[stage], recomputed[stage] = to_host, relieved - to_host
+        return request.decisions.saving(recomputed, offloaded)
 
 
 def relieve(request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan) -> Request:
@@ -98,17 +98,17 @@ def _chosen(request: Request, progress: Progress) -> Request:
         other.near(first.best)
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
-    costs = best.settled()
+    found = best.settled()
     progress(1 - _SEARCHING)
-    return relieved(request, costs.redone, costs.offloaded, (best.placement.chunks,))
+    return relieved(request, found.recomputed, found.offloaded, (best.placement.chunks,))
 
 
 def relieved(
-    request: Request, redone: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
+    request: Request, recomputed: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
 ) -> Request:
     """``request`` with this settled, by stage, and with so many chunks."""
-    costs = replace(request.costs, redone=redone, offloaded=offloaded)
-    return replace(request, costs=costs, recompute=False, offload=False, chunk_choices=chunk_choices)
+    decisions = replace(request.decisions, recomputed=recomputed, offloaded=offloaded)
+    return replace(request, decisions=decisions, recompute=False, offload=False, chunk_choices=chunk_choices)
 
 
 def without_relief(request: Request) -> Request:
@@ -126,20 +126,21 @@ class _Search:
         self.placement = placement
         self.best, self.shortest = Shares(), math.inf
         self._request, self._limit = request, limit_in_microbatches(request)
+        self._costs, _ = request.costs.around_one()
         self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
         seconds = search_seconds(replace(request, microbatches=self._microbatches))
         self._effort = effort(request.ranks, seconds) / _CLIMBS
-        self._known: dict[Costs, float] = {}
+        self._known: dict[Decisions, float] = {}
         self._order: Schedule | None = None
 
     def grid(self, progress: Progress) -> None:
         """Try evenly spaced shares: each sort of relief alone, and, where there are two, half of each."""
         steps = [_FINEST * k // _GRID for k in range(_GRID + 1)]
-        tried = [Shares(redone=k) for k in steps] if self._request.recompute else []
+        tried = [Shares(recomputed=k) for k in steps] if self._request.recompute else []
         tried += [Shares(offloaded=k) for k in steps] if self._request.offload else []
         if self._request.recompute and self._request.offload:
-            tried += [Shares(redone=k // 2, offloaded=k // 2) for k in steps] + [
-                Shares(redone=_FINEST - k, offloaded=k) for k in steps
+            tried += [Shares(recomputed=k // 2, offloaded=k // 2) for k in steps] + [
+                Shares(recomputed=_FINEST - k, offloaded=k) for k in steps
             ]
         for shares in tried:
             self._try(shares)
@@ -158,31 +159,30 @@ class _Search:
             if not any(gained):
                 step //= 2
 
-    def settled(self) -> Costs:
+    def settled(self) -> Decisions:
         """Of the shares that climbs liked best those that longer ones, of all microbatches, like best."""
         few = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
-        return min(few, key=lambda costs: self._climbed(costs, self._request.microbatches, _LONGER * self._effort))
+        return min(few, key=lambda each: self._climbed(each, self._request.microbatches, _LONGER * self._effort))
 
     def _try(self, shares: Shares) -> bool:
         """Whether ``shares`` give the shortest climb so far."""
-        may = self._request.recompute or not shares.redone, self._request.offload or not shares.offloaded
+        may = self._request.recompute or not shares.recomputed, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False
-        redone, offloaded = shares.by_stage(self._request.costs, self.placement)
-        costs = replace(self._request.costs, redone=redone, offloaded=offloaded)
-        if costs not in self._known:
-            self._known[costs] = self._climbed(costs, self._microbatches, self._effort)
-        if self._known[costs] > self.shortest - EPSILON:
+        decisions = shares.by_stage(self._request, self.placement)
+        if decisions not in self._known:
+            self._known[decisions] = self._climbed(decisions, self._microbatches, self._effort)
+        if self._known[decisions] > self.shortest - EPSILON:
             return False
-        self.best, self.shortest = shares, self._known[costs]
+        self.best, self.shortest = shares, self._known[decisions]
         return True
 
-    def _climbed(self, costs: Costs, microbatches: int, budget: float) -> float:
+    def _climbed(self, decisions: Decisions, microbatches: int, budget: float) -> float:
         """How long a plan is that so much effort finds; infinite where nothing fits."""
         from megatron.schedules.search.climb import Entry, race
         from megatron.schedules.search.problem import Problem
 
-        problem = Problem(self.placement, microbatches, costs.around_one()[0].on(self.placement))
+        problem = Problem(self.placement, microbatches, self._costs.on(self.placement, decisions))
         starts = [problem.order()]
         if self._order is not None and self._order.microbatches == microbatches:
             starts.append(problem.order(self._order))
@@ -196,6 +196,6 @@ class _Search:
 
 
 def _around(shares: Shares, step: int) -> list[Shares]:
-    redone, offloaded = shares
+    recomputed, offloaded = shares
     moves = [(step, 0), (-step, 0), (0, step), (0, -step), (step, -step), (-step, step)]
-    return [Shares(redone + more, offloaded + away) for more, away in moves]
+    return [Shares(recomputed + more, offloaded + away) for more, away in moves]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
@@ -51,12 +52,13 @@ class LengthsPlanner:
         base: the schedule for microbatches that are alike; its placement, and whether backwards are split, stay.
         costs: of a standard microbatch.
         limit: standard microbatches that an average rank may hold at a time; as many as ``base`` holds without it.
+        decisions: what is settled about the stages of ``base``.
     """
 
-    def __init__(self, base: Schedule, costs: Costs, limit: float | None = None) -> None:
+    def __init__(self, base: Schedule, costs: Costs, limit: float | None = None, decisions: Decisions = PLAIN) -> None:
         self._base = base
         around, self._unit = costs.around_one()
-        self._costs = around.on(base.placement)
+        self._costs = around.on(base.placement, decisions)
         most = simulate(base, self._costs).limit if limit is None else limit
         self._limits = self._costs.limits(base.placement, most)
         self._split = _split(base) if base.splits else base

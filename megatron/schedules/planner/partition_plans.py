@@ -6,11 +6,9 @@ import math
 from dataclasses import replace
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON
 
 Spread = tuple[int, ...]
@@ -77,8 +75,8 @@ class Planned:
         return self._known[spread]
 
     def _named(self, spread: Spread) -> float:
-        costs = replace(self._request.costs, layers=spread)
-        timeline = simulate(unchecked_plan(replace(self._request, costs=costs)), costs.on(self._placement))
+        request = with_layers(self._request, spread)
+        timeline = simulate(unchecked_plan(request), request.costs_on(self._placement))
         # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
         held = microbatches_held(timeline)
         self._most = self._most or held
@@ -88,7 +86,9 @@ class Planned:
         from megatron.schedules.search.climb import Entry, race
         from megatron.schedules.search.problem import Problem
 
-        problem = Problem(self._placement, self.microbatches, costs_on(self._request.costs, spread, self._placement))
+        problem = Problem(
+            self._placement, self.microbatches, with_layers(self._request, spread).costs_on(self._placement)
+        )
         if problem.least > self._limit + EPSILON:
             return math.inf
         starts = [problem.order(each) for each in (self._order, None)]
@@ -101,6 +101,6 @@ class Planned:
         return climb.makespan
 
 
-def costs_on(costs: Costs, spread: Spread, where: Placement) -> StageCosts:
-    """The costs of each stage of ``where`` with ``spread``."""
-    return replace(costs, layers=spread).on(where)
+def with_layers(request: Request, spread: Spread) -> Request:
+    """``request`` with this layer partition settled."""
+    return replace(request, decisions=replace(request.decisions, layers=spread), partition=False)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -62,7 +61,7 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
     """
 
     def record(found: Request) -> dict[str, Any]:
-        return {"layers": found.costs.layers, "chunks": found.chunk_choices}
+        return {"layers": found.decisions.layers, "chunks": found.chunk_choices}
 
     def found(record: Any) -> Request:
         kept = msgspec.convert(record, _Layers)
@@ -71,7 +70,7 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
 
     plain = without_relief(request)
     placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: spread_layers(plain, told), record, found)
-    return replace(request, costs=placed_plainly.costs, chunk_choices=placed_plainly.chunk_choices)
+    return placed(request, placed_plainly.decisions.layers or (), placed_plainly.chunk_choices)
 
 
 def kept_relief(request: Request, progress: Progress = unheard) -> Request:
@@ -83,15 +82,15 @@ def kept_relief(request: Request, progress: Progress = unheard) -> Request:
 
     def record(found: Request) -> dict[str, Any]:
         return {
-            "redone": found.costs.redone,
-            "offloaded": found.costs.offloaded,
+            "recomputed": found.decisions.recomputed,
+            "offloaded": found.decisions.offloaded,
             "chunks": found.chunk_choices,
         }
 
     def found(record: Any) -> Request:
         kept = msgspec.convert(record, _Shares)
-        check_shares(kept.redone, kept.offloaded, kept.chunks, request)
-        return relieved(request, kept.redone, kept.offloaded, kept.chunks)
+        check_shares(kept.recomputed, kept.offloaded, kept.chunks, request)
+        return relieved(request, kept.recomputed, kept.offloaded, kept.chunks)
 
     return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told, kept_plan), record, found)
 
@@ -106,7 +105,7 @@ class _Layers(msgspec.Struct, forbid_unknown_fields=True):
 class _Shares(msgspec.Struct, forbid_unknown_fields=True):
     """Recompute and offload on disk: shares of each stage's layers, and the stages a rank may hold."""
 
-    redone: tuple[float, ...] | None
+    recomputed: tuple[float, ...] | None
     offloaded: tuple[float, ...] | None
     chunks: tuple[int, ...]
 

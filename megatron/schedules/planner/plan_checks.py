@@ -53,8 +53,8 @@ def _check_name(schedule: Schedule, request: Request) -> None:
 
 
 def _check_kinds(schedule: Schedule, request: Request) -> None:
-    """Its passes are those that its name has, and the recompute, offload and vocabulary passes that the costs say."""
-    doing = request.costs.on(schedule.placement).doing(schedule.placement)
+    """Its passes are those that its name has, and the recompute, offload and vocabulary passes that are decided."""
+    doing = request.costs_on(schedule.placement).doing(schedule.placement)
     usual = {*SPLIT, *WHOLES.values()} - (set() if splits(schedule.name) else PARTS)
     for stage, kind in {(stage, kind) for _, (stage, kind, _) in schedule.passes()}:
         optional = kind in RELIEF or kind in OF_RANKS
@@ -68,7 +68,7 @@ def _check_memory(schedule: Schedule, request: Request) -> None:
     """It holds what the request's memory limit allows. Only ``adaptive`` has one."""
     if request.schedule != "adaptive":
         return
-    costs, limit = request.costs.on(schedule.placement), limit_in_microbatches(request)
+    costs, limit = request.costs_on(schedule.placement), limit_in_microbatches(request)
     held = costs.within(schedule.placement, peaks(schedule, costs))
     if held > limit + EPSILON:
         raise PlanError(f"the plan holds {held:g} microbatches, and the request allows {limit:g}")
@@ -91,25 +91,31 @@ def check_layers(layers: Sequence[int], chunk_choices: Sequence[int], request: R
 
 
 def check_shares(
-    redone: Sequence[float] | None, offloaded: Sequence[float] | None, chunk_choices: Sequence[int], request: Request
+    recomputed: Sequence[float] | None,
+    offloaded: Sequence[float] | None,
+    chunk_choices: Sequence[int],
+    request: Request,
 ) -> None:
     """Check that ``request`` allows these shares of each stage's layers, with so many stages a rank.
 
     Raises:
         PlanError: saying what it does not allow.
     """
-    if redone is None and offloaded is None and tuple(chunk_choices) == request.chunk_choices:
+    if recomputed is None and offloaded is None and tuple(chunk_choices) == request.chunk_choices:
         return
     stages = _chosen(chunk_choices, request).stages
     none = (0.0,) * stages
-    for what, shares, allowed in (("recompute", redone, request.recompute), ("offload", offloaded, request.offload)):
+    for what, shares, allowed in (
+        ("recompute", recomputed, request.recompute),
+        ("offload", offloaded, request.offload),
+    ):
         if shares is None:
             continue
         if not allowed:
             raise PlanError(f"the request does not allow {what}")
         if len(shares) != stages or not all(0 <= share <= 1 for share in shares):
             raise PlanError(f"{what} needs a share from 0 to 1 for each of {stages} stages")
-    if any(again + away > 1 + _ROUNDED for again, away in zip(redone or none, offloaded or none, strict=True)):
+    if any(again + away > 1 + _ROUNDED for again, away in zip(recomputed or none, offloaded or none, strict=True)):
         raise PlanError("a stage has more layers recomputed and offloaded than it has")
 
 

@@ -131,18 +131,19 @@ class PlanForm(Form, frozen=True, kw_only=True):
             planned: the same with layers placed and relief settled.
             figures: of the timeline.
         """
-        schedule, costs = ScheduleForm.of(timeline.schedule), planned.costs
-        layers = costs.layers_on(timeline.schedule.placement)
+        schedule, decided = ScheduleForm.of(timeline.schedule), planned.decisions
+        layers = planned.layers_on(timeline.schedule.placement)
         return PlanForm(
             version=_VERSION,
             name=schedule.name,
             placement=schedule.placement,
             microbatches=schedule.microbatches,
             asked=AskedForm.of(asked),
-            costs=GivenCostsForm.of(costs),
+            costs=GivenCostsForm.of(planned.costs),
             stage_costs=StageCostsForm.of(timeline.costs),
             layers=UNSET if layers is None else layers,
-            **{name: each for name, each in costs.relief.items() if each is not None},
+            redone=UNSET if decided.recomputed is None else decided.recomputed,
+            offloaded=UNSET if decided.offloaded is None else decided.offloaded,
             figures=figures,
             order=schedule.order,
         )

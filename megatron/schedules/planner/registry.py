@@ -70,7 +70,7 @@ def every_named(request: Request, chunk_choices: Collection[int] | None = None) 
             schedule = plan(replace(request, schedule=name))
         except PlanError:  # its number of chunks does not go with the costs given for each stage
             continue
-        found.append(simulate(schedule, request.costs.on(schedule.placement)))
+        found.append(simulate(schedule, request.costs_on(schedule.placement)))
     return found
 
 
@@ -222,7 +222,7 @@ def placement(request: Request) -> Placement | None:
 
 
 def with_own_relief(request: Request) -> Request:
-    """``request`` with what is done again and offloaded where its schedule itself says so, as a CSV does.
+    """``request`` with what is recomputed and offloaded where its schedule itself says so, as a CSV does.
 
     Raises:
         PlanError: where the CSV cannot be read.
@@ -239,7 +239,7 @@ def stages(request: Request) -> int:
 def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | None = None) -> float:
     """How long its plan takes, made by ``planned``, or by :func:`plan`."""
     schedule = (planned or plan)(request)
-    return simulate(schedule, request.costs.on(schedule.placement)).makespan
+    return simulate(schedule, request.costs_on(schedule.placement)).makespan
 
 
 def _entry(name: str) -> _Entry:
@@ -263,7 +263,7 @@ def plan(request: Request, progress: Progress = unheard) -> Schedule:
     schedule = unchecked_plan(request, progress)
     validate(schedule)
     schedule = in_microbatch_order(schedule)
-    request.costs.on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
+    request.costs_on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
     return schedule
 
 
@@ -284,5 +284,5 @@ def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
         )
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
     if request.costs.shared_vocabulary and not shared:
-        schedule = share_output(schedule, request.costs, progress)
+        schedule = share_output(schedule, request.around_one().costs_on(schedule.placement), progress)
     return schedule

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -65,7 +64,7 @@ def propose(request: Request, current: Schedule) -> Proposal:
     Raises:
         PlanError: where there is no plan.
     """
-    costs = request.costs.on(current.placement)
+    costs = request.costs_on(current.placement)
     now = simulate(current, costs)
     found = simulate(plan(replace(request, placement=current.placement)), costs)
     before, after = Expected(now.makespan, now.bubble), Expected(found.makespan, found.bubble)
@@ -89,9 +88,9 @@ def read_rows(csv: str, current: Schedule) -> Schedule:
     return schedule
 
 
-def digest(csv: str, placement: Placement, costs: Costs) -> str:
+def digest(csv: str, placement: Placement, request: Request) -> str:
     """Tells one plan, where its stages live and the costs by which its messages are placed from any other."""
-    return hashlib.sha256(f"{csv}{placement.rank_of}{costs!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{csv}{placement.rank_of}{request.costs!r}{request.decisions!r}".encode()).hexdigest()
 
 
 def moved(old: Schedule, new: Schedule) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class Request:
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
         search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
-        recompute, offload: for ``adaptive``, whether activations may be recomputed or offloaded where that makes the
-            plan shorter; :func:`.relief.relieve` settles which, and leaves neither to be settled.
+        decisions: what is settled about the stages.
+        partition: whether the layer partition is still to be searched (:func:`.layer_partition.spread_layers`).
+        recompute, offload: for ``adaptive``, whether it is still to be searched which stages recompute, and which
+            offload, where that makes the plan shorter (:func:`.memory_saving.relieve`).
     """
 
     schedule: str
@@ -37,5 +41,19 @@ class Request:
     chunk_choices: tuple[int, ...] = (1, 2, 4)
     placement: Placement | None = None
     search_seconds: float | None = None
+    decisions: Decisions = PLAIN
+    partition: bool = False
     recompute: bool = False
     offload: bool = False
+
+    def costs_on(self, placement: Placement) -> StageCosts:
+        """What every stage of ``placement`` costs under what is settled."""
+        return self.costs.on(placement, self.decisions)
+
+    def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
+        """How many decoder layers each stage has; None where the model is not known."""
+        return self.costs.layers_on(placement, self.decisions)
+
+    def around_one(self) -> Request:
+        """The same in numbers around 1: the same plan comes out whatever costs are measured in."""
+        return replace(self, costs=self.costs.around_one()[0])

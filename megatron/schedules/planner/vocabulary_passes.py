@@ -6,11 +6,11 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, Kind, Share
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks, sweep
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.polish import polished
 from megatron.schedules.utils.progress import Progress, unheard
 
@@ -21,7 +21,7 @@ _LAST: _Moment = (math.inf, 0)
 _FEW = 2
 
 
-def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, more: float = 1.0) -> Schedule:
+def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard, more: float = 1.0) -> Schedule:
     """``base`` with S and T of every rank and microbatch, reordered for what the last stage then waits.
 
     Each rank does its S before the first pass that ``base`` starts once the last stage's F has ended, and its T before
@@ -31,15 +31,14 @@ def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, mor
 
     Args:
         base: an order without them.
-        costs: under which it has them.
+        costs: under which it has them, with times around 1, see :meth:`.costs.Costs.around_one`.
         progress: hears how far the reordering is.
         more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
             ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too. Where that is more
             than a few S hold, these come on top: they let a T wait for a gap.
     """
     base = _in_parts(base)
-    on_stages = costs.around_one()[0].on(base.placement)
-    starts, ends, turns, _ = sweep(base, on_stages)  # turns tell what comes first of what takes no time
+    starts, ends, turns, _ = sweep(base, costs)  # turns tell what comes first of what takes no time
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
     ended: dict[Kind, dict[int, _Moment]] = {Kind.S: {}, Kind.T: {}}
@@ -54,10 +53,10 @@ def share_output(base: Schedule, costs: Costs, progress: Progress = unheard, mor
             placed += [(bisect_right(begun, end), end, Pass(stage, kind, m)) for m, end in each.items()]
         rows.append(tuple(work for _, _, work in sorted(placed)))
     shared = replace(base, order=tuple(rows))
-    waiting = _FEW * max(on_stages.held[Share.VOCABULARY])
+    waiting = _FEW * max(costs.held[Share.VOCABULARY])
     spare = more + (waiting if waiting <= more else 0.0)
-    limits = [peak + spare for peak in peaks(shared, on_stages)]
-    return polished(shared, on_stages, limits, progress)
+    limits = [peak + spare for peak in peaks(shared, costs)]
+    return polished(shared, costs, limits, progress)
 
 
 def _in_parts(schedule: Schedule) -> Schedule:

@@ -130,7 +130,7 @@ class Replanner:
         fault, mark, taken = "", "", None
         try:
             schedule = read_rows(found.csv, running)
-            mark = digest(found.csv, schedule.placement, request.costs)
+            mark = digest(found.csv, schedule.placement, request)
             taken = schedule, self._plans.prove(request, schedule)
         except Exception as error:  # whatever it is: the plan that runs is as good as it was
             fault = one_line(f"{type(error).__name__}: {error}")

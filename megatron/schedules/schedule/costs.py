@@ -1,11 +1,15 @@
-"""Costs: how long passes over half a rank's layers take and what they hold, from which those of stages follow."""
+"""Costs: how long passes over half a rank's layers take and what they hold, from which those of stages follow.
+
+Costs are measured, given or reckoned, and planning never changes them. What it decides stands in :class:`.Decisions`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory, StageMemory
@@ -41,18 +45,17 @@ class Costs:
     multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
     ``weight_share`` is what I leaves to W, against what F leaves to I: as much unless measured. It may be more, since I
     makes gradients that W needs.
-    ``recompute`` is the part of the forward that I does again, and ``kept`` the part of the activations that F leaves
-    to it: less than all where the rest is recomputed. Memory counts whole activations, so 1F1B that recomputes nothing
-    holds d microbatches.
-    ``model`` (optional) says what the parts of the model cost against its average decoder layer, and ``layers`` how
-    many each stage has; spread evenly without it. ``stage_weights`` and ``stage_activations`` go before it. Its ends
-    come on top: F, I and W are those of decoder layers, and 1F1B's memory is d microbatches in those of a rank.
+    ``stock_recompute`` is the part of the forward that Megatron's own recompute repeats inside I, and ``kept`` the part
+    of the activations that F leaves to it: less than all where the rest is recomputed. Memory counts whole activations,
+    so 1F1B that recomputes nothing holds d microbatches.
+    ``model`` (optional) says what the parts of the model cost against its average decoder layer. ``stage_weights`` and
+    ``stage_activations`` go before it. Its ends come on top: F, I and W are those of decoder layers, and 1F1B's memory
+    is d microbatches in those of a rank.
     ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
     and T are passes of their own.
-    ``redone`` and ``offloaded`` (optional) are the parts of each stage's layers that have passes R, and O and L. A
-    layer that is done again keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as its F.
-    ``copy`` is the time to copy what half a rank's layers hold, one way; ``one_way`` says that a rank copies one way at
-    a time.
+    A layer that an R pass recomputes keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as
+    its F. ``copy`` is the time to copy what half a rank's layers hold, one way, in O and L passes; ``one_way`` says
+    that a rank copies one way at a time.
     ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
     ``memory`` (optional, with ``model``) says in bytes what the parts of the model keep. Every share of memory among
     the other fields then counts for nothing: what is kept, waits for W, is recomputed or offloaded follows from it.
@@ -67,13 +70,10 @@ class Costs:
     stage_weights: tuple[float, ...] | None = None
     stage_activations: tuple[float, ...] | None = None
     weight_share: float = 1.0
-    recompute: float = 0.0
+    stock_recompute: float = 0.0
     kept: float = 1.0
     model: ModelLoads | None = None
-    layers: tuple[int, ...] | None = None
     shared_vocabulary: bool = False
-    redone: tuple[float, ...] | None = None
-    offloaded: tuple[float, ...] | None = None
     layer_input: float = LAYER_INPUT
     copy: float = 0.0
     one_way: bool = False
@@ -102,9 +102,10 @@ class Costs:
                 f"the share of memory held until W must be from 0 to {MOST_SHARE}, not {self.weight_share:g}",
                 "weight_share",
             )
-        if not 0 <= self.recompute <= 1:
+        if not 0 <= self.stock_recompute <= 1:
             raise PlanError(
-                f"the share of the forward that is recomputed must be from 0 to 1, not {self.recompute:g}", "recompute"
+                f"the share of the forward that is recomputed must be from 0 to 1, not {self.stock_recompute:g}",
+                "stock_recompute",
             )
         if self.shared_vocabulary and (self.model is None or self.stage_weights or self.stage_activations):
             raise PlanError(
@@ -147,16 +148,6 @@ class Costs:
         each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
         return each / sum(times)
 
-    @property
-    def relief(self) -> Mapping[str, tuple[float, ...] | None]:
-        """What is done again and what is offloaded of each stage's layers."""
-        return {"redone": self.redone, "offloaded": self.offloaded}
-
-    @property
-    def mean_relief(self) -> Mapping[str, float]:
-        """The same of all stages together, where there is any."""
-        return {name: sum(each) / len(each) for name, each in self.relief.items() if each is not None}
-
     def around_one(self) -> tuple[Costs, float]:
         """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
 
@@ -169,49 +160,48 @@ class Costs:
         hops = tuple((source, to, time / unit) for source, to, time in self.hops)
         return replace(self, **times, hops=hops), unit
 
-    def on(self, placement: Placement) -> StageCosts:
-        """These costs for every stage of ``placement``."""
-        parts = None if self.model is None else self._parts(self.model, placement)
-        memory = self.memory_on(placement)
-        times, (activation, held) = self._times(placement, parts), self._held(placement, parts, memory)
-        if self.redone is not None:
-            redone = _given(self.redone, placement, "redone")
-            times[Kind.R] = tuple(share * time for share, time in zip(redone, times[Kind.R], strict=True))
-        else:
-            del times[Kind.R]
-        if self.offloaded is not None:
-            # The time is given for half of what an average rank's layers hold.
-            times |= dict.fromkeys((Kind.O, Kind.L), tuple(2 * self.copy * away for away in held[Share.AWAY]))
-        if self.shared_vocabulary and self.model is not None:
-            times, held = (
-                times | self._shared_times(self.model, placement),
-                held | self._shared_held(self.model, placement),
-            )
+    def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
+        """These costs for every stage of ``placement``, under what was decided about its stages."""
+        parts = None if self.model is None else self._parts(self.model, placement, decisions)
+        memory = self.memory_on(placement, decisions)
+        activation, held = self._held(placement, parts, memory, decisions)
+        recomputed, _ = decisions.savings_on(placement)
+        times = self._times(placement, parts)
+        # The time of a copy is given for half of what an average rank's layers hold.
+        copies = tuple(2 * self.copy * away for away in held[Share.AWAY])
+        times |= {
+            Kind.R: tuple(share * time for share, time in zip(recomputed, times[Kind.R], strict=True)),
+            Kind.O: copies,
+            Kind.L: copies,
+        }
+        done = {Kind.R: decisions.recomputed, Kind.O: decisions.offloaded, Kind.L: decisions.offloaded}
+        times = {kind: each for kind, each in times.items() if done.get(kind, ()) is not None}
+        times |= self._vocabulary_times(placement)
         hops = {(source, to): time for source, to, time in self.hops}
         standing = self._standing(placement, memory)
         attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
 
-    def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
+    def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
         """How many decoder layers each stage has; None where the model is not known."""
         if self.model is None:
             return None
-        return self.model.evenly(placement.stages) if self.layers is None else self.layers
+        return self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
 
-    def memory_on(self, placement: Placement) -> list[StageMemory] | None:
+    def memory_on(self, placement: Placement, decisions: Decisions = PLAIN) -> list[StageMemory] | None:
         """What each stage keeps of a microbatch, in bytes; None where nobody says it."""
-        counts = self.layers_on(placement)
+        counts = self.layers_on(placement, decisions)
         if self.memory is None or counts is None or self.stage_activations is not None:
             return None
         recomputed, offloaded = (
-            [round(share * count) for share, count in zip(_given(shares, placement, what), counts, strict=True)]
-            for what, shares in self.relief.items()
+            [round(share * count) for share, count in zip(shares, counts, strict=True)]
+            for shares in decisions.savings_on(placement)
         )
         return self.memory.by_stage(counts, recomputed, offloaded)
 
-    def _parts(self, model: ModelLoads, placement: Placement) -> list[Part]:
+    def _parts(self, model: ModelLoads, placement: Placement, decisions: Decisions) -> list[Part]:
         """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
-        counts = self.layers_on(placement) or ()
+        counts = self.layers_on(placement, decisions) or ()
         if len(counts) != placement.stages:
             raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
         return (model.without_output if self.shared_vocabulary else model).by_stage(counts)
@@ -219,7 +209,7 @@ class Costs:
     def _times(self, placement: Placement, parts: Sequence[Part] | None) -> dict[Kind, tuple[float, ...]]:
         times = {
             Kind.F: self.forward,
-            Kind.I: self.input_grad + self.recompute * self.forward,
+            Kind.I: self.input_grad + self.stock_recompute * self.forward,
             Kind.W: self.weight_grad,
             Kind.R: self.again * self.forward,
         }
@@ -252,17 +242,25 @@ class Costs:
     ) -> dict[Kind, tuple[float, ...]]:
         """What attention takes of F, I and R; of layers alone, where the model is known."""
         forward, input_grad = self.attention
-        both = input_grad * self.input_grad + forward * self.recompute * self.forward
-        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + self.recompute * self.forward), Kind.R: forward}
+        repeated = self.stock_recompute * self.forward
+        both = input_grad * self.input_grad + forward * repeated
+        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + repeated), Kind.R: forward}
         layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
         layers[Kind.R] = tuple(again)
         return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
 
     def _held(
-        self, placement: Placement, parts: Sequence[Part] | None, stages: Sequence[StageMemory] | None
+        self,
+        placement: Placement,
+        parts: Sequence[Part] | None,
+        stages: Sequence[StageMemory] | None,
+        decisions: Decisions,
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
+        """What F keeps in all, and every share of what is held."""
+        vocabulary = {Share.VOCABULARY: self._vocabulary_held(placement)}
         if self.memory is not None and stages is not None:
-            return _held_by_stage(stages, self.memory.of_rank(placement.ranks))
+            activation, held = _held_by_stage(stages, self.memory.of_rank(placement.ranks))
+            return activation, held | vocabulary
         if parts is None or self.model is None or self.stage_activations is not None:
             scale = _per_stage(self.stage_activations, placement, "stage_activations")
             layers = activation = tuple(each / placement.chunks for each in scale)
@@ -271,17 +269,16 @@ class Costs:
             activation = tuple(part.held / whole_rank for part in parts)
             # What is no layer recomputes nothing, and leaves nothing to a W.
             layers = tuple(part.split.held / whole_rank for part in parts)
-        redone = _given(self.redone, placement, "redone")
-        offloaded = _given(self.offloaded, placement, "offloaded")
+        recomputed, offloaded = decisions.savings_on(placement)
         again = [
-            share * max(0.0, self.kept - self.layer_input) * each for share, each in zip(redone, layers, strict=True)
+            share * max(0.0, self.kept - self.layer_input) * each
+            for share, each in zip(recomputed, layers, strict=True)
         ]
         away = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
         stays = zip(activation, layers, again, away, strict=True)
-        return activation, {
+        return activation, vocabulary | {
             Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
             Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
-            Share.VOCABULARY: (0.0,) * placement.stages,
             Share.AGAIN: tuple(again),
             Share.AWAY: tuple(away),
         }
@@ -292,19 +289,23 @@ class Costs:
         unit = self.memory.of_rank(placement.ranks)
         return tuple(stage.parameters / unit for stage in stages)
 
-    def _shared_times(self, model: ModelLoads, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    def _vocabulary_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""
-        whole, each = model.last.whole.over(model.mean), 2 / len(model.layers)
+        if not self.shared_vocabulary or self.model is None:
+            return {}
+        whole, each = self.model.last.whole.over(self.model.mean), 2 / len(self.model.layers)
         times = {
             Kind.S: each * (self.forward * whole.forward + self.input_grad * whole.input_grad),
             Kind.T: each * self.weight_grad * whole.weight_grad,
         }
         return {kind: _on_last_of_ranks(time, placement) for kind, time in times.items()}
 
-    def _shared_held(self, model: ModelLoads, placement: Placement) -> dict[Share, tuple[float, ...]]:
-        alike, together = model.kept_for_output if self.memory is None else self.memory.vocabulary
-        whole_rank = (model.held_by_one_of if self.memory is None else self.memory.of_rank)(placement.ranks)
-        return {Share.VOCABULARY: _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)}
+    def _vocabulary_held(self, placement: Placement) -> tuple[float, ...]:
+        if not self.shared_vocabulary or self.model is None:
+            return (0.0,) * placement.stages
+        alike, together = self.model.kept_for_output if self.memory is None else self.memory.vocabulary
+        whole_rank = (self.model.held_by_one_of if self.memory is None else self.memory.of_rank)(placement.ranks)
+        return _on_last_of_ranks((alike + together / placement.ranks) / whole_rank, placement)
 
 
 def _held_by_stage(
@@ -317,7 +318,6 @@ def _held_by_stage(
     return tuple(map(sum, zip(forward, recomputed, offloaded, strict=True))), {
         Share.FORWARD: forward,
         Share.WEIGHTS: weights,
-        Share.VOCABULARY: (0.0,) * len(stages),
         Share.AGAIN: recomputed,
         Share.AWAY: offloaded,
     }
@@ -327,15 +327,6 @@ def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:
     """By stage: ``value`` where the pass of a rank is written, 0 elsewhere."""
     last = {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
     return tuple(value if stage in last else 0.0 for stage in range(placement.stages))
-
-
-def _given(shares: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
-    """A share for each stage; none where none are given."""
-    if shares is None:
-        return (0.0,) * placement.stages
-    if len(shares) != placement.stages:
-        raise PlanError(f"shares of {len(shares)} stages given for {placement}", what)
-    return shares
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:

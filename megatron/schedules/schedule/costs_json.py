@@ -110,6 +110,8 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
             if field.name in GivenCostsForm.__struct_fields__
             and (field.name in always or getattr(costs, field.name) != field.default)
         }
+        if costs.stock_recompute:
+            given["recompute"] = costs.stock_recompute
         if costs.model is not None:
             given |= {"output_layer_in_layers": costs.last_in_layers, "shared_vocabulary": costs.shared_vocabulary}
         return GivenCostsForm(**given)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, WHOLES, everywhere, followers
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, slots
@@ -26,14 +25,15 @@ _PASSES = 250_000
 _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
-def polish(base: Schedule, costs: Costs, limit: float, progress: Progress = unheard) -> Schedule:
+def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress = unheard) -> Schedule:
     """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split.
 
-    Where every rank keeps more of a microbatch than its layers do, such as an attention mask, the limit grows with it.
+    Times are around 1, see :meth:`.costs.Costs.around_one`. Where every rank keeps more of a microbatch than its layers
+    do, such as an attention mask, the limit grows with it.
     """
-    on_stages, where = costs.around_one()[0].on(base.placement), base.placement
-    own = [sum(on_stages.activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
-    return polished(base, on_stages, [limit * max(1.0, min(own))] * base.ranks, progress)
+    where = base.placement
+    own = [sum(costs.activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
+    return polished(base, costs, [limit * max(1.0, min(own))] * base.ranks, progress)
 
 
 def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progress: Progress = unheard) -> Schedule:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
-from megatron.schedules.integration.flags.costs import assumed, costs_of
+from megatron.schedules.integration.flags.costs import assumed, costs_of, layers_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.flags.environment import check_environment, is_first
@@ -31,6 +31,7 @@ from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_s
 from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages, with_own_relief
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.size_limits import check_size
@@ -107,22 +108,22 @@ def _checked(args: Any) -> Planned | None:
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
     request = _request(args)
     _check_layers(args)
-    if placed_by_planner(args):
+    if request.partition:
         request = spread(request)
     if request.recompute or request.offload:
         request = settled(request)
     request, schedule = _planned_within(args, request)
-    host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs.on(schedule.placement))))
+    host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs_on(schedule.placement))))
     if why := refusal(args, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, request.costs) + _relief(request, host_bytes))
+    return Planned(request, schedule, assumed(args, request) + _relief(request, host_bytes))
 
 
 def _planned_within(args: Any, request: Request) -> tuple[Request, Schedule]:
     """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
     schedule, room = planned(request), 0
     while request.schedule == "adaptive" and is_in_gib(args):
-        programs = lower(schedule, request.costs.on(schedule.placement))
+        programs = lower(schedule, request.costs_on(schedule.placement))
         held = max(program.messages_held for program in programs)
         if held <= max(room, MESSAGES):
             break
@@ -150,8 +151,8 @@ def settled(request: Request) -> Request:
 def _relief(request: Request, host_bytes: float) -> str:
     """What a job says of it."""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
-    said = {"redone": "% of the layers done again", "offloaded": f"% of the layers' activations offloaded{host}"}
-    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.costs.mean_relief.items())
+    said = {"recomputed": "% of the layers done again", "offloaded": f"% of the layers' activations offloaded{host}"}
+    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.decisions.mean_savings.items())
 
 
 def _check_layers(args: Any) -> None:
@@ -218,7 +219,10 @@ def _request(args: Any) -> Request:
             ),
             chunk_choices=_chunk_choices(args, chunks or 4),
         )
-    request = with_own_relief(with_relief(args, replace(request, costs=costs_of(args, stages(request)))))
+    number = stages(request)
+    decisions, searched = Decisions(layers=layers_of(args, number)), placed_by_planner(args)
+    request = replace(request, costs=costs_of(args, number), decisions=decisions, partition=searched)
+    request = with_own_relief(with_relief(args, request))
     if request.schedule != "adaptive":
         return request
     return with_first_limit(request) if measures_limit(args) else with_memory_limit(args, request)

@@ -22,6 +22,7 @@ from megatron.schedules.integration.layers.by_stage import (
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.profile_facts import Facts, Profile
 from megatron.schedules.planner.layer_partition import as_layout
+from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils import parsing
 from megatron.schedules.utils.errors import PlanError
@@ -50,7 +51,7 @@ def costs_of(args: Any, stages: int) -> Costs:
     if shape is not None:
         if profile is None or profile.facts.recompute is None:
             parts = shape.layer(experts=shape.experts is not None)
-            costs = replace(costs, recompute=recomputed_share(args, parts, shape.layers / stages))
+            costs = replace(costs, stock_recompute=recomputed_share(args, parts, shape.layers / stages))
         stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
         memory = model_memory(
             as_built(args, shape),
@@ -68,14 +69,19 @@ def costs_of(args: Any, stages: int) -> Costs:
             memory=memory,
             weight_share=memory.weight_share,
         )
-    if placed_by_hand(args) and not wrong_layers(args, stages):
-        costs = replace(costs, layers=layers_by_stage(args, stages))
     weights = parsing.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
     return costs if weights is None else replace(costs, stage_weights=weights)
 
 
-def assumed(args: Any, costs: Costs) -> str:
+def layers_of(args: Any, stages: int) -> tuple[int, ...] | None:
+    """How many decoder layers each stage has where flags of Megatron's say it."""
+    by_hand = placed_by_hand(args) and not wrong_layers(args, stages)
+    return layers_by_stage(args, stages) if by_hand else None
+
+
+def assumed(args: Any, request: Request) -> str:
     """What a job says of the costs that it was planned for."""
+    costs, placed = request.costs, request.decisions.layers
     if args.pipeline_schedule_costs_file is not None:
         said = f"measured times ({printable(str(args.pipeline_schedule_costs_file))})"
     elif args.pipeline_schedule_costs is not None:
@@ -88,7 +94,7 @@ def assumed(args: Any, costs: Costs) -> str:
     if costs.model is None:
         return f"{said}; equal stages assumed"
     layers = costs.last_in_layers
-    where = f"; layers {as_layout(costs.layers, args.mtp_num_layers or 0)}" if costs.layers else ""
+    where = f"; layers {as_layout(placed, args.mtp_num_layers or 0)}" if placed else ""
     ahead = " with multi-token prediction" if args.mtp_num_layers else ""
     known = "" if layers > 0.01 else ", its vocabulary not being known"
     if costs.shared_vocabulary:

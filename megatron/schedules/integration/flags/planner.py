@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,12 +10,14 @@ from megatron.schedules.integration.flags.check import Planned, planned
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.forward_only import forward_only
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
+from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -55,13 +56,17 @@ class Planner:
         """What plans are made for."""
         return self._request.costs
 
+    @property
+    def decisions(self) -> Decisions:
+        """What is settled about the stages."""
+        return self._request.decisions
+
     def peak_bytes(self, timeline: Timeline) -> float | None:
         """The most activation bytes that any rank holds in ``timeline``; None where the model's sizes are not known."""
-        costs = self._request.costs
-        counts = costs.layers_on(self.placement)
-        if costs.memory is None or counts is None:
+        memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
+        if memory is None or counts is None:
             return None
-        return max(activation_bytes(timeline.schedule, timeline.costs, costs.memory, counts))
+        return max(activation_bytes(timeline.schedule, timeline.costs, memory, counts))
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """What all ranks do for ``num_microbatches`` in training."""
@@ -80,19 +85,19 @@ class Planner:
     @cached_property
     def layers_away(self) -> tuple[int, ...] | None:
         """Of how many of each stage's decoder layers, the first ones, O takes the activations; None for all."""
-        return self._layers_of(self._request.costs.offloaded)
+        return self._layers_of(self._request.decisions.offloaded)
 
     @cached_property
     def layers_again(self) -> tuple[range, ...] | None:
-        """Which of each stage's decoder layers R does again: after those that are offloaded; None for all."""
-        again = self._layers_of(self._request.costs.redone)
+        """Which of each stage's decoder layers R recomputes: after those that are offloaded; None for all."""
+        again = self._layers_of(self._request.decisions.recomputed)
         away = self.layers_away or (0,) * self.placement.stages
         if again is None:
             return None
         return tuple(range(first, first + count) for first, count in zip(away, again, strict=True))
 
     def _layers_of(self, shares: tuple[float, ...] | None) -> tuple[int, ...] | None:
-        counts = self._request.costs.layers_on(self.placement)
+        counts = self._request.layers_on(self.placement)
         if shares is None or counts is None:
             return None
         return tuple(round(share * count) for share, count in zip(shares, counts, strict=True))
@@ -100,7 +105,7 @@ class Planner:
     @property
     def digest(self) -> str:
         """Tells the first plan, and the costs by which its messages are placed, from any other."""
-        return hashlib.sha256(f"{to_csv(self.first)}{self._request.costs!r}".encode()).hexdigest()
+        return digest(to_csv(self.first), self.placement, self._request)
 
     @property
     def timeline(self) -> Timeline:
@@ -111,7 +116,7 @@ class Planner:
         """The plan for so many microbatches, timed under the costs given."""
         if num_microbatches not in self._timelines:
             schedule = self._schedule(num_microbatches, evaluating=False)
-            self._timelines[num_microbatches] = simulate(schedule, self._request.costs.on(self.placement))
+            self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
         return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
@@ -142,7 +147,7 @@ class Planner:
         Raises:
             ProgramError: where they would not end.
         """
-        programs = lower(schedule, request.costs.on(self.placement))
+        programs = lower(schedule, request.costs_on(self.placement))
         check(programs)
         return programs
 
@@ -166,18 +171,18 @@ class Planner:
         request = self._request
         limit = limit_in_microbatches(request) if request.schedule == "adaptive" else None
         base = self._schedule(num_microbatches, evaluating=False)
-        return LengthsPlanner(base, replace(request.costs, attention=attention), limit)
+        return LengthsPlanner(base, replace(request.costs, attention=attention), limit, request.decisions)
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
         schedule = self._schedule(num_microbatches, forward_only)
-        programs = lower(schedule, self._request.costs.on(self.placement))
+        programs = lower(schedule, self._request.costs_on(self.placement))
         check(programs)
         return programs
 
     def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
         request = replace(self._request, microbatches=num_microbatches)
         if evaluating:
-            return forward_only(self.placement, num_microbatches, request.costs)
+            return forward_only(self.placement, num_microbatches, request.costs, request.decisions)
         if num_microbatches not in self._schedules:
             self._schedules[num_microbatches] = planned(request)
         return self._schedules[num_microbatches]

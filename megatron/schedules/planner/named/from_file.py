@@ -28,28 +28,25 @@ def from_file(request: Request) -> Schedule:
 
 
 def with_relief(request: Request) -> Request:
-    """``request`` with what its CSV says of recompute and offload, where its costs say nothing of it.
+    """``request`` with what its CSV says of recompute and offload, where its decisions say nothing of it.
 
-    A stage with an R has all of its layers done again, one with an O all of them offloaded. Where it has both, the
-    first half is offloaded and the rest done again, in whole layers where their number is known.
+    A stage with an R has all of its layers recomputed, one with an O all of them offloaded. Where it has both, the
+    first half is offloaded and the rest recomputed, in whole layers where their number is known.
 
     Raises:
         PlanError: as :func:`from_file` does.
     """
-    text, costs = request.csv or "", request.costs
-    if costs.redone or costs.offloaded or (Kind.R not in text and Kind.O not in text):
+    text, decided = request.csv or "", request.decisions
+    if decided.recomputed or decided.offloaded or (Kind.R not in text and Kind.O not in text):
         return request
     schedule = from_file(request)
-    counts = costs.layers_on(schedule.placement)
+    counts = request.layers_on(schedule.placement)
     has = {(work.stage, work.kind) for _, work in schedule.passes()}
-    redone, offloaded = [], []
+    recomputed, offloaded = [], []
     for stage in range(schedule.placement.stages):
         again, away = (stage, Kind.R) in has, (stage, Kind.O) in has
         parts = counts[stage] if counts else 2
         half = (parts + 1) // 2 / max(1, parts)
         offloaded.append(away * (half if again else 1.0))
-        redone.append(again * (1.0 - offloaded[-1]))
-    costs = replace(
-        costs, redone=tuple(redone) if any(redone) else None, offloaded=tuple(offloaded) if any(offloaded) else None
-    )
-    return replace(request, costs=costs)
+        recomputed.append(again * (1.0 - offloaded[-1]))
+    return replace(request, decisions=decided.saving(recomputed, offloaded))
