@@ -78,6 +78,13 @@ def test_pictures_are_written_by_their_ending(command: str, ending: str, begins:
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize(("ending", "begins"), [("svg", b"<svg"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_a_comparison_can_be_drawn(ending: str, begins: bytes, tmp_path: Path):
+    path = tmp_path / f"compared.{ending}"
+    assert main(["compare", *SIZE, "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(begins)
+
+
 def test_a_picture_goes_to_a_pipe_but_not_to_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -19,9 +19,10 @@ from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import NAMES, describe
 from megatron.schedules.report import table
+from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
-from megatron.schedules.report.pictures import PICTURES, check_library
+from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.text_forms import to_csv
@@ -46,6 +47,7 @@ _several = click.option(
 )
 _form_help = "Without it the ending of --output's file decides, and otherwise it is"
 _PLAN_FORMS = ("text", "csv", "json", "svg", "html", *PICTURES)
+_COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
 _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
 # Of the forms whose files do not end in their name.
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
@@ -119,12 +121,13 @@ def _plan(
 @click.option(
     "--format",
     "form",
-    metavar="text|markdown|csv|json",
-    help=f"text to read here; markdown for documents; csv and json, unrounded, for programs. {_form_help} text.",
+    metavar="|".join(_COMPARE_FORMS),
+    help="text to read here; markdown for documents; csv and json, unrounded, for programs; svg, png and pdf show each "
+    f"schedule's bubble against its memory. {_form_help} text.",
 )
 def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
-    form = _form(form, output, ("text", "markdown", "csv", "json"))
+    form = _form(form, output, _COMPARE_FORMS)
     ask = Ask(schedules, NAMES, **size)
     baseline = ask.timeline("1f1b").makespan
     rows = []
@@ -135,6 +138,9 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
             rows.append(table.Row(name, str(error)))
         else:
             rows.append(table.Row(name, found, baseline / found.makespan))
+    if form in ("svg", *PICTURES):
+        emit(picture(draw_comparison(rows, _caption(ask)), form), output)
+        return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     emit(write[form](rows), output)
 
