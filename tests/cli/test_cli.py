@@ -81,13 +81,23 @@ def test_a_csv_brings_its_own_size(tmp_path, capsys):
     assert capsys.readouterr().out == path.read_text()
 
 
-@pytest.mark.parametrize(("ending", "begins"), [("csv", "0F0,"), ("json", "{"), ("svg", "<svg"), ("txt", "V-Half:")])
+@pytest.mark.parametrize(
+    ("ending", "begins"),
+    [
+        ("csv", "0F0,"),
+        ("json", "{"),
+        ("svg", "<svg"),
+        ("txt", "V-Half:"),
+        ("html", "<!doctype html>"),
+        ("HTM", "<!doctype html>"),
+    ],
+)
 def test_the_ending_of_the_file_chooses_the_format(tmp_path, ending, begins, capsys):
     path = tmp_path / f"plan.{ending}"
     path.write_text("something longer than the plan " * 10_000)
     assert main([*PLAN, "--output", str(path)]) == 0
     assert path.read_text().startswith(begins)
-    assert "something" not in path.read_text()
+    assert "something longer" not in path.read_text()
     assert capsys.readouterr().out == ""
 
 
@@ -285,6 +295,13 @@ WRONG = {
     "a cost that is none": ([*PLAN, "--costs", "1,nan,1"], "must be positive"),
     "a negative latency": ([*PLAN, "--costs", "1,1,1,-1"], "P2P latency"),
     "unknown format": ([*PLAN, "--format", "xml"], "use one of text, csv, json, svg"),
+    "unknown ending": (
+        [*PLAN, "--output", "plan.xml"],
+        "--output plan.xml ends in .xml, which is not known here: use .txt, .csv, .json, .svg, .html, .png, .pdf; or "
+        "--format",
+    ),
+    "ending of another command": (["draw", *SIZE, "--output", "plan.csv"], "use .svg, .txt, .html, .json, .png, .pdf"),
+    "unknown ending of a comparison": (["compare", *SIZE, "--output", "x.xls"], "use .txt, .md, .csv, .json"),
     "format of another command": (["draw", *SIZE, "--format", "csv"], "use one of svg, text, html, trace"),
     "a run and a schedule": (["draw", "--recorded", "run.json", "--schedule", "1f1b"], "costs: leave out --schedule"),
     "a run and a size": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -66,6 +67,43 @@ def test_a_full_disk_leaves_the_file_as_it_was(form: str, target: Path):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"--output: cannot write {target}: File too large" in done.stderr
     assert {path.name: path.read_text() for path in target.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("PDF", b"%PDF")])
+@pytest.mark.parametrize("command", ["plan", "draw"])
+def test_pictures_are_written_by_their_ending(command: str, ending: str, begins: bytes, tmp_path: Path):
+    path = tmp_path / f"picture.{ending}"
+    assert main([command, "--schedule", "v-half", *SIZE, "--gradients", "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(begins)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("svg", b"<svg"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_a_comparison_can_be_drawn(ending: str, begins: bytes, tmp_path: Path):
+    path = tmp_path / f"compared.{ending}"
+    assert main(["compare", *SIZE, "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(begins)
+
+
+def test_a_picture_goes_to_a_pipe_but_not_to_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["draw", *SIZE, "--format", "png"]
+    command = [sys.executable, "-m", "megatron.schedules", *arguments]
+    assert subprocess.run(command, capture_output=True, cwd=ROOT, check=True).stdout.startswith(b"\x89PNG")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert_refused(arguments, "a picture is no text for a terminal; --output names a file", capsys)
+
+
+def test_without_the_library_a_picture_is_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.schedules.cli.program.Ask", None)
+    for command in (["plan", "--schedule", "v-half"], ["draw"]):
+        said = "png takes the library typst, which is not installed: pip install 'typst"
+        assert_refused([*command, *SIZE, "--output", str(tmp_path / "x.png")], said, capsys)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_full_device_behind_a_link_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -50,7 +50,7 @@ def run(
     return 2
 
 
-def emit(text: str, output: Path | None) -> None:
+def emit(text: str | bytes, output: Path | None) -> None:
     """Write ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
 
     Raises:
@@ -65,7 +65,12 @@ def emit(text: str, output: Path | None) -> None:
     try:
         if sys.stdout is None:
             raise OSError(0, "it is closed")
-        sys.stdout.write(text)
+        if isinstance(text, str):
+            sys.stdout.write(text)
+        elif sys.stdout.isatty():
+            raise OSError(0, "a picture is no text for a terminal")
+        else:
+            sys.stdout.buffer.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still in the buffer goes nowhere, lest Python complains about it at its end.

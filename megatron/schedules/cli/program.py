@@ -19,8 +19,10 @@ from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import NAMES, describe
 from megatron.schedules.report import table
+from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
+from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.text_forms import to_csv
@@ -44,13 +46,17 @@ _several = click.option(
     help="Give this flag once for each schedule to choose which are shown, and in what order.",
 )
 _form_help = "Without it the ending of --output's file decides, and otherwise it is"
-
+_PLAN_FORMS = ("text", "csv", "json", "svg", "html", *PICTURES)
+_COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
+_DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
+# Of the forms whose files do not end in their name.
+_ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
 
 _gradients = click.option(
     "--gradients",
     is_flag=True,
-    help="Mark where each chunk's gradients are complete, in an SVG: to see how much of their data-parallel reduction "
-    "--overlap-grad-reduce hides behind the rest of the schedule.",
+    help="Mark where each chunk's gradients are complete, in an SVG, PNG or PDF: to see how much of their "
+    "data-parallel reduction --overlap-grad-reduce hides behind the rest of the schedule.",
 )
 _width = click.option(
     "--width",
@@ -78,9 +84,10 @@ def _program(context: click.Context, version: bool) -> None:
 @click.option(
     "--format",
     "form",
-    metavar="text|csv|json|svg",
+    metavar="|".join(_PLAN_FORMS),
     help="text draws the timeline in the terminal; csv is for training and for torch; json has costs and figures too, "
-    f"for programs; svg is a drawing for documents. {_form_help} text.",
+    "for programs; svg, png and pdf are drawings for documents; html is a page to zoom and point at. "
+    f"{_form_help} text.",
 )
 @_width
 @_gradients
@@ -90,7 +97,7 @@ def _plan(
     """Plan one schedule: its order, when it runs, what idles and what is held."""
     if schedule is None and size["schedule_file"] is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
-    form = _form(form, output, ("text", "csv", "json", "svg"))
+    form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
     ask = Ask([] if schedule is None else [schedule], ["file"], **size)
     (name,) = ask.names
@@ -114,12 +121,13 @@ def _plan(
 @click.option(
     "--format",
     "form",
-    metavar="text|markdown|csv|json",
-    help=f"text to read here; markdown for documents; csv and json, unrounded, for programs. {_form_help} text.",
+    metavar="|".join(_COMPARE_FORMS),
+    help="text to read here; markdown for documents; csv and json, unrounded, for programs; svg, png and pdf show each "
+    f"schedule's bubble against its memory. {_form_help} text.",
 )
 def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
-    form = _form(form, output, ("text", "markdown", "csv", "json"))
+    form = _form(form, output, _COMPARE_FORMS)
     ask = Ask(schedules, NAMES, **size)
     baseline = ask.timeline("1f1b").makespan
     rows = []
@@ -130,6 +138,9 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
             rows.append(table.Row(name, str(error)))
         else:
             rows.append(table.Row(name, found, baseline / found.makespan))
+    if form in ("svg", *PICTURES):
+        emit(picture(draw_comparison(rows, _caption(ask)), form), output)
+        return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     emit(write[form](rows), output)
 
@@ -147,9 +158,9 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
 @click.option(
     "--format",
     "form",
-    metavar="svg|text|html|trace",
-    help="svg is for documents; text for the terminal; html is a page to zoom and point at, with each rank's memory "
-    f"and idle time; trace is for Perfetto and chrome://tracing. {_form_help} svg.",
+    metavar="|".join(_DRAW_FORMS),
+    help="svg, png and pdf are for documents; text for the terminal; html is a page to zoom and point at, with each "
+    f"rank's memory and idle time; trace is for Perfetto and chrome://tracing. {_form_help} svg.",
 )
 @_width
 @_gradients
@@ -163,7 +174,7 @@ def _draw(
     **size: Any,
 ) -> None:
     """Draw schedules, or a recorded run, below one another on one time scale. Without either: 1F1B and V-Half."""
-    form = _form(form, output, ("svg", "text", "html", "trace"))
+    form = _form(form, output, _DRAW_FORMS)
     columns = _drawn_as(form, width, gradients)
     if recorded is not None:
         if given := [name for name, value in {"schedule": schedules, **size}.items() if value]:
@@ -180,12 +191,14 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     """The format asked for, else the one the file's ending stands for, else the first of ``forms``."""
     if asked is None:
         ending = output.suffix[1:].lower() if output else ""
-        ending = {"md": "markdown", "htm": "html"}.get(ending, ending)
-        if ending == "json" and "trace" in forms:
-            ending = "trace"
-        return ending if ending in forms else forms[0]
-    if asked not in forms:
+        meant = {_ENDINGS.get(form, form): form for form in forms} | {form: form for form in forms}
+        asked = meant.get({"htm": "html"}.get(ending, ending)) if ending else forms[0]
+        if asked is None:
+            known = ", ".join(f".{_ENDINGS.get(form, form)}" for form in forms)
+            raise PlanError(f"--output {output} ends in .{ending}, which is not known here: use {known}; or --format")
+    elif asked not in forms:
         raise PlanError(f"--format {asked!r} is unknown here: use one of {', '.join(forms)}")
+    check_library(asked)
     return asked
 
 
@@ -220,8 +233,8 @@ def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
     columns = integer("--width", width, 1, "60 columns or more read well", _WIDEST)
     if columns is not None and form != "text":
         raise PlanError("--width is of the text form: give --format text, or leave the flag out")
-    if gradients and form != "svg":
-        raise PlanError("--gradients marks an SVG: give --format svg, or leave the flag out")
+    if gradients and form not in ("svg", *PICTURES):
+        raise PlanError("--gradients marks an SVG, or a picture of one: give --format svg, or leave the flag out")
     return columns
 
 
@@ -231,10 +244,10 @@ def _emit_drawing(
     """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
     if form in FORMS:
         if drawing.passes > FORMS[form]:
-            larger = [other for other, most in FORMS.items() if most >= drawing.passes]
+            instead = "html or text" if drawing.passes <= FORMS["html"] else "text"
             raise PlanError(
                 f"{form} of {drawing.passes} passes would be too large to look at: {FORMS[form]} at most; use --format "
-                + " or ".join([*larger, "text"])
+                f"{instead}"
             )
         emit(drawn(drawing, form, gradients=gradients), output)
         return

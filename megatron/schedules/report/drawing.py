@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megatron.schedules.measure.recorded_run import Recorded, to_text
 from megatron.schedules.report.figures import counted, title
+from megatron.schedules.report.pictures import PICTURES, picture
 from megatron.schedules.report.views import View, explained, views
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.output_files import make_folder, write_text
 from megatron.schedules.utils.printable import printable_name
 
 # The form of a drawing, and the most passes of one that still opens.
-FORMS: Mapping[str, int] = {"svg": 200_000, "html": 1_000_000, "trace": 500_000}
+FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}
 # What a recorded run is written as, by the name of the file; the run itself stands beside them.
 FILES: Mapping[str, str] = {"timeline.html": "html", "timeline.svg": "svg", "timeline.trace.json": "trace"}
 RUN = "recorded.json"
@@ -63,20 +64,21 @@ def of_run(recorded: Recorded) -> Drawing:
     return Drawing(views(recorded), f"{title(schedule.name)}, iteration {recorded.iteration}", caption, "ms")
 
 
-def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str:
+def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | bytes:
     """``drawing`` as a file of one of :data:`FORMS`.
 
     Args:
         drawing: of no more passes than the form is for.
         form: its name.
-        gradients: mark where each chunk's gradients are complete, in an SVG.
+        gradients: mark where each chunk's gradients are complete, in an SVG or a picture of one.
     """
-    if form == "svg":
+    if form in ("svg", *PICTURES):
         from megatron.schedules.report.svg import draw_svg
 
         timelines = [view.timeline for view in drawing.shown]
         caption = f"{drawing.caption} Numbers in cells are microbatches."
-        return draw_svg(timelines, caption, gradients=gradients, labels=drawing.labels, unit=drawing.unit)
+        svg = draw_svg(timelines, caption, gradients=gradients, labels=drawing.labels, unit=drawing.unit)
+        return picture(svg, form)
     if form == "html":
         from megatron.schedules.report.timeline_page import timeline_page
 

@@ -9,23 +9,25 @@ from typing import NamedTuple
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import number, ticks
+from megatron.schedules.report.letters import lines, width
 from megatron.schedules.report.markup import markup
 
-_WIDTH, _HEIGHT = 960, 578
-_LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, _HEIGHT - 96
+_WIDTH = 960
+_LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, 482
 _SIZE = 11.0
-_LETTER = 0.56 * _SIZE  # width of a letter on average, with room to spare
 _NEAR = 4.0  # points closer than this share a label
 # For the page, the grid, text, faint text, ours, others', and ours that do forwards again and that offload.
 _LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a", "#7a3e9d", "#16855c")
 _DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060", "#c79be6", "#5cc79a")
+_OURS = '<circle class="ours" cx="{x}" cy="{y}" r="4"/>'
+_OTHER = '<path class="other" d="M{x} {y}m0 -5l5 5l-5 5l-5 -5z"/>'
 _LEGEND = {
     '<path class="curve" d="M{x} {y}h18"/>': "adaptive",
     '<path class="bound" d="M{x} {y}h18"/>': "its lower bound",
     '<path class="again" d="M{x} {y}h18"/>': "with recompute",
     '<path class="offload" d="M{x} {y}h18"/>': "with offload",
-    '<circle class="ours" cx="{x}" cy="{y}" r="4"/>': "ours by name",
-    '<path class="other" d="M{x} {y}m0 -5l5 5l-5 5l-5 -5z"/>': "other projects",
+    _OURS: "ours by name",
+    _OTHER: "other projects",
 }
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
@@ -62,8 +64,9 @@ def draw_frontier(
     caption: str,
     most: tuple[float, float],
     relieved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
+    unit: str = "microbatches",
 ) -> str:
-    """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels.
+    """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
 
     Args:
         curve: by ascending memory.
@@ -71,20 +74,21 @@ def draw_frontier(
         marks: single schedules; those beyond ``most`` are left out.
         heading, caption: lines above and below.
         most: the largest memory and the largest bubble that are shown.
+        unit: of memory, in words.
     """
     chart = _Chart(*most)
-    chart.axes()
+    chart.axes(unit)
     chart.lines([point for point in curve if point.memory <= chart.memory])
     for look, found in relieved.items():
         chart.steps(look, [each for each in found if each.memory <= chart.memory])
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
-    chart.words(heading, caption)
+    height = _n(chart.words(heading, caption))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_n(_SIZE)}">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_n(_SIZE)}">\n'
         f'<title id="t">{markup(heading)}</title><desc id="d">{markup(caption)}</desc>\n'
         f"<style>{_style()}</style>\n"
-        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
+        f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
     )
 
 
@@ -95,11 +99,11 @@ class _Chart:
         self.memory, self.bubble = memory, bubble
         self.parts: list[str] = []
         self.taken: list[Box] = []
-        self.looks: set[str] = set()  # of the curves
+        self.looks: set[str] = set()  # of what is there, as the legend has them
 
-    def axes(self) -> None:
+    def axes(self, unit: str) -> None:
         """A grid with round numbers."""
-        for percent in ticks(100 * self.bubble, 4.0):
+        for percent in ticks(100 * self.bubble, 100 * self.bubble / 9):
             y = self.y(percent / 100)
             self.parts.append(f'<path class="grid" d="M{_LEFT} {_n(y)}H{_RIGHT}"/>')
             self.text(_LEFT - 8, y + 4, f"{number(percent)} %", "faint end")
@@ -107,7 +111,7 @@ class _Chart:
             self.parts.append(f'<path class="grid" d="M{_n(self.x(memory))} {_TOP}V{_FLOOR}"/>')
             self.text(self.x(memory), _FLOOR + 16, number(memory), "faint middle")
         self.text(_LEFT - 8, _TOP - 10, "bubble", "faint end")
-        self.text(_RIGHT, _FLOOR + 32, "activation memory of the worst rank, microbatches", "faint end")
+        self.text(_RIGHT, _FLOOR + 32, f"activation memory of the worst rank, {unit}", "faint end")
 
     def lines(self, curve: Sequence[Point]) -> None:
         """The curve as steps, from where it enters the plane; the bound from limit to limit."""
@@ -116,6 +120,7 @@ class _Chart:
         for (x, _), (right, low) in itertools.pairwise(bound):
             self.taken.append((x, low - 3, right, low + 3))
         if bound:
+            self.looks.add("bound")
             self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
 
     def steps(self, look: str, found: Sequence[Found]) -> None:
@@ -136,7 +141,8 @@ class _Chart:
         for mark in sorted(marks, key=lambda mark: (bool(mark.project), mark.memory, mark.bubble)):
             x, y = self.x(mark.memory), self.y(mark.bubble)
             self.taken.append((x - 5, y - 5, x + 5, y + 5))
-            self.parts.append(list(_LEGEND)[-1 if mark.project else -2].format(x=_n(x), y=_n(y)))
+            self.looks.add("other" if mark.project else "ours")
+            self.parts.append((_OTHER if mark.project else _OURS).format(x=_n(x), y=_n(y)))
             apart = [max(abs(self.x(first.memory) - x), abs(self.y(first.bubble) - y)) for first, *_ in groups]
             if apart and min(apart) < _NEAR:
                 groups[apart.index(min(apart))].append(mark)
@@ -146,14 +152,12 @@ class _Chart:
             self.label(group)
 
     def label(self, group: Sequence[Mark]) -> None:
-        """The shortest name and whose they all are: where it covers nothing, else where it covers least."""
-        text = min((mark.name for mark in group), key=len)
-        projects = list(dict.fromkeys(mark.project or "ours" for mark in group))
-        text += "" if projects == ["ours"] else f" ({', '.join(projects)})"
-        x, y, width = self.x(group[0].memory), self.y(group[0].bubble), len(text) * _LETTER
-        left, middle = min(_places(x, y, width), key=lambda place: self.covered(_box(place[0], place[1], width)))
-        self.taken.append(_box(left, middle, width))
-        near = min(max(x, left), left + width)
+        """What they are and whose: where it covers nothing, else where it covers least."""
+        text = _name(group)
+        x, y, wide = self.x(group[0].memory), self.y(group[0].bubble), width(text, _SIZE)
+        left, middle = min(_places(x, y, wide), key=lambda place: self.covered(_box(place[0], place[1], wide)))
+        self.taken.append(_box(left, middle, wide))
+        near = min(max(x, left), left + wide)
         if max(abs(middle - y), abs(near - x)) > 14:
             self.parts.append(f'<path class="lead" d="M{_n(x)} {_n(y)}L{_n(near)} {_n(middle)}"/>')
         self.text(left, middle + 4, markup(text), "theirs" if group[0].project else "ours")
@@ -164,18 +168,21 @@ class _Chart:
         outside = max(0, _LEFT - left) + max(0, right - _WIDTH) + max(0, _TOP - top) + max(0, bottom - _FLOOR)
         return 100 * outside + sum(_overlap(box, other) for other in self.taken)
 
-    def words(self, heading: str, caption: str) -> None:
-        """The heading, the legend and the caption."""
+    def words(self, heading: str, caption: str) -> float:
+        """The heading, the legend where there is something to tell apart, and the caption; where they end."""
         self.text(18, 28, markup(heading), "head")
-        x, y = float(_LEFT), _HEIGHT - 36
-        for shape, meaning in _LEGEND.items():
-            if any(f'"{look}"' in shape for look in {"again", "offload"} - self.looks):
-                continue
+        shown = {shape: meaning for shape, meaning in _LEGEND.items() if shape.split('"')[1] in self.looks}
+        several = len(shown) > 1
+        x, y = float(_LEFT), _FLOOR + (60.0 if several else 34.0)
+        for shape, meaning in shown.items() if several else ():
             self.parts.append(shape.format(x=_n(x), y=_n(y - 4)))
             x += 24 if "h18" in shape else 10
             self.text(x, y, meaning, "faint")
-            x += len(meaning) * _LETTER + 18
-        self.text(_LEFT, _HEIGHT - 16, markup(caption), "faint")
+            x += width(meaning, _SIZE) + 12
+        for line in lines(caption, _SIZE, _RIGHT - _LEFT):
+            y += 20
+            self.text(_LEFT, y, markup(line), "faint")
+        return y + 16
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
         """A line of text; ``content`` is markup."""
@@ -188,6 +195,16 @@ class _Chart:
     def y(self, bubble: float) -> float:
         """Where a bubble lies."""
         return _FLOOR - bubble / self.bubble * (_FLOOR - _TOP)
+
+
+def _name(group: Sequence[Mark]) -> str:
+    """Every schedule of one project; the shortest name of one schedule in several."""
+    projects = list(dict.fromkeys(mark.project for mark in group))
+    if len(projects) == len(group):
+        text = min((mark.name for mark in group), key=len)
+    else:
+        text = ", ".join(dict.fromkeys(mark.name for mark in group if mark.project == projects[0]))
+    return text if projects == [""] else f"{text} ({', '.join(project or 'ours' for project in projects)})"
 
 
 def _places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:

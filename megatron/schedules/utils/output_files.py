@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str | bytes) -> None:
     """Write ``text`` to ``path`` as UTF-8: all of it, or an :class:`OSError` is raised and ``path`` is as it was.
 
     A regular file is written beside ``path`` and renamed, so that no reader ever sees a part of it. It keeps the mode
@@ -19,7 +19,7 @@ def write_text(path: Path, text: str) -> None:
 
     Args:
         path: in a folder that exists. The folder must be writable, where a regular file is written.
-        text: any.
+        text: any; bytes are written as they are.
 
     Raises:
         OSError: with ``path`` as its ``filename`` and an ``strerror`` that says what is wrong; for text or a path that
@@ -32,9 +32,9 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str | bytes) -> None:
     try:
-        data = text.encode()
+        data = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError as error:
         raise OSError(errno.EILSEQ, f"its text cannot be encoded: {error.reason}") from None
     mode, target = _find(path)

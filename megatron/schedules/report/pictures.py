@@ -1,0 +1,40 @@
+"""An SVG as PNG or PDF, by typst: an optional library that needs no other program and brings fonts of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.schedules.utils.errors import PlanError, one_line
+
+PICTURES = ("png", "pdf")
+_PIXELS = 192.0  # of a PNG to an inch: two for each of the SVG's
+# Without a date the same drawing is the same file.
+_PAGE = """\
+#set document(date: none)
+#set page(width: auto, height: auto, margin: 0pt)
+#image(bytes(sys.inputs.svg), format: "svg")
+"""
+
+
+def check_library(form: str) -> None:
+    """Raises :class:`PlanError` where ``form`` takes typst and it is not installed."""
+    if form in PICTURES and importlib.util.find_spec("typst") is None:
+        raise PlanError(
+            f"{form} takes the library typst, which is not installed: pip install 'typst>=0.13', which is the extra "
+            "[pictures], or use svg"
+        )
+
+
+def picture(svg: str, form: str) -> str | bytes:
+    """``svg`` in one of :data:`PICTURES`; as it is for any other form."""
+    if form not in PICTURES:
+        return svg
+    check_library(form)
+    import typst
+
+    try:
+        return typst.compile(
+            _PAGE.encode(), format="png" if form == "png" else "pdf", ppi=_PIXELS, sys_inputs={"svg": svg}
+        )
+    except typst.TypstError as error:
+        raise PlanError(one_line(f"typst makes no {form} of this drawing: {error}")) from None
