@@ -19,7 +19,7 @@ from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused
 from tests.terminal import on_a_terminal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 # One for each form that has a writer of its own.
 CALLS = {
@@ -156,7 +156,7 @@ def test_no_name_in_a_recording_is_obeyed_by_a_terminal(evil: Path):
 def test_a_cell_of_a_csv_is_quoted_in_printable_text(cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "evil.csv"
     path.write_text(cell)
-    assert main(["plan", "--schedule-file", str(path)]) == 2
+    assert main(["plan", "--schedule", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.endswith("\n") and err[:-1].isprintable()
     assert len(err) < 1000
