@@ -91,8 +91,8 @@ train() {
   local log=$demo/$1.log
   say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
   if ! "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py "${model[@]}" \
-    --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" --pipeline-schedule-report-memory \
-    --pipeline-timeline "$demo/$1-timeline" "${start[@]}" "${flags[@]}" 2>&1 |
+    --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" \
+    --pipeline-measure "$demo/$1-timeline" "${start[@]}" "${flags[@]}" 2>&1 |
     "$python" scripts/compare_logs.py --follow "$log"
   then
     # Every rank prints a traceback, and torchrun a summary after them: the first errors tell most.

@@ -179,8 +179,8 @@ def ends_well(arguments: list[str], flag: str, path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("kind", "flag", "commands"),
     [
-        ("chunk", "--costs-file", PROFILED),
-        ("job", "--costs-file", PROFILED),
+        ("chunk", "--costs", PROFILED),
+        ("job", "--costs", PROFILED),
         ("run", "--recorded", RECORDED),
         ("plain run", "--recorded", RECORDED),
     ],

@@ -4,7 +4,7 @@
     python tools/emulate_run.py --slow 2=1.5 --output timeline
 
 The engine, its messages and its recorder are those of a training; each rank is a process, and sleeping takes no core.
-What comes out is what --pipeline-timeline writes: to see what a slow stage does to a schedule,
+What comes out is what --pipeline-measure writes: to see what a slow stage does to a schedule,
 and what helps against it.
 """
 
@@ -59,7 +59,7 @@ FLAGS = {"costs": "--costs", "schedule": "--schedule", "ranks": "--pipeline-size
     "--cure",
     type=click.Choice(["order", "layers"]),
     help="Then plan for the times that were measured, and carry that out instead: another order, as "
-    "--pipeline-replan does, or other layers on each stage too, as --pipeline-schedule-layers auto does.",
+    "--pipeline-replan does, or other layers on each stage too, as --pipeline-layers auto does.",
 )
 @click.option("--output", metavar="DIR", type=Path, required=True, help="Where to write.")
 def _emulate(

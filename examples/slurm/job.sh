@@ -38,7 +38,7 @@ read_settings() {
   if [[ -n ${SCHEDULE=v-half} ]]; then # set and empty: Megatron's own 1F1B
     SCHEDULE_FLAGS+=(--pipeline-schedule "$SCHEDULE")
     [[ -z ${MEMORY_LIMIT:-} ]] || SCHEDULE_FLAGS+=(--pipeline-memory-limit "$MEMORY_LIMIT")
-    [[ -z ${SCHEDULE_COSTS:-} ]] || SCHEDULE_FLAGS+=(--pipeline-schedule-costs "$SCHEDULE_COSTS")
+    [[ -z ${SCHEDULE_COSTS:-} ]] || SCHEDULE_FLAGS+=(--pipeline-costs "$SCHEDULE_COSTS")
   fi
   BATCH_FLAGS=(--micro-batch-size "${MICRO_BATCH_SIZE:-1}" --global-batch-size "$GLOBAL_BATCH_SIZE")
 

@@ -18,6 +18,7 @@ from megatron.schedules.report.figures import percent
 from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, from_json
+from tests.measure.custom import custom_costs
 from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused
 from tests.terminal import on_a_terminal
@@ -70,14 +71,14 @@ def test_width_gives_more_columns(capsys):
 
 
 def test_chunks_are_those_asked_for(capsys):
-    assert main(["plan", "--schedule", "interleaved-1f1b", *SIZE, "--chunks", "3", "--format", "csv"]) == 0
+    assert main(["plan", "--schedule", "interleaved-1f1b:3", *SIZE, "--format", "csv"]) == 0
     assert from_csv(capsys.readouterr().out).placement.chunks == 3
 
 
 def test_a_csv_brings_its_own_size(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     assert main([*PLAN, "--output", str(path)]) == 0
-    assert main(["plan", "--schedule-file", str(path), "--format", "csv"]) == 0
+    assert main(["plan", "--schedule", str(path), "--format", "csv"]) == 0
     assert capsys.readouterr().out == path.read_text()
 
 
@@ -111,7 +112,7 @@ def test_compare_has_every_schedule(capsys):
 
 
 def test_compare_gives_a_reason_where_there_is_no_plan(capsys):
-    assert main(["compare", *SIZE, "--chunks", "1"]) == 0
+    assert main(["compare", *SIZE, "--schedule", "interleaved-1f1b:1"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("interleaved-1f1b"))
     assert "at least 2 chunks" in line
 
@@ -119,11 +120,11 @@ def test_compare_gives_a_reason_where_there_is_no_plan(capsys):
 def test_compare_takes_a_csv_too(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     assert main([*PLAN, "--output", str(path)]) == 0
-    arguments = ["compare", "--schedule", "v-half", "--schedule", "file", "--schedule-file", str(path)]
+    arguments = ["compare", "--schedule", "v-half", "--schedule", str(path)]
     assert main([*arguments, "--format", "json"]) == 0
     half, mine = json.loads(capsys.readouterr().out)
     assert half.pop("schedule") == "v-half"
-    assert mine.pop("schedule") == "file"
+    assert mine.pop("schedule") == str(path)
     assert half == mine
 
 
@@ -217,7 +218,8 @@ def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
     """Stage 0 is offloaded, stage 1 done again; a forward takes 2, what one stage holds is copied in 3."""
     path = tmp_path / "relief.csv"
     path.write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
-    asked = ["plan", "--schedule-file", str(path), "--offload", "1.5"]
+    custom = custom_costs(tmp_path, copy_time=1.5)
+    asked = ["plan", "--schedule", str(path), "--save-memory", "offload", "--costs", custom]
     assert main([*asked, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["redone"], data["offloaded"], data["costs"]["copy"]) == ([0, 1], [1, 0], 1.5)
@@ -230,23 +232,24 @@ def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
     assert figures["copying"] == pytest.approx(6 / 22)
     assert main([*asked, "--format", "csv"]) == 0
     assert capsys.readouterr().out == path.read_text()
-    assert main([*asked, "--offload-one-way", "--format", "json"]) == 0
+    one_way = custom_costs(tmp_path, copy_time=0.75, ranks_per_link=2, one_way=True)
+    assert main([*asked, "--costs", one_way, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["copying"] == pytest.approx(12 / 22)
 
 
 def test_a_stage_with_both_r_and_o_has_half_of_each(tmp_path, capsys):
     path = tmp_path / "both.csv"
     path.write_text("0F0,0O0,0L0,0R0,0B0\n1F0,1B0\n")
-    assert main(["plan", "--schedule-file", str(path), "--format", "json"]) == 0
+    assert main(["plan", "--schedule", str(path), "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["redone"], data["offloaded"]) == ([0.5, 0], [0.5, 0])
     llama = ["--model", "Llama-3-8B", "--layers", "13,19"]
-    assert main(["plan", "--schedule-file", str(path), *llama, "--format", "json"]) == 0
+    assert main(["plan", "--schedule", str(path), *llama, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["redone"][0] * 13, data["offloaded"][0] * 13) == pytest.approx((6, 7))
 
 
-def test_offload_auto_is_what_a_profile_has(tmp_path, capsys):
+def test_the_time_of_a_copy_is_what_a_profile_has_or_follows_from_a_speed(tmp_path, capsys):
     """Two layers hold 4000 bytes, four are half a rank's, and 10**6 bytes are copied in a second."""
     median = {kind: {"median": 0.02} for kind in ("forward", "input_grad", "weight_grad")}
     profile = {
@@ -259,14 +262,38 @@ def test_offload_auto_is_what_a_profile_has(tmp_path, capsys):
     }
     rates = {"copy_gbps": {"to_host": 0.002, "from_host": 0.002, "both_ways": 0.001}}
     path = tmp_path / "profile.json"
-    asked = ["plan", "--schedule-file", str(tmp_path / "o.csv"), "--costs-file", str(path), "--format", "json"]
+    asked = ["plan", "--schedule", str(tmp_path / "o.csv"), "--costs", str(path), "--format", "json"]
     (tmp_path / "o.csv").write_text("0F0,0O0,0L0,0B0\n1F0,1B0\n")
-    for flags, copy in (([], 8.0), (["--offload", "auto", "--offload-shared", "2"], 16.0), (["--offload", "3"], 3.0)):
+    for flags, copy in (([], 8.0), (["--save-memory", "offload"], 8.0), (["--save-memory", "offload=0.0005"], 16.0)):
         path.write_text(json.dumps(profile | rates))
         assert main([*asked, *flags]) == 0
         assert json.loads(capsys.readouterr().out)["costs"]["copy"] == pytest.approx(copy)
     path.write_text(json.dumps(profile))
-    assert_refused([*asked, "--offload", "auto"], "--offload auto takes the time of copies from", capsys)
+    said = "--save-memory offload takes the time of copies from --costs FILE.json: give copy_time"
+    assert_refused([*asked, "--save-memory", "offload"], said, capsys)
+    given = ["--save-memory", "offload=25", "--costs", "1,1,1"]
+    assert_refused([*asked, *given], "--save-memory offload=25 needs bytes, from a cost profile in --costs", capsys)
+
+
+def test_a_limit_in_gib_is_of_the_bytes_of_a_profile(tmp_path, capsys):
+    """Two of sixteen layers hold 4000 bytes, so 1F1B's two microbatches on two ranks hold 32000."""
+    median = {kind: {"median": 0.02} for kind in ("forward", "input_grad", "weight_grad")}
+    profile = {
+        "version": 1,
+        "device": "a GPU",
+        "model": {"layers": 16, "hidden_size": 64, "heads": 4, "sequence_length": 128},
+        "micro_batch_size": 1,
+        "tensor_parallel": 1,
+        "chunk": {"layers": 2, **median, "activation_bytes": 4000, "weight_bytes": 3000},
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    size = ["--pipeline-size", "2", "--microbatches", "4", "--costs", str(path)]
+    asked = ["plan", "--schedule", "adaptive", *size, "--format", "json"]
+    assert main([*asked, "--memory-limit", f"{24000 / 2**30}GiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["asked"]["memory_limit"] == pytest.approx(0.75)
+    assert_refused([*asked, "--memory-limit", "1GiB", "--costs", "1,1,1"], "needs a profile in --costs", capsys)
+    assert_refused([*asked, "--memory-limit", "auto"], "--memory-limit auto is for training", capsys)
 
 
 # --- what is wrong ends in one line -------------------------------------------------------------------------------
@@ -314,17 +341,25 @@ WRONG = {
         "LICENSE is no recorded run: it is no JSON: JSON is malformed: invalid character (byte 34); --pipeline-",
     ),
     "gradients on a page": (["draw", *SIZE, "--format", "html", "--gradients"], "--gradients marks an SVG"),
-    "no chunk": ([*PLAN, "--chunks", "0"], "--chunks 0"),
-    "chunks where there is no choice": ([*PLAN, "--chunks", "3"], "v-half has 2"),
+    "no chunk": ([*PLAN, "--schedule", "adaptive:0"], "--schedule adaptive: 0 is too small"),
+    "chunks where there is no choice": ([*PLAN, "--schedule", "v-half:3"], "v-half has 2"),
     "a width of nothing": ([*PLAN, "--width", "0"], "--width 0"),
     "no folder to write to": ([*PLAN, "--output", "/no/such/folder/plan"], "--output: cannot write"),
     "a folder as output": ([*PLAN, "--output", "/"], "--output: cannot write"),
-    "no CSV": (["plan", "--schedule", "file", *SIZE], "--schedule-file"),
-    "no such CSV": (["plan", "--schedule-file", "/no/such.csv"], "--schedule-file: cannot read"),
-    "a CSV and a name": ([*PLAN, "--schedule-file", str(ROOT / "LICENSE")], "v-half"),
-    "no schedule in the file": (["plan", "--schedule-file", str(ROOT / "LICENSE")], "CSV row 2, cell 1"),
-    "a program for a CSV": (["plan", "--schedule-file", sys.executable], "not a text file"),
+    "no CSV": (["plan", "--schedule", "file", *SIZE], "--schedule file: name the CSV itself"),
+    "no such CSV": (["plan", "--schedule", "/no/such.csv"], "--schedule: cannot read"),
+    "chunks of a CSV": ([*PLAN, "--schedule", "mine.csv:2"], "unknown schedule 'mine.csv'"),
+    "no cost file": ([*PLAN, "--costs", str(ROOT / "LICENSE")], "or name a FILE.json"),
 }
+
+
+@pytest.mark.parametrize(
+    ("original", "said"), [(ROOT / "LICENSE", "CSV row 2, cell 1"), (sys.executable, "not a text")]
+)
+def test_a_csv_that_is_none_is_refused(tmp_path, capsys, original, said):
+    path = tmp_path / "none.csv"
+    path.symlink_to(original)
+    assert_refused(["plan", "--schedule", str(path)], said, capsys)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -345,7 +380,7 @@ def test_one_line_and_status_2(case, capsys):
 def test_a_wrong_csv_is_one_line(tmp_path, csv, said, capsys):
     path = tmp_path / "wrong.csv"
     path.write_text(csv)
-    assert main(["plan", "--schedule-file", str(path)]) == 2
+    assert main(["plan", "--schedule", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert said in err
@@ -354,7 +389,7 @@ def test_a_wrong_csv_is_one_line(tmp_path, csv, said, capsys):
 def test_a_csv_for_another_size_is_refused(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     assert main([*PLAN, "--output", str(path)]) == 0
-    assert main(["plan", "--schedule-file", str(path), "--pipeline-size", "2"]) == 2
+    assert main(["plan", "--schedule", str(path), "--pipeline-size", "2"]) == 2
     assert "4 pipeline ranks, but 2 were asked for" in capsys.readouterr().err
 
 
@@ -367,9 +402,9 @@ def test_help_explains_every_flag_and_schedule(name, capsys):
     text = capsys.readouterr().out
     for schedule in NAMES:
         assert schedule in text
-    for flag in ("--pipeline-size", "--microbatches", "--costs", "--chunks", "--schedule-file", "--format", "--output"):
+    for flag in ("--pipeline-size", "--microbatches", "--costs", "--schedule", "--format", "--output"):
         assert flag in text
-    for flag in ("--memory-limit", "--search-seconds", "--stage-weights", "--stage-activations"):
+    for flag in ("--memory-limit", "--save-memory", "--layers", "--vocabulary-parallel"):
         assert flag in text
 
 

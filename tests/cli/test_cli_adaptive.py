@@ -8,16 +8,23 @@ import pytest
 
 from megatron.schedules.cli import options
 from megatron.schedules.cli.program import main
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner import plan_cache
 from megatron.schedules.planner.plan_cache import kept_plan
 from megatron.schedules.planner.registry import NAMES
 from megatron.schedules.schedule.text_forms import from_csv
+from tests.measure.custom import custom_costs
 from tests.refused import assert_refused
 
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 PLAN = ["plan", "--schedule", "v-half", *SIZE]
-LIMITED = ["--memory-limit", "0.6", "--search-seconds", "0.01"]
+LIMITED = ["--memory-limit", "0.6"]
 ADAPTIVE = ["plan", "--schedule", "adaptive", *SIZE, *LIMITED]
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch):
+    monkeypatch.setenv(SEARCH_VARIABLE, "0.01")
 
 
 def test_adaptive_keeps_to_the_memory_and_says_how_near_the_best_it_is(capsys):
@@ -36,12 +43,13 @@ def test_adaptive_keeps_to_the_memory_and_says_how_near_the_best_it_is(capsys):
     assert last.endswith(f"is at most {longer:.2f} % longer than the best there is.")
 
 
-def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
-    arguments = ["plan", "--schedule", "adaptive", *SIZE, "--memory-limit", "0.5", "--search-seconds", "0.001"]
-    assert main([*arguments, "--chunks", "2"]) == 0
+def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys, monkeypatch):
+    monkeypatch.setenv(SEARCH_VARIABLE, "0.001")
+    arguments = ["plan", "--schedule", "adaptive:2", *SIZE, "--memory-limit", "0.5"]
+    assert main(arguments) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("The shortest found within this memory is V-Min. No schedule within this memory ends before")
-    assert main([*arguments, "--chunks", "2", "--format", "json"]) == 0
+    assert main([*arguments, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     asked = {"schedule": "adaptive", "memory_limit": 0.5, "chunk_choices": [1, 2], "search_seconds": 0.001}
     assert (data["name"], data["asked"]) == ("v-min", asked)
@@ -49,7 +57,7 @@ def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys):
 
 def test_a_limit_and_what_is_reported_are_of_the_same_memory(capsys):
     few = ["plan", "--schedule", "adaptive", "--pipeline-size", "8", "--microbatches", "4", "--format", "json"]
-    assert main([*few, "--memory-limit", "0.25", "--search-seconds", "0.01"]) == 0
+    assert main([*few, "--memory-limit", "0.25"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert figures["peak_memory"] == 2
     assert figures["memory_of_1f1b"] == 0.25
@@ -63,24 +71,24 @@ def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "choices"),
+    ("name", "choices"),
     [
-        ([], (1, 2, 4)),
-        (["--chunks", "1"], (1,)),
-        (["--chunks", "2"], (1, 2)),
-        (["--chunks", "3"], (1, 2, 3)),
-        (["--chunks", "8"], (1, 2, 4, 8)),
+        ("adaptive", (1, 2, 4)),
+        ("adaptive:1", (1,)),
+        ("adaptive:2", (1, 2)),
+        ("adaptive:3", (1, 2, 3)),
+        ("adaptive:8", (1, 2, 4, 8)),
     ],
 )
-def test_adaptive_is_asked_for_what_the_flags_say(flags, choices, monkeypatch, capsys):
+def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, capsys, tmp_path):
     asked = []
     monkeypatch.setattr(
         options, "kept_plan", lambda request, progress: asked.append(request) or kept_plan(request, progress)
     )
-    by_stage = ["--stage-weights", "1.5,1,1,1.2" + ",1" * 28, "--stage-activations", "2,1,1,1" + ",1" * 28]
-    if "3" in flags:
-        by_stage = []
-    assert main([*ADAPTIVE, *flags, *by_stage, "--format", "csv"]) == 0
+    by_stage = {"stage_weights": [1.5, 1, 1, 1.2, *[1] * 28], "stage_activations": [2, *[1] * 31]}
+    if "3" in name:
+        by_stage = {}
+    assert main([*ADAPTIVE, "--schedule", name, "--costs", custom_costs(tmp_path, **by_stage), "--format", "csv"]) == 0
     assert from_csv(capsys.readouterr().out).placement.chunks in choices
     (request,) = asked
     assert (request.schedule, request.ranks, request.microbatches) == ("adaptive", 4, 8)
@@ -90,28 +98,31 @@ def test_adaptive_is_asked_for_what_the_flags_say(flags, choices, monkeypatch, c
         assert request.costs.stage_activations == (2, *(1,) * 31)
 
 
-def test_a_heavy_end_counts_for_named_schedules_too(capsys):
+def test_a_heavy_end_counts_for_named_schedules_too(capsys, tmp_path):
     lengths = []
-    for flags in ([], ["--stage-weights", "1,1,1,1,1,1,1,3"], ["--stage-weights", "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,5"]):
-        assert main([*PLAN, *flags, "--format", "json"]) == 0
+    for fields in ({}, {"stage_weights": [*[1] * 7, 3]}, {"stage_weights": [*[1] * 15, 5]}):
+        assert main([*PLAN, "--costs", custom_costs(tmp_path, **fields), "--format", "json"]) == 0
         lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
     assert lengths[0] < lengths[1] == lengths[2], "slices may be finer than stages"
-    assert main([*PLAN, "--stage-activations", "3,1,1,1,1,1,1,1", "--format", "json"]) == 0
+    heavy = custom_costs(tmp_path, stage_activations=[3, *[1] * 7])
+    assert main([*PLAN, "--costs", heavy, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["peak_memory"] > 3
 
 
-def test_what_a_weight_gradient_leaves_makes_room(capsys):
+def test_what_a_weight_gradient_leaves_makes_room(capsys, tmp_path):
     lengths = []
-    for flags in ([], ["--weight-share", "0"]):
-        assert main([*ADAPTIVE, "--memory-limit", "0.5", *flags, "--format", "json"]) == 0
+    for fields in ({}, {"weight_share": 0}):
+        custom = custom_costs(tmp_path, **fields)
+        assert main([*ADAPTIVE, "--memory-limit", "0.5", "--costs", custom, "--format", "json"]) == 0
         lengths.append(json.loads(capsys.readouterr().out)["figures"]["makespan"])
     assert lengths[1] < lengths[0]
 
 
-def test_what_is_recomputed_takes_time_and_saves_memory(capsys):
+def test_what_is_recomputed_takes_time_and_saves_memory(capsys, tmp_path):
     found = []
-    for flags in ([], ["--recompute", "1", "--kept", "0.06"]):
-        assert main(["plan", *SIZE, "--schedule", "1f1b", *flags, "--format", "json"]) == 0
+    for fields in ({}, {"recompute_share": 1, "kept_share": 0.06}):
+        custom = custom_costs(tmp_path, **fields)
+        assert main(["plan", *SIZE, "--schedule", "1f1b", "--costs", custom, "--format", "json"]) == 0
         found.append(json.loads(capsys.readouterr().out)["figures"])
     assert found[1]["makespan"] == pytest.approx(found[0]["makespan"] * 4 / 3)
     assert found[1]["peak_memory"] == pytest.approx(found[0]["peak_memory"] * 0.06)
@@ -150,35 +161,52 @@ WRONG = {
     "adaptive without a limit": (["plan", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
     "compare adaptive without a limit": (["compare", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
     "draw adaptive without a limit": (["draw", "--schedule", "adaptive", *SIZE], "--memory-limit is missing"),
-    "a word for a limit": ([*ADAPTIVE, "--memory-limit", "half"], "--memory-limit 'half' is not a number"),
-    "a limit without end": ([*ADAPTIVE, "--memory-limit", "inf"], "--memory-limit 'inf' is not a number"),
-    "a limit of nothing": ([*ADAPTIVE, "--memory-limit", "0"], "--memory-limit 0 is not above zero"),
-    "a limit below nothing": ([*ADAPTIVE, "--memory-limit", "-0.5"], "--memory-limit -0.5 is not above zero"),
+    "a word for a limit": ([*ADAPTIVE, "--memory-limit", "half"], "--memory-limit 'half' is neither a fraction"),
+    "a limit without end": ([*ADAPTIVE, "--memory-limit", "inf"], "--memory-limit 'inf' is neither a fraction"),
+    "a limit of nothing": ([*ADAPTIVE, "--memory-limit", "0"], "--memory-limit '0' is neither a fraction"),
+    "a limit below nothing": ([*ADAPTIVE, "--memory-limit", "-0.5"], "--memory-limit '-0.5' is neither a fraction"),
     "too small a limit": ([*ADAPTIVE, "--memory-limit", "0.2"], "0.25 is the smallest that works"),
     "a limit for what has a name": ([*PLAN, "--memory-limit", "0.5"], "--schedule adaptive, not v-half"),
-    "a search for what has a name": ([*PLAN, "--search-seconds", "5"], "--schedule adaptive, not v-half"),
-    "a word for seconds": ([*ADAPTIVE, "--search-seconds", "long"], "--search-seconds 'long' is not a number"),
-    "no second": ([*ADAPTIVE, "--search-seconds", "0"], "--search-seconds 0 is not above zero"),
-    "no chunk for adaptive": ([*ADAPTIVE, "--chunks", "0"], "--chunks 0"),
-    "words for weights": ([*ADAPTIVE, "--stage-weights", "1,x"], "--stage-weights 'x' is not a number"),
-    "too few weights": ([*ADAPTIVE, "--stage-weights", "1,1,1"], "3 stage weights given"),
-    "too few activations": ([*PLAN, "--stage-activations", "1,1,1"], "3 stage activations given"),
-    "a negative weight": ([*PLAN, "--stage-weights", "1,-2,1,1,1,1,1,1"], "--stage-weights -2 is below zero"),
-    "a share below none": ([*PLAN, "--weight-share", "-1"], "--weight-share: the share of memory held until W must be"),
-    "no such share": (
-        [*PLAN, "--weight-share", "150"],
-        "--weight-share: the share of memory held until W must be from",
-    ),
-    "more recomputed than there is": (
-        [*PLAN, "--recompute", "2"],
-        "--recompute: the share of the forward that is recompu",
-    ),
-    "more kept than there is": ([*PLAN, "--kept", "-1"], "--kept: the share of memory kept for recomputing must be"),
-    "a word for a share": ([*PLAN, "--weight-share", "half"], "--weight-share 'half' is not a number"),
-    "a negative activation": ([*PLAN, "--stage-activations", "-1,1"], "--stage-activations -1 is below zero"),
+    "no chunk for adaptive": ([*ADAPTIVE, "--schedule", "adaptive:0"], "--schedule adaptive: 0 is too small"),
+    "what no schedule may save": ([*PLAN, "--save-memory", "both"], "goes with --schedule adaptive, not v-half"),
+    "a way to save that is none": ([*ADAPTIVE, "--save-memory", "auto"], "--save-memory 'auto' is unknown: use none"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_one_line_and_status_2(case, capsys):
     assert_refused(*WRONG[case], capsys)
+
+
+FIELDS = {
+    "words for weights": ('{"stage_weights": [1, "x"]}', "$.stage_weights[1] must be a number"),
+    "too few weights": ('{"stage_weights": [1, 1, 1]}', "--costs FILE.json $.stage_weights: 3 stage weights given"),
+    "too few activations": ('{"stage_activations": [1, 1, 1]}', "3 stage activations given"),
+    "a negative weight": ('{"stage_weights": [1, -2, 1, 1, 1, 1, 1, 1]}', "$.stage_weights[1] must be"),
+    "weights of nothing": ('{"stage_weights": [0, 0]}', "$.stage_weights must have one that is above zero"),
+    "a share below none": ('{"weight_share": -1}', "$.weight_share must be"),
+    "no such share": ('{"weight_share": 150}', "$.weight_share must be"),
+    "more recomputed than there is": ('{"recompute_share": 2}', "$.recompute_share must be"),
+    "more kept than there is": ('{"kept_share": -1}', "$.kept_share must be"),
+    "a word for a share": ('{"weight_share": "half"}', "$.weight_share must be a number"),
+    "a negative activation": ('{"stage_activations": [-1, 1]}', "$.stage_activations[0] must be"),
+    "a name that no field has": ('{"stage_weight": [1]}', "must not have 'stage_weight'"),
+    "two of three times": ('{"forward": 1, "weight_grad": 1}', "give forward, input_grad and weight_grad together"),
+    "a latency of no passes": ('{"latency": 1}', "$.latency goes with forward, input_grad and weight_grad"),
+    "one way of no copies": ('{"one_way": true}', "$.one_way goes with copy_time, which is missing"),
+    "a link of no copies": ('{"ranks_per_link": 4}', "$.ranks_per_link goes with copy_time, which is missing"),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_wrong_field_of_a_cost_file_is_named(case, tmp_path, capsys):
+    text, said = FIELDS[case]
+    path = tmp_path / "custom.json"
+    path.write_text('{"version": 3, ' + text[1:])
+    assert_refused([*PLAN, "--costs", str(path)], said, capsys)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [("long", "'long' is not a number"), ("0", "0 is not above zero")])
+def test_seconds_of_search_that_are_none_are_refused(monkeypatch, capsys, seconds, said):
+    monkeypatch.setenv(SEARCH_VARIABLE, seconds)
+    assert_refused(ADAPTIVE, f"${SEARCH_VARIABLE} {said}", capsys)

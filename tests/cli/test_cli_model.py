@@ -67,12 +67,12 @@ def test_a_plan_says_its_layers_in_megatrons_letters(capsys):
     [
         (
             ["--layers", "auto"],
-            "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?",
+            "--layers goes with --model, or a profile with the model's ends: what does a layer cost?",
         ),
         (["--model", "9.6B", "--layers", "best"], "--layers 'best' is not a number"),
         (
             ["--model", "9.6B", "--layers", "1.5,2"],
-            "--layers '1.5,2' is neither even, auto nor a list of whole numbers",
+            "--layers '1.5,2' is not a list of whole numbers up to 10000: use even, auto or the layers of each stage",
         ),
         (["--model", "9.6B", "--layers", "8,8,8,8"], "--layers: the stages have 32 layers, and the model 30"),
         (

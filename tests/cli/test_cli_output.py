@@ -194,7 +194,7 @@ def test_no_name_in_a_recording_is_obeyed_by_a_terminal(evil: Path):
 def test_a_cell_of_a_csv_is_quoted_in_printable_text(cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "evil.csv"
     path.write_text(cell)
-    assert main(["plan", "--schedule-file", str(path)]) == 2
+    assert main(["plan", "--schedule", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.endswith("\n") and err[:-1].isprintable()
     assert len(err) < 1000

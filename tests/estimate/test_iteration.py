@@ -183,8 +183,8 @@ def test_copies_take_what_their_bytes_take_on_the_link():
     assert costs(at).copy == pytest.approx(held / 2 / 100e9)
     slow = replace(at, device=replace(at.device, host_link=50e9))
     assert costs(slow).copy == pytest.approx(2 * costs(at).copy)
-    assert "--pipeline-offload 50 " in slow.flags
-    assert "--pipeline-recompute" not in slow.flags and "--pipeline-recompute auto" in relieved(RELIEVED[2]).flags
+    assert "--pipeline-save-memory offload=50 " in slow.flags
+    assert "both=" not in slow.flags and "--pipeline-save-memory both=" in relieved(RELIEVED[2]).flags
 
 
 def test_what_the_host_has_no_room_for_does_not_fit():

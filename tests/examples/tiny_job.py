@@ -101,7 +101,7 @@ _ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipelin
 
 def prepare_sweep(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """After :func:`prepare`: two candidates from a grid search that knows them; the sweep's folder."""
-    good = f"--pipeline-schedule v-half --pipeline-schedule-costs 1,1,1,0 {_PIPELINE} {_ENDS}"
+    good = f"--pipeline-schedule v-half --pipeline-costs 1,1,1,0 {_PIPELINE} {_ENDS}"
     bad = f"--pipeline-schedule v-min {_PIPELINE}"  # two layers do not make four stages
     candidates(folder / "made", bad, good)
     (folder / "grid_search.py").write_text(_GRID_SEARCH % str(folder / "made" / "candidates.csv"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tests.integration.results import MODEL, UNTIED, Result
 from tests.integration.server import Megatron
 
@@ -87,6 +88,13 @@ def _layers(flags: Sequence[str]) -> list[str]:
     """The flag among ``flags`` that sets another number of layers, which needs weights of its own."""
     at = flags.index("--num-layers") if "--num-layers" in flags else len(flags)
     return list(flags[at : at + 2])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_searches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SEARCH_VARIABLE, "0.3")
+        yield
 
 
 @pytest.fixture(scope="session")

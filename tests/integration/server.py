@@ -13,11 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
+
 ROOT = Path(__file__).resolve().parents[2]
+# Those that a test may set for the ranks of its jobs.
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE)
 
 
 class Megatron:
-    """The client's end: calls functions of :mod:`tests.integration.jobs` in the server."""
+    """The client's end: calls functions of :mod:`tests.integration.jobs` in the server, with our settings."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -37,7 +41,8 @@ class Megatron:
     def __call__(self, job: str, *args: Any, **named: Any) -> Any:
         """The result of ``job(*args, **named)``; raises AssertionError with the output of the ranks where it failed."""
         assert self._process.stdin is not None
-        pickle.dump((job, args, named), self._process.stdin)
+        around = {name: os.environ.get(name) for name in _VARIABLES}
+        pickle.dump((job, args, named, around), self._process.stdin)
         self._process.stdin.flush()
         try:
             ok, result = pickle.load(self._results)
@@ -61,9 +66,13 @@ def _serve(requests: BinaryIO, results: BinaryIO) -> None:
 
     while True:
         try:
-            name, args, named = pickle.load(requests)
+            name, args, named, around = pickle.load(requests)
         except EOFError:
             return
+        for variable, value in around.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
         try:
             answer = True, getattr(jobs, name)(*args, **named)
         except JobError as error:

@@ -121,7 +121,7 @@ def four_chunks(tmp_path_factory) -> tuple[str, ...]:
     """The flags for a schedule that the adaptive search made for four chunks a rank."""
     path = tmp_path_factory.mktemp("plans") / "four.csv"
     path.write_text(to_csv(plan(Request("adaptive", 2, 4, memory_limit=1.0, chunk_choices=(4,), search_seconds=0.1))))
-    return (*under("file"), "--pipeline-schedule-file", str(path))
+    return under(str(path))
 
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

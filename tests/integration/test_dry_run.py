@@ -70,50 +70,50 @@ def test_where_it_does_not_fit_a_status_and_what_would_help(megatron):
     assert status == 0
     assert max(held) > 1, "or the table's two digits say nothing"
     room = 0.8 * max(held)
-    assert said(megatron, "--pipeline-dry-run", "2", "--device-memory", f"{2 * max(held)}GiB")[0] == 0
-    status, text = said(megatron, "--pipeline-dry-run", "2", "--device-memory", f"{room}GiB")
+    assert said(megatron, "--pipeline-dry-run", f"2x{2 * max(held)}GiB")[0] == 0
+    status, text = said(megatron, "--pipeline-dry-run", f"2x{room}GiB")
     assert status == 3
     verdict, advice = (line for line in text.splitlines() if line.startswith(("does not fit", "would fit")))
     assert f"rank {held.index(max(held))} holds most, {max(held):.2f} GiB" in verdict
     # What is advised is what the job would then say.
     flags, _, rest = advice.removeprefix("would fit: with ").partition(" (")
-    status, text = said(megatron, "--pipeline-dry-run", "2", "--device-memory", f"{room}GiB", *flags.split())
+    status, text = said(megatron, "--pipeline-dry-run", f"2x{room}GiB", *flags.split())
     assert status == 0, text
     assert max(together(text)) == pytest.approx(float(rest.split()[0]), abs=0.01)
 
 
 @pytest.mark.full_matrix
 def test_the_limit_of_an_adaptive_plan_is_seen_in_bytes(megatron):
-    adaptive = "--pipeline-schedule adaptive --pipeline-search-seconds 0.5 --pipeline-dry-run 2 --pipeline-memory-limit"
+    adaptive = "--pipeline-schedule adaptive --pipeline-dry-run 2 --pipeline-memory-limit"
     less, more = (together(said(megatron, *adaptive.split(), limit)[1]) for limit in ("0.8", "1.2"))
     assert all(a < b for a, b in zip(less, more, strict=True))
 
 
 def asked(**more: Any) -> SimpleNamespace:
     sizes = {f"{name}_parallel_size": 1 for name in ("context", "tensor_model", "expert_model", "pipeline_model")}
-    return SimpleNamespace(
-        **sizes | {"pipeline_dry_run": "", "num_experts": None, "expert_tensor_parallel_size": None} | more
-    )
+    return SimpleNamespace(**sizes | {"num_experts": None, "expert_tensor_parallel_size": None} | more)
 
 
 @pytest.mark.parametrize(
-    ("around", "args", "gpus"),
+    ("around", "args", "given", "gpus"),
     [
-        ({}, {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}, 8),
+        ({}, {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}, None, 8),
         # Experts go over data-parallel ranks, of which there are as many as that takes.
-        ({}, {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8, "num_experts": 8}, 32),
-        ({"SLURM_NTASKS": "16"}, {}, 16),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {}, 64),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {"pipeline_dry_run": "512"}, 512),
+        ({}, {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8, "num_experts": 8}, None, 32),
+        ({"SLURM_NTASKS": "16"}, {}, None, 16),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {}, None, 64),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {}, 512, 512),
     ],
     ids=["one replica", "one replica with experts", "SLURM's", "torchrun's", "as given"],
 )
-def test_how_many_gpus_are_supposed(monkeypatch, around: dict[str, str], args: dict[str, Any], gpus: int):
+def test_how_many_gpus_are_supposed(
+    monkeypatch, around: dict[str, str], args: dict[str, Any], given: int | None, gpus: int
+):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    assert supposed_gpus(asked(**args))[0] == gpus
+    assert supposed_gpus(asked(**args), given)[0] == gpus
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 TENSOR = "--tensor-model-parallel-size 2"
 SEVERAL = "--global-batch-size 8"
 FULL = "--recompute-granularity full --recompute-method"
-ADAPTIVE = f"{SEVERAL} --pipeline-memory-limit 0.4 --pipeline-search-seconds 0.5"
+ADAPTIVE = f"{SEVERAL} --pipeline-memory-limit 0.4"
 TIED, BF16 = "--bf16", "--bf16 --untie-embeddings-and-output-weights"
 FP16 = "--fp16 --initial-loss-scale 1024 --untie-embeddings-and-output-weights"
 
@@ -60,11 +60,11 @@ IN_FULL = {
     ),
     "full recompute of a layer a stage": ("v-half", 1, f"{BF16} {FULL} block --recompute-num-layers 1"),
     "selective recompute": ("v-half", 1, f"{BF16} --recompute-granularity selective"),
-    "done again by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-recompute auto"),
+    "done again by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-save-memory recompute"),
     "offloaded by the plan": (
         "adaptive",
         1,
-        f"{BF16} {ADAPTIVE} --pipeline-offload 25 --pipeline-schedule-costs 1,1.1,0.8",
+        f"{BF16} {ADAPTIVE} --pipeline-save-memory offload=25 --pipeline-costs 1,1.1,0.8",
     ),
     "dropout": ("interleaved-1f1b", 1, f"{BF16} --attention-dropout 0.1 --hidden-dropout 0.1"),
     "fp16, a layout, SGD": (
@@ -145,7 +145,7 @@ LIMITED = {
     "layers alone": ("", 0.8),
     "selective recompute": ("--recompute-granularity selective", 0.8),
     "full recompute": (f"{FULL} uniform --recompute-num-layers 1", 2.0),
-    "recompute passes": ("--pipeline-recompute auto", 0.8),
+    "recompute passes": ("--pipeline-save-memory recompute", 0.8),
 }
 LIMITED_BY_DEFAULT = ("layers alone", "selective recompute")
 
@@ -163,10 +163,10 @@ def test_a_limit_in_gib_is_kept(megatron, flags: str, part: float):
     Of a layer that Megatron recomputes as a whole, not all tensors are there at the same time, as the model has it.
     """
     job = [*MODEL, *SIZE, *shlex.split(f"{BF16} {SEVERAL} {flags}"), "--pipeline-model-parallel-size", "2"]
-    usual = [flag for flag in job if flag not in ("--pipeline-recompute", "auto")]
+    usual = [flag for flag in job if flag not in ("--pipeline-save-memory", "recompute")]
     whole, _ = megatron("held_and_estimated", 2, [*usual, "--pipeline-schedule", "1f1b"])
     limit = part * max(rank["activations"] for rank in whole)
-    adaptive = f"--pipeline-schedule adaptive --pipeline-search-seconds 0.5 --pipeline-memory-limit {limit / 2**30}GiB"
+    adaptive = f"--pipeline-schedule adaptive --pipeline-memory-limit {limit / 2**30}GiB"
     ranks, said = megatron("held_and_estimated", 2, [*job, *adaptive.split()])
     for held, estimated in zip(ranks, said, strict=True):
         assert estimated.activations + estimated.messages <= limit

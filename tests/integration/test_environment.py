@@ -37,7 +37,7 @@ def test_a_variable_that_is_no_possible_number_is_named(monkeypatch, name: str, 
 def test_so_is_slurms_number_of_tasks_in_a_dry_run(monkeypatch, text: str):
     monkeypatch.setenv("SLURM_NTASKS", text)
     with pytest.raises(PlanError, match=r"^\$SLURM_NTASKS must be "):
-        supposed_gpus(SimpleNamespace(pipeline_dry_run=""))
+        supposed_gpus(SimpleNamespace(), None)
 
 
 def test_a_rank_beyond_the_number_of_processes_is_refused(monkeypatch):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
+
 import pytest
 import torch
 
 from megatron.schedules.planner.registry import Request, plan
 from tests.integration.results import MODEL, UNTIED
 
-JOB = "--train-iters 1 --num-layers 16 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
+JOB = "--train-iters 2 --num-layers 16 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
 
 
 def held(megatron, schedule: str, size: int, *more: str) -> list[int]:
     """The most bytes each rank held."""
     flags = ["--global-batch-size", str(2 * size), "--pipeline-model-parallel-size", str(size)]
-    flags += ["--pipeline-schedule", schedule, "--pipeline-schedule-report-memory"]
-    return megatron("train", size, [*MODEL, *UNTIED, *JOB, *flags, *more]).peaks
+    with TemporaryDirectory(prefix="measured-") as folder:
+        flags += ["--pipeline-schedule", schedule, "--pipeline-measure", folder]
+        return megatron("train", size, [*MODEL, *UNTIED, *JOB, *flags, *more]).peaks
 
 
 def planned(schedule: str, size: int) -> float:
@@ -47,7 +50,7 @@ def test_bytes_held_rank_as_planned(megatron, size):
 def test_an_adaptive_plan_keeps_to_the_memory_it_was_given(megatron, limit):
     """A chunk's own share is not exact: embedding, output layer and loss hold something too."""
     baseline = max(held(megatron, "1f1b", 4))
-    worst = max(held(megatron, "adaptive", 4, "--pipeline-memory-limit", limit, "--pipeline-search-seconds", "0.5"))
+    worst = max(held(megatron, "adaptive", 4, "--pipeline-memory-limit", limit))
     assert worst / baseline <= 1.1 * float(limit)
 
 
@@ -59,9 +62,9 @@ def test_memory_stays_flat_over_100_iterations(megatron):
         assert max(sizes) <= sizes[0], f"bytes of tensors after every tenth iteration: {sizes}"
 
 
-def test_measuring_ends_with_its_report(megatron):
+def test_measuring_ends_with_its_report(megatron, tmp_path):
     flags = "--global-batch-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule v-half --train-iters 3".split()
-    flags += ["--pipeline-schedule-report-memory", "--eval-iters", "0"]
+    flags += ["--pipeline-measure", f"{tmp_path}:1-3", "--eval-iters", "0"]
     assert megatron("counted", 2, [*MODEL, *UNTIED, *flags]) == [[True, False, False]] * 2
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ JOBS = {
         4,
         "--pipeline-vocabulary-parallel --tensor-model-parallel-size 2 --sequence-parallel --bf16",
     ),
-    "measuring itself": (2, "--train-iters 3 --pipeline-profile-iterations 1-3"),
+    "measuring itself": (2, "--train-iters 3 --pipeline-measure {folder}:1-3"),
     "data parallel, overlapped": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
 }
 
@@ -35,10 +37,12 @@ JOBS = {
 @pytest.mark.feature("no host synchronisation inside a program")
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("schedule", each_schedule("v-half"))
-def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule: str, job: str) -> None:
+def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule: str, job: str, tmp_path: Path) -> None:
     """NaN in the losses is looked for, as by default."""
     world, flags = JOBS[job]
-    found = megatron("waits", world, [*MODEL, *UNTIED, *JOB, *under(schedule, "1"), *flags.split()])
+    found = megatron(
+        "waits", world, [*MODEL, *UNTIED, *JOB, *under(schedule, "1"), *flags.format(folder=tmp_path).split()]
+    )
     assert [sorted(set(waits)) for waits in found] == [[]] * world
 
 

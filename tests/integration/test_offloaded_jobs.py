@@ -60,9 +60,7 @@ def here_and_there(stage: int, microbatch: int) -> tuple[int, int] | None:
 def as_file(path: Path, schedule: Schedule, distances: Distances | None = here_and_there) -> tuple[str, ...]:
     """The flags for ``schedule`` given as a CSV, with O and L so placed, or without."""
     path.write_text(to_csv(offloaded(schedule, distances) if distances else schedule))
-    return ("--pipeline-model-parallel-size", str(schedule.ranks)) + (
-        ("--pipeline-schedule", "file", "--pipeline-schedule-file", str(path))
-    )
+    return "--pipeline-model-parallel-size", str(schedule.ranks), "--pipeline-schedule", str(path)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +125,15 @@ def test_too_little_host_memory_ends_the_job_with_a_reason(megatron, tmp_path):
         copied(megatron, tmp_path / "v.csv", plan(Request("v-half", 2, 6)), pinned=300_000)
     (line,) = {line for line in str(caught.value).splitlines() if "OffloadError:" in line}
     assert "microbatch 0: no 0." in line or "microbatch 1: no 0." in line
-    assert "of host memory beside the" in line and line.endswith("or leave --pipeline-offload out")
+    assert "of host memory beside the" in line and line.endswith("or give no offload in --pipeline-save-memory")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
 def test_what_is_away_is_not_held(megatron, tmp_path, schedule):
     """Every microbatch goes as soon as it may and comes back as late, so that a rank holds little more than one."""
     made = plan(Request(schedule, 3, 6))
-    flags = "--train-iters 1 --num-layers 12 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
-    flags = [*MODEL, *UNTIED, *flags, "--global-batch-size", "6", "--pipeline-schedule-report-memory"]
+    flags = "--train-iters 2 --num-layers 12 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
+    flags = [*MODEL, *UNTIED, *flags, "--global-batch-size", "6", "--pipeline-measure", str(tmp_path)]
     away, here = (
         megatron("train", 3, [*flags, *as_file(tmp_path / "schedule.csv", made, distances)]).peaks
         for distances in (lambda stage, microbatch: (0, 0), None)

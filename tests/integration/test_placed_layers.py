@@ -1,4 +1,4 @@
-"""``--pipeline-schedule-layers auto``, and costs that come from the model: stock's losses and gradients."""
+"""``--pipeline-layers auto``, and costs that come from the model: stock's losses and gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.results import MODEL
 from tests.integration.test_same_result import assert_same_losses, differing, under
 from tests.measure.test_cost_profile import PASSES, written
 
-AUTO = ("--pipeline-schedule-layers", "auto")
+AUTO = ("--pipeline-layers", "auto")
 
 
 @pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
@@ -34,7 +34,7 @@ def said(megatron, *flags: str) -> str:
 def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):
     by_arithmetic = said(megatron)
     assert "by the model's arithmetic; the output layer counted as" in by_arithmetic
-    assert "F,I,W 1,1,2 as given" in said(megatron, "--pipeline-schedule-costs", "1,1,2")
+    assert "F,I,W 1,1,2 as given" in said(megatron, "--pipeline-costs", "1,1,2")
     end = {kind: {"median": seconds} for kind, seconds in zip(PASSES, (0.02, 0.024, 0.016), strict=True)}
     path = written(
         tmp_path / "profile.json",
@@ -43,7 +43,7 @@ def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):
         embedding={**end, "activation_bytes": 0},
         output_layer={**end, "activation_bytes": 10},
     )
-    measured = said(megatron, "--pipeline-schedule-costs-file", str(path))
+    measured = said(megatron, "--pipeline-costs", str(path))
     assert f"measured times ({path}); the output layer counted as 2 decoder layers" in measured
 
 

@@ -47,11 +47,11 @@ def test_of_adaptive_both_the_limit_and_what_was_chosen_are_named(limit: float, 
     )
 
 
-@pytest.mark.parametrize("more", ["", "--recompute-granularity selective", "--pipeline-recompute auto"])
+@pytest.mark.parametrize("more", ["", "--recompute-granularity selective", "--pipeline-save-memory recompute"])
 def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(more: str):
     """Of Llama-3-8B, planned by the flags alone: on a rank of some plans there are more messages than were expected."""
     limit = 40 if not more else 20
-    flags = f"{LLAMA} --pipeline-memory-limit {limit}GiB --pipeline-search-seconds 0.2 {more}"
+    flags = f"{LLAMA} --pipeline-memory-limit {limit}GiB {more}"
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_stock_arguments(parser)
     args = add_arguments(parser).parse_args(flags.split())

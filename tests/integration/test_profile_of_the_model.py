@@ -10,7 +10,10 @@ import pytest
 
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
-from megatron.schedules.integration.flags.profile import profile_asked
+from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
+from megatron.schedules.integration.flags.measuring import measured_iterations
+from megatron.schedules.integration.flags.settings import settings_of
+from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.profile_facts import Facts
@@ -36,9 +39,9 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     add_stock_arguments(parser)
-    args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-schedule-costs-file", str(path)])
+    args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
     args.world_size = 2
-    return costs_of(args, 2).on(sequential(2), Decisions(layers=(4, 4)))
+    return costs_of(args, settings_of(args), 2).on(sequential(2), Decisions(layers=(4, 4)))
 
 
 def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):
@@ -63,11 +66,10 @@ def test_another_models_profile_is_refused(tmp_path, facts, why):
 
 
 def test_only_the_first_node_must_have_the_folder(tmp_path, monkeypatch):
-    file = tmp_path / "none" / "costs.json"
-    args = argparse.Namespace(
-        pipeline_profile_iterations="2-4", pipeline_save_costs=str(file), train_iters=None, pipeline_timeline=None
-    )
-    with pytest.raises(PlanError, match="cannot be written: name a file in a folder that is there"):
-        profile_asked(args)
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "none"
+    with pytest.raises(PlanError, match="is no folder; name a folder, there or to be made"):
+        measured_iterations(Measuring(folder, (2, 4)), None)
     monkeypatch.setenv("GROUP_RANK", "1")
-    assert profile_asked(args) == (2, 4, file, None)
+    found = measured_iterations(Measuring(folder, (2, 4)), None)
+    assert found == MeasuredIterations(2, 4, folder / "costs.json", folder)

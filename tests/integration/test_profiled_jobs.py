@@ -14,12 +14,11 @@ from megatron.schedules.schedule.kinds import Kind, Share
 from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--train-iters 4 --global-batch-size 8".split()]
-PROFILE = "--pipeline-profile-iterations 2-4 --pipeline-save-costs".split()
 
 
 def profiled(megatron, file: Path, world: int, flags: str) -> tuple[JobProfile, list[str]]:
     """What a job with ``flags`` measured, and what each rank said."""
-    found = megatron("outputs", world, [*JOB, *flags.split(), *PROFILE, str(file)])
+    found = megatron("outputs", world, [*JOB, *flags.split(), "--pipeline-measure", f"{file.parent}:2-4"])
     assert [code for code, _ in found] == [0] * world
     profile = read_profile(file)
     assert isinstance(profile, JobProfile)
@@ -40,11 +39,10 @@ def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_pa
     assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table
 
     assert (
-        main(["plan", "--schedule", "v-half", "--microbatches", "8", "--pipeline-size", "2", "--costs-file", str(file)])
-        == 0
+        main(["plan", "--schedule", "v-half", "--microbatches", "8", "--pipeline-size", "2", "--costs", str(file)]) == 0
     )
     assert "bubble" in capsys.readouterr().out
-    next_job = f"{flags} --pipeline-schedule-costs-file {file}"
+    next_job = f"{flags} --pipeline-costs {file}"
     found = megatron("outputs", 2, [*JOB, "--train-iters", "1", *next_job.split()])
     assert found[0][0] == 0 and f"planned for measured times ({file})" in found[0][1]
 
@@ -61,13 +59,11 @@ def test_one_profile_of_all_replicas(megatron, tmp_path):
     assert json.loads((tmp_path / "costs.json").read_text())["model"]["vocabulary"] == 96
 
 
-def test_to_measure_changes_no_loss(train):
+def test_to_measure_changes_no_loss(train, tmp_path):
     job = (*UNTIED, *"--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2".split())
-    plain, measured = (train(2, *job, "--pipeline-schedule", "v-half", *more.split()) for more in ("", MEASURED))
+    measure = "--pipeline-measure", f"{tmp_path}:1-3"
+    plain, measured = (train(2, *job, "--pipeline-schedule", "v-half", *more) for more in ((), measure))
     assert plain.losses == measured.losses
-
-
-MEASURED = "--pipeline-profile-iterations 1-3"
 
 
 @pytest.mark.full_matrix
@@ -76,10 +72,10 @@ def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "2"
     assert megatron("outputs", 2, [*flags, *saved, "--exit-interval", "2"])[0][0] == 0
     file = tmp_path / "costs.json"
-    resumed = [*flags, "--load", str(tmp_path / "saved"), "--pipeline-save-costs", str(file)]
-    late = megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "2-4"])
+    resumed = [*flags, "--load", str(tmp_path / "saved"), "--pipeline-measure"]
+    late = megatron("outputs", 2, [*resumed, f"{tmp_path}:2-4"])
     assert late[0][0] == 0 and not file.exists()
-    assert "the job is at iteration 3 already, and --pipeline-profile-iterations begins with 2" in late[0][1]
-    assert megatron("outputs", 2, [*resumed, "--pipeline-profile-iterations", "3-4"])[0][0] == 0
+    assert "the job is at iteration 3 already, and --pipeline-measure begins with 2" in late[0][1]
+    assert megatron("outputs", 2, [*resumed, f"{tmp_path}:3-4"])[0][0] == 0
     profile = read_profile(file)
     assert isinstance(profile, JobProfile) and profile.iterations == (4, 4)

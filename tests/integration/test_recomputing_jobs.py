@@ -159,7 +159,7 @@ USUAL = ("dropout, tensor and sequence parallel", "experts")
 
 def _file(path: Path, schedule: Schedule) -> tuple[str, ...]:
     path.write_text(to_csv(schedule))
-    return "--pipeline-schedule", "file", "--pipeline-schedule-file", str(path)
+    return "--pipeline-schedule", str(path)
 
 
 def _with_again(schedule: Schedule, share: float = 0.7) -> Schedule:
@@ -226,7 +226,8 @@ def _right_before(schedule: Schedule) -> Schedule:
 @pytest.mark.full_matrix
 def test_a_rank_holds_one_microbatch_and_inputs_of_the_others(megatron: Any, tmp_path: Path) -> None:
     """1F1B on four ranks; four layers a rank, whose inputs are 64 x 1 x 64 numbers of four bytes."""
-    common = [*MODEL, *UNTIED, *SIZE, "--pipeline-model-parallel-size", "4", "--pipeline-schedule-report-memory"]
+    common = [*MODEL, *UNTIED, *SIZE, "--pipeline-model-parallel-size", "4"]
+    common += ["--pipeline-measure", str(tmp_path / "measured")]
     one = megatron("train", 4, [*common, "--global-batch-size", "1", "--pipeline-schedule", "1f1b"]).peaks
     flags = _file(tmp_path / "again.csv", _right_before(plan(Request("1f1b", 4, 4))))
     peaks = megatron("train", 4, [*common, "--global-batch-size", "4", *flags]).peaks

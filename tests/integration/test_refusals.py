@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from megatron.schedules.integration.flags.declared import STOCK, add_stock_arguments
+from megatron.schedules.integration.flags.declared import OURS, STOCK, add_stock_arguments
 from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.results import MODEL, flags_of
@@ -27,36 +28,16 @@ REFUSED = {
     "an unknown schedule, with what was meant": ("--pipeline-schedule v-haff", "did you mean v-half?"),
     "a schedule without a name": ("--pipeline-schedule=", "--pipeline-schedule: unknown schedule '': use one of 1f1b"),
     "costs without a schedule": (
-        "--pipeline-schedule-costs 1,2,3",
-        "--pipeline-schedule-costs goes with --pipeline-schedule: name one of 1f1b",
-    ),
-    "stage weights without a schedule": (
-        "--pipeline-schedule-stage-weights 1,1,1,1",
-        "--pipeline-schedule-stage-weights goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-costs 1,2,3",
+        "--pipeline-costs goes with --pipeline-schedule: name one of 1f1b",
     ),
     "a limit without a schedule": (
-        "--pipeline-memory-limit 0.8 --pipeline-schedule-costs 1,2,3 --pipeline-search-seconds 5",
+        "--pipeline-memory-limit 0.8 --pipeline-costs 1,2,3",
         "--pipeline-memory-limit goes with --pipeline-schedule adaptive, which is missing",
     ),
-    "a report without a schedule": (
-        "--pipeline-schedule-report-memory",
-        "--pipeline-schedule-report-memory goes with --pipeline-schedule: name one of 1f1b",
-    ),
-    "a stall limit without a schedule": (
-        "--pipeline-schedule-stall-seconds 5",
-        "--pipeline-schedule-stall-seconds goes with --pipeline-schedule: name one of 1f1b",
-    ),
-    "a stall limit below zero": (
-        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds -1",
-        "--pipeline-schedule-stall-seconds -1 is below zero: a number of seconds, or 0 for no limit, is needed",
-    ),
-    "a stall limit that is no number": (
-        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds nan",
-        "--pipeline-schedule-stall-seconds 'nan' is not a number: a number of seconds, or 0",
-    ),
-    "a word for a stall limit": (
-        "--pipeline-schedule v-half --pipeline-schedule-stall-seconds never",
-        "--pipeline-schedule-stall-seconds 'never' is not a number",
+    "a way to save memory without a schedule": (
+        "--pipeline-save-memory recompute",
+        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive, which is missing",
     ),
     "a dry run without a schedule": (
         "--pipeline-dry-run",
@@ -66,25 +47,21 @@ REFUSED = {
         "--pipeline-schedule v-half --pipeline-dry-run 0",
         "--pipeline-dry-run 0 is too small: the number of GPUs that the job would have",
     ),
-    "a device's memory without a dry run": (
-        "--pipeline-schedule v-half --device-memory 80GiB",
-        "--device-memory goes with --pipeline-dry-run, which is missing",
+    "a dry run of words": (
+        "--pipeline-schedule v-half --pipeline-dry-run many",
+        "--pipeline-dry-run 'many' is not a whole number: the number of GPUs that the job would have",
     ),
     "a device's memory without a unit": (
-        "--pipeline-schedule v-half --pipeline-dry-run --device-memory 80",
-        "--device-memory '80' has no unit: write it such as 80GiB",
+        "--pipeline-schedule v-half --pipeline-dry-run 8x80",
+        "--pipeline-dry-run '8x80' has no unit after x: write the memory of a GPU such as x80GiB",
     ),
     "a device without memory": (
-        "--pipeline-schedule v-half --pipeline-dry-run --device-memory 0GiB",
-        "--device-memory 0 is not above zero: a size such as 80GiB is needed",
+        "--pipeline-schedule v-half --pipeline-dry-run x0GiB",
+        "--pipeline-dry-run 0 is not above zero: a size such as x80GiB is needed",
     ),
     "a shared vocabulary without a schedule": (
         "--pipeline-vocabulary-parallel",
         "--pipeline-vocabulary-parallel goes with --pipeline-schedule: name one of 1f1b",
-    ),
-    "a shared vocabulary with stages' weights": (
-        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --pipeline-schedule-stage-weights 1,1,1,1",
-        "--pipeline-vocabulary-parallel plans by the model: leave --pipeline-schedule-stage-weights out",
     ),
     "a shared vocabulary and multi-token prediction": (
         "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --mtp-num-layers 1",
@@ -131,17 +108,18 @@ REFUSED = {
         "--pipeline-schedule 1f1b --pipeline-plan-lengths --pipeline-vocabulary-parallel",
         "--pipeline-plan-lengths does not go with --pipeline-vocabulary-parallel",
     ),
-    "plans for lengths and relief": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-plan-lengths --pipeline-recompute auto",
-        "--pipeline-plan-lengths does not go with --pipeline-recompute so far",
+    "plans for lengths and recompute": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-plan-lengths --pipeline-save-memory "
+        "recompute",
+        "--pipeline-plan-lengths does not go with --pipeline-save-memory so far",
     ),
     "plans for lengths and a plan made again": (
         "--pipeline-schedule v-half --pipeline-plan-lengths --pipeline-replan",
         "--pipeline-plan-lengths does not go with --pipeline-replan",
     ),
     "plans for lengths and a profile": (
-        "--pipeline-schedule v-half --pipeline-plan-lengths --pipeline-profile-iterations 2-4",
-        "--pipeline-plan-lengths does not go with --pipeline-profile-iterations",
+        "--pipeline-schedule v-half --pipeline-plan-lengths --pipeline-measure out:2-4",
+        "--pipeline-plan-lengths does not go with --pipeline-measure",
     ),
     "plans for lengths in what memory is left": (
         "--pipeline-schedule adaptive --pipeline-memory-limit auto --pipeline-plan-lengths",
@@ -168,7 +146,7 @@ REFUSED = {
     "hybrid models": ("--pipeline-schedule v-half --hybrid-layer-pattern M*M*", "hybrid models are not supported yet"),
     "activation offloading": (
         "--pipeline-schedule v-half --fine-grained-activation-offloading",
-        "it counts on Megatron's own schedule; use --pipeline-offload instead",
+        "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",
     ),
     "a layout of other stages": (
         "--pipeline-schedule v-half --pipeline-model-parallel-layout Et|t|t|tL --num-layers 4",
@@ -193,28 +171,37 @@ REFUSED = {
     ),
     "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
     "costs that are no numbers": (
-        "--pipeline-schedule v-half --pipeline-schedule-costs 1,2",
-        "--pipeline-schedule-costs: costs are F,I,W",
+        "--pipeline-schedule v-half --pipeline-costs 1,2",
+        "--pipeline-costs: costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not '1,2'; "
+        "or name a FILE.json",
     ),
     "costs beyond all bounds": (
-        "--pipeline-schedule v-half --pipeline-schedule-costs 1e308,1,1",
-        "--pipeline-schedule-costs: costs F,I,W must be from 1e-100 to 1e+100",
+        "--pipeline-schedule v-half --pipeline-costs 1e308,1,1",
+        "--pipeline-costs: costs F,I,W must be from 1e-100 to 1e+100",
     ),
-    "a file without a name": ("--pipeline-schedule file", "--pipeline-schedule-file"),
-    "a file that is not there": ("--pipeline-schedule file --pipeline-schedule-file none.csv", "No such file"),
+    "a file without a name": (
+        "--pipeline-schedule file",
+        "--pipeline-schedule file: name the CSV itself, such as --pipeline-schedule mine.csv",
+    ),
+    "a file that is not there": (
+        "--pipeline-schedule none.csv",
+        "--pipeline-schedule: cannot read none.csv: No such file",
+    ),
     "a file without end": (
-        "--pipeline-schedule file --pipeline-schedule-file /dev/zero",
-        "--pipeline-schedule-file: cannot read /dev/zero: it is no regular file",
+        "--pipeline-schedule {folder}/endless.csv",
+        "endless.csv: it is no regular file",
     ),
     "a file that is no schedule": (
-        "--pipeline-schedule file --pipeline-schedule-file LICENSE",
-        "--pipeline-schedule-file: CSV row 2, cell 1",
+        "--pipeline-schedule {folder}/license.csv",
+        "--pipeline-schedule: CSV row 2, cell 1",
     ),
-    "a file for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-file x.csv", "goes with"),
-    "chunks for another schedule": ("--pipeline-schedule v-half --pipeline-schedule-chunks 4", "goes with"),
+    "chunks for another schedule": (
+        "--pipeline-schedule v-half:4",
+        "--pipeline-schedule v-half:4: v-half has 2 chunks a rank; leave out :4",
+    ),
     "a word for chunks": (
-        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks two",
-        "--pipeline-schedule-chunks 'two' is not a whole number",
+        "--pipeline-schedule interleaved-1f1b:two",
+        "--pipeline-schedule interleaved-1f1b: 'two' is not a whole number: a rank holds 1 chunk or more",
     ),
     "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
     "data of another make": ("--pipeline-schedule v-half --fim-data", "--fim-data is not supported here"),
@@ -237,79 +224,93 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.00001GiB",
         "--pipeline-memory-limit 0.00001GiB is too small for this model on 4 ranks: ",
     ),
-    "no time to search": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 0",
-        "a positive number of seconds",
-    ),
-    "too much time to search": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-search-seconds 1e308",
-        "--pipeline-search-seconds: a search may take 1,000,000 seconds",
-    ),
     "a limit for another schedule": ("--pipeline-schedule v-half --pipeline-memory-limit 0.5", "goes with"),
     "recompute for another schedule": (
-        "--pipeline-schedule v-half --pipeline-recompute auto",
-        "--pipeline-recompute goes with --pipeline-schedule adaptive, not v-half",
+        "--pipeline-schedule v-half --pipeline-save-memory recompute",
+        "--pipeline-save-memory recompute goes with --pipeline-schedule adaptive, not v-half",
     ),
-    "recompute of nobody knows what": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-recompute some",
-        "--pipeline-recompute 'some' is unknown: use auto or none",
+    "memory saved nobody knows how": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory some",
+        "--pipeline-save-memory 'some' is unknown: use none, recompute, offload[=GB/s] or both[=GB/s]",
+    ),
+    "a speed of what copies nothing": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory recompute=25",
+        "--pipeline-save-memory recompute=25: recompute copies nothing; leave out =25",
     ),
     "everything recomputed, and some of it twice": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-recompute auto --recompute-granularity "
-        "full --recompute-method uniform",
-        "--pipeline-recompute auto does not go with --recompute-granularity full: both do whole layers again",
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory recompute "
+        "--recompute-granularity full --recompute-method uniform",
+        "--pipeline-save-memory recompute does not go with --recompute-granularity full: both recompute whole layers",
     ),
     "copies beside passes of unknown length": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload 25",
-        "--pipeline-offload compares copies with passes, whose times are not known: give",
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory offload=25",
+        "--pipeline-save-memory offload=25 compares copies with passes, whose times are not known: give",
     ),
     "copies that nobody measured": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload auto --pipeline-schedule-costs "
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory offload --pipeline-costs "
         "3,3,2",
-        "--pipeline-offload auto takes the speed of copies from --pipeline-schedule-costs-file",
+        "--pipeline-save-memory offload takes the speed of copies from --pipeline-costs FILE.json",
     ),
     "copies at no speed": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-offload fast --pipeline-schedule-costs "
+        "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory both=fast --pipeline-costs "
         "3,3,2",
-        "--pipeline-offload 'fast' is not a number",
+        "--pipeline-save-memory both= 'fast' is not a number",
     ),
     "linears it cannot split, before it searches": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --transformer-impl transformer_engine",
         "--transformer-impl",
     ),
     "stage weights that are no numbers": (
-        "--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,b",
-        "--pipeline-schedule-stage-weights",
+        "--pipeline-schedule v-half --pipeline-costs {folder}/words.json",
+        "$.stage_weights[1] must be a number",
     ),
     "stage weights of nothing": (
-        "--pipeline-schedule v-half --pipeline-schedule-stage-weights 0,0,0,0,0,0,0,0",
-        "--pipeline-schedule-stage-weights: at least one stage must take time",
+        "--pipeline-schedule v-half --pipeline-costs {folder}/zeros.json",
+        "$.stage_weights must have one that is above zero",
     ),
-    "too few stage weights": ("--pipeline-schedule v-half --pipeline-schedule-stage-weights 1,2", "which has 8 stages"),
-    "times given twice": (
-        "--pipeline-schedule v-half --pipeline-schedule-costs 1,1,1 --pipeline-schedule-costs-file LICENSE",
-        "--pipeline-schedule-costs and --pipeline-schedule-costs-file both say how long passes take: give one",
+    "too few stage weights": (
+        "--pipeline-schedule v-half --pipeline-costs {folder}/few.json",
+        "--pipeline-costs FILE.json $.stage_weights: 3 stage weights given for",
     ),
-    "a cost profile that is none": (
-        "--pipeline-schedule v-half --pipeline-schedule-costs-file LICENSE",
-        "--pipeline-schedule-costs-file: LICENSE is no cost profile: it is no JSON: JSON is malformed: invalid "
-        "character (byte 34); tools/profile_passes.py and "
-        "--pipeline-save-costs write such files",
+    "a shared vocabulary with stages' weights": (
+        "--pipeline-schedule 1f1b --pipeline-vocabulary-parallel --pipeline-costs {folder}/few.json",
+        "--pipeline-vocabulary-parallel plans by the model: leave $.stage_weights out of ",
+    ),
+    "memory of layers that the model knows": (
+        "--pipeline-schedule v-half --pipeline-costs {folder}/held.json",
+        "in training the model's sizes say what is held; leave it out",
+    ),
+    "a cost file that is none": (
+        "--pipeline-schedule v-half --pipeline-costs {folder}/license.json",
+        "license.json is no cost file: it is no JSON: JSON is malformed: invalid character (byte 34); "
+        "tools/profile_passes.py and --pipeline-measure write such files",
+    ),
+    "a cost file with another ending": (
+        "--pipeline-schedule v-half --pipeline-costs LICENSE",
+        "not 'LICENSE'; or name a FILE.json",
     ),
     "layers placed by nobody known": (
-        "--pipeline-schedule v-half --pipeline-schedule-layers best",
-        "--pipeline-schedule-layers 'best' is unknown: use auto or even",
+        "--pipeline-schedule v-half --pipeline-layers best",
+        "--pipeline-layers 'best' is not a number: even, auto or the layers of each stage such as 3,4,4,3 is needed",
+    ),
+    "layers of other stages": (
+        "--pipeline-schedule v-half --pipeline-layers 2,2,2,2",
+        "has 8 stages and --pipeline-layers 2,2,2,2 has 4: give a number for each, in model order",
+    ),
+    "layers of another model": (
+        "--pipeline-schedule 1f1b --pipeline-layers 2,2,2,3",
+        "has 8 layers (--num-layers) and --pipeline-layers 2,2,2,3 has 9: give as many",
     ),
     "layers placed twice": (
-        "--pipeline-schedule v-half --pipeline-schedule-layers auto --account-for-loss-in-pipeline-split",
-        "--pipeline-schedule-layers auto places the layers itself: leave out --pipeline-model-parallel-layout",
+        "--pipeline-schedule v-half --pipeline-layers auto --account-for-loss-in-pipeline-split",
+        "--pipeline-layers auto places the layers itself: leave out --pipeline-model-parallel-layout",
     ),
     "layers placed without a schedule": (
-        "--pipeline-schedule-layers auto",
-        "--pipeline-schedule-layers goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-layers auto",
+        "--pipeline-layers goes with --pipeline-schedule: name one of 1f1b",
     ),
     "an order that is given, planned again": (
-        "--pipeline-schedule file --pipeline-schedule-file x.csv --pipeline-replan",
+        "--pipeline-schedule x.csv --pipeline-replan",
         "--pipeline-replan with --pipeline-schedule file would change nothing: its order does not depend on costs",
     ),
     "an order that is stated, planned again": (
@@ -325,40 +326,33 @@ REFUSED = {
         "--pipeline-memory-limit goes with --pipeline-schedule adaptive, not v-half",
     ),
     "a profile of one iteration": (
-        "--pipeline-schedule v-half --pipeline-profile-iterations 1-1",
-        "--pipeline-profile-iterations 1-1 has no iteration that is timed: the first counts bytes",
+        "--pipeline-schedule v-half --pipeline-measure out:1-1",
+        "--pipeline-measure out:1-1 has no iteration that is timed: the first counts bytes",
     ),
     "a profile of no iterations": (
-        "--pipeline-schedule v-half --pipeline-profile-iterations 5",
-        "--pipeline-profile-iterations '5' is not two iterations with a dash between, from 1 on: write it as in 5-10",
+        "--pipeline-schedule v-half --pipeline-measure out:5",
+        "--pipeline-measure 'out:5' ends with '5', which is not two iterations with a dash between, from 1 on: write "
+        "it as in out:5-10",
     ),
     "a profile after the end": (
-        "--pipeline-schedule v-half --pipeline-profile-iterations 1-2",
-        "--pipeline-profile-iterations 1-2 goes on after the job's end: --train-iters is 1; end it by then",
-    ),
-    "costs saved of no profile": (
-        "--pipeline-schedule v-half --pipeline-save-costs costs.json",
-        "--pipeline-save-costs writes what --pipeline-profile-iterations measures, which is missing",
-    ),
-    "costs saved nowhere": (
-        "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs no/c.json",
-        "--pipeline-save-costs no/c.json cannot be written: name a file in a folder that is there",
+        "--pipeline-schedule v-half --pipeline-measure out:1-2",
+        "--pipeline-measure out:1-2 goes on after the job's end: --train-iters is 1; end it by then",
     ),
     "a timeline in a file": (
-        "--pipeline-schedule v-half --train-iters 4 --pipeline-timeline LICENSE/here",
+        "--pipeline-schedule v-half --train-iters 4 --pipeline-measure LICENSE/here",
         "/LICENSE is no folder; name a folder, there or to be made",
     ),
     "a timeline of one iteration": (
-        "--pipeline-schedule v-half --pipeline-timeline out",
-        "--pipeline-timeline takes two iterations, and --train-iters is 1: train for more",
+        "--pipeline-schedule v-half --pipeline-measure out",
+        "--pipeline-measure takes two iterations, and --train-iters is 1: train for more",
+    ),
+    "a profile without a folder": (
+        "--pipeline-schedule v-half --pipeline-measure :2-4",
+        "--pipeline-measure ':2-4' names no folder: write it such as out or out:5-10",
     ),
     "a timeline without a schedule": (
-        "--pipeline-timeline out",
-        "--pipeline-timeline goes with --pipeline-schedule: name one of 1f1b",
-    ),
-    "a profile without a schedule": (
-        "--pipeline-profile-iterations 1-2",
-        "--pipeline-profile-iterations goes with --pipeline-schedule: name one of 1f1b",
+        "--pipeline-measure out",
+        "--pipeline-measure goes with --pipeline-schedule: name one of 1f1b",
     ),
     "checkpoints that could not cross": ("--pipeline-schedule v-half --ckpt-format torch", "--ckpt-format torch"),
     "more layers than a plan can have": (
@@ -382,8 +376,8 @@ REFUSED = {
         "--pipeline-model-parallel-size must be 1024 or less, not 1000000",
     ),
     "more chunks than a plan can have": (
-        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 99999999999",
-        "--pipeline-schedule-chunks 99999999999 is too large: 1000 at most",
+        "--pipeline-schedule interleaved-1f1b:99999999999",
+        "--pipeline-schedule interleaved-1f1b: 99999999999 is too large: 1000 at most",
     ),
     "more GPUs than there are": (
         "--pipeline-schedule v-half --pipeline-dry-run 99999999999999999999",
@@ -410,8 +404,8 @@ REFUSED = {
         "--num-layers must be a whole number from 1 to 2000, not '²'",
     ),
     "our numbers in digits of another script": (
-        "--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks ٣",
-        "--pipeline-schedule-chunks '٣' is not a whole number",
+        "--pipeline-schedule interleaved-1f1b:٣",
+        "--pipeline-schedule interleaved-1f1b: '٣' is not a whole number",
     ),
     "a memory limit in digits of another script": (
         "--pipeline-schedule adaptive --pipeline-memory-limit ٣",
@@ -430,24 +424,39 @@ REFUSED = {
         "--window-attn-skip-freq: '[0]*9**9**9' is not a whole number",
     ),
     "a limit measured on a CPU": (
-        "--pipeline-schedule adaptive --pipeline-memory-limit auto --pipeline-search-seconds 1",
+        "--pipeline-schedule adaptive --pipeline-memory-limit auto",
         "--pipeline-memory-limit: auto measures what GPUs have left, and this job runs on the CPU: give a fraction",
     ),
     "a schedule in a file with too long a name": (
-        f"--pipeline-schedule file --pipeline-schedule-file {'x' * 300}",
-        "--pipeline-schedule-file: cannot read xxxx",
-    ),
-    "costs saved under too long a name": (
-        "--pipeline-schedule v-half --train-iters 4 --pipeline-profile-iterations 2-3 --pipeline-save-costs "
-        + "x" * 300,
-        "cannot be written: name a file in a folder that is there and writable (File name too long)",
+        f"--pipeline-schedule {'x' * 300}.csv",
+        "--pipeline-schedule: cannot read xxxx",
     ),
     "a timeline under too long a name": (
-        f"--pipeline-schedule v-half --train-iters 4 --pipeline-timeline {'x' * 300}",
+        f"--pipeline-schedule v-half --train-iters 4 --pipeline-measure {'x' * 300}",
         "File name too long; give another name",
     ),
-    "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b --pipeline-schedule-chunks 1", "at least 2 chunks"),
+    "one chunk interleaved": ("--pipeline-schedule interleaved-1f1b:1", "at least 2 chunks"),
 }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are named above."""
+    made = tmp_path_factory.mktemp("refused")
+    custom = {"words": '[1, "b"]', "zeros": "[0, 0, 0, 0, 0, 0, 0, 0]", "few": "[1, 2, 1]"}
+    texts = {f"{name}.json": f'{{"version": 3, "stage_weights": {weights}}}' for name, weights in custom.items()}
+    texts |= {"held.json": '{"version": 3, "kept_share": 0.5}'} | dict.fromkeys(
+        ("license.json", "license.csv"), (ROOT / "LICENSE").read_text()
+    )
+    for name, text in texts.items():
+        (made / name).write_text(text)
+    (made / "endless.csv").symlink_to("/dev/zero")
+    return made
+
+
+def words(what: str, folder: Path) -> list[str]:
+    """The flags of a case."""
+    return REFUSED[what][0].replace("{folder}", str(folder)).split()
 
 
 def assert_refused(outputs: list[tuple[int, str]], part: str) -> None:
@@ -485,9 +494,9 @@ def noted(what: str) -> ParameterSet:
 
 
 @pytest.mark.parametrize("what", list(map(noted, REFUSED)))
-def test_refused(megatron, record_property, told_early, what):
-    flags, part = REFUSED[what]
-    outputs = megatron("outputs", 4, [*JOB, *PP4, *flags.split()])
+def test_refused(megatron, record_property, told_early, folder, what):
+    outputs = megatron("outputs", 4, [*JOB, *PP4, *words(what, folder)])
+    part = REFUSED[what][1]
     assert_refused(outputs, part)
     record_property("refusal", outputs[0][1].strip().removeprefix("pretrain_gpt.py: error: "))
     assert told_early[what] == ("" if what in NEED_MEGATRON else outputs[0][1])
@@ -525,9 +534,9 @@ json.dump(said, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def told_early() -> dict[str, str]:
+def told_early(folder: Path) -> dict[str, str]:
     """What is said of every request where nothing but Python's own library, and ours, is imported."""
-    asked = {what: [*JOB, *PP4, *flags.split()] for what, (flags, _) in REFUSED.items()}
+    asked = {what: [*JOB, *PP4, *words(what, folder)] for what in REFUSED}
     done = subprocess.run(
         [sys.executable, "-c", EARLY], cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, timeout=120
     )
@@ -572,9 +581,35 @@ def test_a_file_with_a_pass_missing_or_doubled(megatron, tmp_path, fault):
     text = to_csv(plan(Request("v-half", 4, 4)))
     path = tmp_path / "schedule.csv"
     path.write_text(text.replace(",3F2,", ",") if fault == "missing" else text.replace(",3F2,", ",3F2,3F2,"))
-    flags = ["--pipeline-schedule", "file", "--pipeline-schedule-file", str(path)]
+    flags = ["--pipeline-schedule", str(path)]
     part = "3F2 is missing" if fault == "missing" else "3F2 stands 2 times"
     assert_refused(megatron("outputs", 4, [*JOB, *PP4, *flags]), part)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        (STALL_VARIABLE, "-1", "-1 is below zero: a number of seconds, or 0 for no limit, is needed"),
+        (STALL_VARIABLE, "nan", "'nan' is not a number: a number of seconds, or 0"),
+        (STALL_VARIABLE, "never", "'never' is not a number"),
+        (SEARCH_VARIABLE, "0", "0 is not above zero: a positive number of seconds is needed"),
+        (SEARCH_VARIABLE, "1e308", ": a search may take 1,000,000 seconds"),
+    ],
+)
+def test_an_environment_that_is_no_number_of_seconds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, text: str, said: str
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(variable, text)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    adaptive = ["--pipeline-schedule", "adaptive", "--pipeline-memory-limit", "0.5"]
+    with pytest.raises(SystemExit):
+        refuse_early([*JOB, *PP4, *adaptive])
+    line = capsys.readouterr().err
+    assert line.startswith(f"pretrain_gpt.py: error: ${variable}") and said in line
+    refuse_early([*JOB, *PP4])  # is none of Megatron's business
+    assert capsys.readouterr().err == ""
 
 
 def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
@@ -582,13 +617,14 @@ def test_a_good_file_trains_as_the_schedule_it_holds(train, tmp_path):
     path.write_text(to_csv(plan(Request("v-half", 2, 4))))
     job = ("--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2")
     named = train(2, *job, "--pipeline-schedule", "v-half")
-    ours = train(2, *job, "--pipeline-schedule", "file", "--pipeline-schedule-file", str(path))
+    ours = train(2, *job, "--pipeline-schedule", str(path))
     assert ours.losses == named.losses
 
 
 def test_help_says_what_our_flags_are_for(megatron):
     ((code, text),) = megatron("outputs", 1, ["--help"])
     assert code == 0
-    for flag in ("", "-file", "-chunks", "-costs", "-stall-seconds", "-report-memory"):
-        assert re.search(rf"--pipeline-schedule{flag}\s", text)
+    for flag in ("schedule", *(each.removeprefix("--pipeline-") for each in OURS)):
+        assert re.search(rf"--pipeline-{flag}\s", text)
+    assert len(OURS) == 9
     assert "v-half: half of" in text

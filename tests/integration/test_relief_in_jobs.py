@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from megatron.schedules.integration.flags import memory_saving
@@ -14,12 +12,11 @@ from tests.integration.results import UNTIED
 from tests.integration.test_same_result import assert_same_losses, differing
 
 JOB = (*UNTIED, "--global-batch-size", "8", "--train-iters", "2", "--pipeline-model-parallel-size", "4")
-LIMIT = "--pipeline-schedule adaptive --pipeline-schedule-chunks 2 --pipeline-search-seconds 0.2"
+LIMIT = "--pipeline-schedule adaptive:2"
 HOW = {
-    "recompute": "--pipeline-memory-limit 0.3 --pipeline-recompute auto",
-    "offload": "--pipeline-memory-limit 0.3 --pipeline-offload 0.1 --pipeline-schedule-costs 4,4,3",
-    "both": "--pipeline-memory-limit 0.2 --pipeline-recompute auto --pipeline-offload 0.1 "
-    "--pipeline-schedule-costs 4,4,3",
+    "recompute": "--pipeline-memory-limit 0.3 --pipeline-save-memory recompute",
+    "offload": "--pipeline-memory-limit 0.3 --pipeline-save-memory offload=0.1 --pipeline-costs 4,4,3",
+    "both": "--pipeline-memory-limit 0.2 --pipeline-save-memory both=0.1 --pipeline-costs 4,4,3",
 }
 
 
@@ -42,12 +39,11 @@ def test_the_first_lines_say_what_is_relieved(megatron, how):
 
 
 def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
-    args = argparse.Namespace(pipeline_model_parallel_size=4)
     layer = LayerMemory(full=2**30, kept=2**30, weights=2**30)
     costs = Costs(memory=ModelMemory((layer,) * 4, input=0.0, first=EndMemory(), last=EndMemory()))
     monkeypatch.setattr(memory_saving, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory_saving.check_host(args, costs, 1.5) == 1.5 * 2**30
-    with pytest.raises(PlanError, match=r"--pipeline-offload takes 2\.0 GiB of host memory for each of 2 ranks"):
-        memory_saving.check_host(args, costs, 2.0)
-    assert memory_saving.check_host(args, costs, 0.0) == 0
+    assert memory_saving.check_host(costs, 1.5, 4, is_dry=False) == 1.5 * 2**30
+    with pytest.raises(PlanError, match=r"-memory offload takes 2\.0 GiB of host memory for each of 2 ranks"):
+        memory_saving.check_host(costs, 2.0, 4, is_dry=False)
+    assert memory_saving.check_host(costs, 0.0, 4, is_dry=False) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,16 @@ from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--global-batch-size 8 --pipeline-model-parallel-size 2 --train-iters 9 --lr 1e-2".split()]
 NAMED = [*JOB, "--pipeline-schedule", "v-half"]
+
+
 # Measured in iterations 3 to 8 where nobody says when.
-EARLY = ["--pipeline-profile-iterations", "2-3"]
-ADAPTIVE = [*JOB, *"--pipeline-schedule adaptive --pipeline-search-seconds 0.1 --pipeline-schedule-chunks 2".split()]
+@pytest.fixture
+def early(tmp_path: Path) -> list[str]:
+    """Measures sooner."""
+    return ["--pipeline-measure", f"{tmp_path}:2-3"]
+
+
+ADAPTIVE = [*JOB, *"--pipeline-schedule adaptive:2".split()]
 
 
 def said(ranks: Any) -> list[str]:
@@ -38,12 +46,13 @@ def before(megatron: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("flags", "at"), [(EARLY, 4), pytest.param([], 9, marks=pytest.mark.full_matrix)])
+@pytest.mark.parametrize(("sooner", "at"), [(True, 4), pytest.param(False, 9, marks=pytest.mark.full_matrix)])
 def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
-    megatron: Any, before: list[float], flags: list[str], at: int
+    megatron: Any, before: list[float], early: list[str], sooner: bool, at: int
 ) -> None:
     """The plan begins at the boundary after the profile's end, is there at the next, and runs in the one after that."""
-    more = [] if flags else ["--train-iters", "11", "--lr-decay-iters", "9"]
+    flags = early if sooner else []
+    more = [] if sooner else ["--train-iters", "11", "--lr-decay-iters", "9"]
     ranks = megatron("replanned", 2, [*NAMED, *flags, "--pipeline-replan", *more], ["v-zb"])
     assert switches(ranks, 11 if more else 9) == {(at + 1,)}
     assert ranks[-1][1][:9] == before
@@ -51,8 +60,10 @@ def test_all_ranks_switch_at_one_iteration_and_losses_stay_the_same(
     assert said(ranks)[0].startswith("replanned: iteration 20.0 -> 10.0 ms expected, bubble 20.0 -> 10.0 %; ")
 
 
-def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(megatron: Any, before: list[float]) -> None:
-    ranks = megatron("replanned", 2, [*NAMED, *EARLY, "--pipeline-replan"], ["v-zb"], 1)
+def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(
+    megatron: Any, before: list[float], early: list[str]
+) -> None:
+    ranks = megatron("replanned", 2, [*NAMED, *early, "--pipeline-replan"], ["v-zb"], 1)
     assert switches(ranks, 9) == {()}
     assert ranks[-1][1] == before
     assert said(ranks) == [
@@ -61,9 +72,9 @@ def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(megatron: An
     ]
 
 
-def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any) -> None:
+def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any, early: list[str]) -> None:
     """The device has room for not quite two microbatches of a rank, of which a twentieth is kept free."""
-    ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *EARLY], [], None, 300_000)
+    ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *early], [], None, 300_000)
     first = re.search(r"adaptive, within ([\d.]+) of 1F1B's memory", ranks[0][2])
     limit, replanned = said(ranks)
     found = re.match(r"pipeline memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
@@ -77,9 +88,9 @@ def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any) ->
 
 
 @pytest.mark.full_matrix
-def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatron: Any) -> None:
+def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatron: Any, early: list[str]) -> None:
     """Slow from iteration 7 on, named in 9, measured from 12 to 17, planned for in 18, switched in 19."""
-    job = [*NAMED, *EARLY, "--pipeline-replan", "--train-iters", "20"]
+    job = [*NAMED, *early, "--pipeline-replan", "--train-iters", "20"]
     ranks = megatron("replanned", 2, job, ["v-zb", "v-min"], None, 0, 7)
     named = re.findall(r"WARNING: pipeline rank (\d) takes [\d.]+ x as long for its passes as when", ranks[-1][2])
     assert named[:1] == ["1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +29,8 @@ def lines(megatron: Megatron, world: int, *flags: str) -> dict[int, str]:
     return {int(n): line for line in outputs[-1][1].splitlines() for n in re.findall(r" iteration +(\d+)/", line)}
 
 
-def test_iterations_that_are_logged_say_how_they_went(megatron: Megatron) -> None:
-    found = lines(megatron, 4, "--pipeline-schedule-report-memory")
+def test_iterations_that_are_logged_say_how_they_went(megatron: Megatron, tmp_path: Path) -> None:
+    found = lines(megatron, 4, "--pipeline-measure", str(tmp_path))
     assert list(found) == [1, 2, 4]
     for line in found.values():
         said = SAID.search(line)

@@ -21,7 +21,7 @@ def under(schedule: str, limit: str = "0.75") -> tuple[str, ...]:
     """The flags that ask for ``schedule``, an adaptive one within ``limit`` of 1F1B's memory."""
     asked = ("--pipeline-schedule", schedule)
     if schedule == "adaptive":
-        asked += ("--pipeline-memory-limit", limit, "--pipeline-search-seconds", "0.5")
+        asked += ("--pipeline-memory-limit", limit)
     return asked
 
 
@@ -115,7 +115,7 @@ def test_adaptive(train, size, limit):
     """Up to four chunks a rank; a number of microbatches that nothing divides."""
     job = ("--train-iters", "3", "--global-batch-size", str(2 * size - 1), "--num-layers", str(4 * size))
     pipeline = ("--pipeline-model-parallel-size", str(size))
-    ours = train(size, *job, *pipeline, *under("adaptive", limit), "--pipeline-schedule-costs", "1,1.1,0.75,0.05")
+    ours = train(size, *job, *pipeline, *under("adaptive", limit), "--pipeline-costs", "1,1.1,0.75,0.05")
     assert_same_losses(ours, train.stock(1, *job))
     assert differing(ours, train.stock(size, *job, *pipeline)) == []
 
@@ -128,7 +128,7 @@ def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, t
     path.write_text(to_csv(plan(request)))
     job = ("--train-iters", "3", "--global-batch-size", "5", "--num-layers", "6")
     pipeline = ("--pipeline-model-parallel-size", "2")
-    ours = train(2, *job, *pipeline, *under("file"), "--pipeline-schedule-file", str(path), tied=tied)
+    ours = train(2, *job, *pipeline, *under(str(path)), tied=tied)
     stock = train.stock(2, *job, *pipeline, tied=tied)
     assert_same_losses(ours, stock)
     if tied:

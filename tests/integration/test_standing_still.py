@@ -6,13 +6,14 @@ import re
 
 import pytest
 
+from megatron.schedules.job.flags import STALL_VARIABLE
 from tests.integration import standing_step
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 
 LIMIT = 4.0
 JOB = "--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b".split()
-WATCHED = [*MODEL, *UNTIED, *JOB, "--pipeline-schedule-stall-seconds", str(LIMIT)]
+WATCHED = [*MODEL, *UNTIED, *JOB]
 
 
 @pytest.mark.parametrize(
@@ -22,21 +23,22 @@ WATCHED = [*MODEL, *UNTIED, *JOB, "--pipeline-schedule-stall-seconds", str(LIMIT
             "sleeps",
             {1: 1},
             r"pipeline rank 1 of 2 \(global rank 1\) has stood still for (\S+) s in 1F1, which takes longer .*; "
-            rf"host at {standing_step.__file__}:\d+ \(forward_step\); .*stall-seconds \(4\)",
+            rf"host at {standing_step.__file__}:\d+ \(forward_step\); .*STALL_SECONDS \(4\)",
         ),
         (
             "is stopped",
             {0: 1},
             r"pipeline rank 0 of 2 \(global rank 0\) has stood still for (\S+) s at 0B1: stage 0's output's gradient "
-            r"of microbatch 1 has not come from pipeline rank 1, .*; host at \S+ \(train_step\); .*stall-seconds \(4\)",
+            r"of microbatch 1 has not come from pipeline rank 1, .*; host at \S+ \(train_step\); .*STALL_SECONDS \(4\)",
         ),
     ],
     ids=["the rank that stands says where", "of one that cannot speak its neighbour says it"],
 )
 def test_a_rank_that_stands_in_its_forward_step_ends_the_job(
-    megatron: Megatron, how: str, status: dict[int, int], said: str
+    megatron: Megatron, monkeypatch: pytest.MonkeyPatch, how: str, status: dict[int, int], said: str
 ) -> None:
     """In the second iteration, after one that went well."""
+    monkeypatch.setenv(STALL_VARIABLE, str(LIMIT))
     with pytest.raises(AssertionError) as failed:
         megatron("standing", 2, WATCHED, how)
     output = str(failed.value)
@@ -49,6 +51,7 @@ def test_a_rank_that_stands_in_its_forward_step_ends_the_job(
 
 
 @pytest.mark.parametrize("limit", ["0", "60"])
-def test_it_watches_unless_turned_off(megatron: Megatron, limit: str) -> None:
-    threads = megatron("standing", 2, [*WATCHED[:-1], limit], "never")
+def test_it_watches_unless_turned_off(megatron: Megatron, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setenv(STALL_VARIABLE, limit)
+    threads = megatron("standing", 2, WATCHED, "never")
     assert ["pipeline stall watch" in names for names in threads] == [limit != "0"] * 2

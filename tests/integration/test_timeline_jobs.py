@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 
-from megatron.schedules.integration.flags.timeline import usual_iterations
+from megatron.schedules.integration.flags.measuring import measured_iterations
 from megatron.schedules.integration.timeline_files import saved_timeline
+from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.report.drawing import FILES, RUN, drawn, of_run
 from megatron.schedules.report.idle import idle
@@ -25,7 +25,7 @@ def test_a_job_writes_its_timeline(megatron, tmp_path):
     folder = tmp_path / "made" / "for it"
     flags = [*MODEL, *UNTIED, *"--train-iters 3 --global-batch-size 8 --pipeline-schedule zb-1p".split()]
     found = megatron(
-        "outputs", 2, [*flags, *"--pipeline-model-parallel-size 2 --pipeline-timeline".split(), str(folder)]
+        "outputs", 2, [*flags, *"--pipeline-model-parallel-size 2 --pipeline-measure".split(), str(folder)]
     )
     assert [code for code, _ in found] == [0, 0]
     assert sum(f"written to {folder}: timeline.html, timeline.svg" in text for _, text in found) == 1
@@ -44,14 +44,18 @@ def test_a_job_writes_its_timeline(megatron, tmp_path):
     assert sum(event["ph"] == "X" and event["cat"] != "idle" for event in events) == drawing.passes
 
 
-@pytest.mark.parametrize(("iterations", "measured"), [(None, "3-5"), (100, "3-5"), (4, "3-4"), (3, "2-3"), (2, "1-2")])
-def test_what_is_measured_lies_within_the_job(iterations: int | None, measured: str):
-    assert usual_iterations(SimpleNamespace(train_iters=iterations)) == measured
+@pytest.mark.parametrize(
+    ("iterations", "measured"), [(None, (3, 5)), (100, (3, 5)), (4, (3, 4)), (3, (2, 3)), (2, (1, 2))]
+)
+def test_what_is_measured_lies_within_the_job(tmp_path, iterations: int | None, measured: tuple[int, int]):
+    found = measured_iterations(Measuring(tmp_path), iterations)
+    assert found is not None
+    assert (found.counted, found.last) == measured
 
 
-def test_one_iteration_is_too_few():
+def test_one_iteration_is_too_few(tmp_path):
     with pytest.raises(PlanError, match="takes two iterations"):
-        usual_iterations(SimpleNamespace(train_iters=1))
+        measured_iterations(Measuring(tmp_path), 1)
 
 
 def test_a_folder_that_went_away_stops_no_job(tmp_path):

@@ -194,10 +194,10 @@ def test_a_vocabulary_is_padded_so_that_all_ranks_have_as_many_words(train):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("v-half", marks=pytest.mark.full_matrix)])
-def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule):
+def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule, tmp_path):
     """Half of the probabilities on each of two ranks, which count as activations from S to T."""
-    job = [*MODEL, *UNTIED, *"--vocab-size 8192 --train-iters 1 --global-batch-size 4".split()]
-    job += ["--pipeline-model-parallel-size", "2", *under(schedule), "--pipeline-schedule-report-memory"]
+    job = [*MODEL, *UNTIED, *"--vocab-size 8192 --train-iters 2 --global-batch-size 4".split()]
+    job += ["--pipeline-model-parallel-size", "2", *under(schedule), "--pipeline-measure", str(tmp_path)]
     tokens, words, bytes_each = 16, 8192, 4
     assert min(megatron("train", 2, [*job, SHARED]).peaks) > tokens * words // 2 * bytes_each
 
@@ -206,5 +206,5 @@ def test_what_a_rank_holds_of_the_output_layer_is_counted(megatron, schedule):
 def test_layers_are_placed_by_the_planner_too(train):
     """Six on the eight stages of a V: the last stage has none, and nothing to do but to end."""
     job = ("--train-iters", "2", "--global-batch-size", "4", "--num-layers", "6")
-    pipeline = ("--pipeline-model-parallel-size", "4", "--pipeline-schedule-layers", "auto")
+    pipeline = ("--pipeline-model-parallel-size", "4", "--pipeline-layers", "auto")
     assert_same(train(4, *job, *pipeline, *shared("v-half")), train.stock(1, *job))

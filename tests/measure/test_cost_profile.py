@@ -15,6 +15,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.utils.errors import PlanError
+from tests.measure.custom import custom_costs
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -64,12 +65,11 @@ def test_ends_that_were_measured_are_planned_for(tmp_path: Path):
 def test_commands_read_it(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = str(written(tmp_path / "p.json"))
     size = ["--schedule", "v-half", "--pipeline-size", "4", "--microbatches", "8", "--format", "json"]
-    assert main([command, *size, "--costs-file", file]) == 0
+    assert main([command, *size, "--costs", file]) == 0
     measured = capsys.readouterr().out
-    assert main([command, *size, "--costs", "40,48,32", "--weight-share", "0.75"]) == 0
+    times = {"forward": 40, "input_grad": 48, "weight_grad": 32}
+    assert main([command, *size, "--costs", custom_costs(tmp_path, **times, weight_share=0.75)]) == 0
     assert measured == capsys.readouterr().out
-    assert main([command, *size, "--costs", "1,1,1", "--costs-file", file]) == 2
-    assert "give one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,5 +48,5 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, change: dict[str, o
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path):
     path = tmp_path / "run.json"
     path.write_text("0F0,0B0\n")
-    with pytest.raises(PlanError, match=r"no JSON: .*; --pipeline-timeline writes such files"):
+    with pytest.raises(PlanError, match=r"no JSON: .*; --pipeline-measure writes such files"):
         read_recorded(path)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from megatron.schedules.cli.program import main
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to_text
 from megatron.schedules.planner.registry import Request, plan
@@ -30,32 +31,44 @@ from tests.test_damaged_files import a_chunks_profile, a_jobs_profile
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA = json.loads((DOCS / "plan.schema.json").read_text())
 SIZE = "--pipeline-size 4 --microbatches 8 "
-ADAPTIVE = f"--schedule adaptive {SIZE} --search-seconds 0.05 "
+ADAPTIVE = f"--schedule adaptive {SIZE}"
 MODEL = "--model Llama-3-8B "
 
+CUSTOM: dict[str, dict[str, Any]] = {
+    "uneven.json": {"stage_weights": [2, 1, 1, 1, 1, 1, 1, 3], "stage_activations": [1, 1, 1, 1, 1, 1, 1, 2]},
+    "weights.json": {"weight_share": 0.4},
+    "recompute.json": {"recompute_share": 1, "kept_share": 0.06},
+    "copies.json": {"copy_time": 0.5},
+    "one-way.json": {"copy_time": 0.3, "one_way": True},
+    "both.json": {"forward": 1, "input_grad": 1.1, "weight_grad": 0.75, "latency": 0.05, "copy_time": 2.1},
+    "csv.json": {"copy_time": 1.5},
+    "csv-one-way.json": {"copy_time": 1.5, "one_way": True},
+}
 PLANS = {
     **{name: f"--schedule {name} {SIZE} --costs 1,1.1,0.75,0.05" for name in NAMED},
-    "four chunks": f"--schedule interleaved-1f1b {SIZE} --chunks 4",
-    "uneven stages": f"--schedule v-half {SIZE} --stage-weights 2,1,1,1,1,1,1,3 --stage-activations 1,1,1,1,1,1,1,2",
-    "weight share": f"--schedule v-zb {SIZE} --weight-share 0.4",
-    "uniform recompute": f"--schedule 1f1b {SIZE} --recompute 1 --kept 0.06",
+    "four chunks": f"--schedule interleaved-1f1b:4 {SIZE}",
+    "uneven stages": f"--schedule v-half {SIZE} --costs uneven.json",
+    "weight share": f"--schedule v-zb {SIZE} --costs weights.json",
+    "uniform recompute": f"--schedule 1f1b {SIZE} --costs recompute.json",
     "half memory": f"{ADAPTIVE} --memory-limit 0.5 --costs 1,1.1,0.75,0.05",
-    "a quarter, recomputed": f"{ADAPTIVE} --memory-limit 0.25 --recompute auto",
-    "offloaded": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.5 --chunks 1",
-    "offloaded one way": f"{ADAPTIVE} --memory-limit 0.5 --offload 0.3 --offload-one-way --chunks 1",
-    "both": f"{ADAPTIVE} --memory-limit 0.3 --offload 2.1 --recompute auto --chunks 2 --costs 1,1.1,0.75,0.05",
+    "a quarter, recomputed": f"{ADAPTIVE} --memory-limit 0.25 --save-memory recompute",
+    "offloaded": f"{ADAPTIVE} --schedule adaptive:1 --memory-limit 0.5 --save-memory offload --costs copies.json",
+    "offloaded one way": f"{ADAPTIVE} --schedule adaptive:1 --memory-limit 0.5 --save-memory offload "
+    "--costs one-way.json",
+    "both": f"{ADAPTIVE} --schedule adaptive:2 --memory-limit 0.3 --save-memory both --costs both.json",
     "model": f"--schedule v-half {SIZE} {MODEL}",
     "automatic layers": f"--schedule 1f1b {SIZE} {MODEL} --layers auto",
-    "adaptive model": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --chunks 2",
+    "adaptive model": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --schedule adaptive:2",
     "vocabulary parallelism": f"--schedule v-half {SIZE} {MODEL} --vocabulary-parallel --costs 1,1.1,0.75,0.05",
     "vocabulary parallelism, whole backwards": f"--schedule 1f1b {SIZE} {MODEL} --vocabulary-parallel",
-    "vocabulary parallelism, adaptive": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --vocabulary-parallel --chunks 2",
-    "a chunk's profile": f"--schedule v-half {SIZE} --costs-file chunk.json",
-    "a job's profile": "--schedule v-half --pipeline-size 2 --microbatches 8 --costs-file job.json",
-    "a job's profile, offloaded": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs-file job.json "
-    "--memory-limit 0.4 --recompute auto --offload auto --search-seconds 0.05",
-    "csv": "--schedule-file relief.csv --offload 1.5",
-    "csv, one way": "--schedule-file relief.csv --offload 1.5 --offload-one-way",
+    "vocabulary parallelism, adaptive": f"{ADAPTIVE} --memory-limit 0.7 {MODEL} --vocabulary-parallel "
+    "--schedule adaptive:2",
+    "a chunk's profile": f"--schedule v-half {SIZE} --costs chunk.json",
+    "a job's profile": "--schedule v-half --pipeline-size 2 --microbatches 8 --costs job.json",
+    "a job's profile, offloaded": "--schedule adaptive --pipeline-size 2 --microbatches 8 --costs job.json "
+    "--memory-limit 0.4 --save-memory both",
+    "csv": "--schedule relief.csv --save-memory offload --costs csv.json",
+    "csv, one way": "--schedule relief.csv --save-memory offload --costs csv-one-way.json",
     "huge costs": f"--schedule v-half {SIZE} --costs 1e99,1e99,1e99,1e90",
     "tiny costs": f"--schedule v-half {SIZE} --costs 1e-99,1e-99,1e-99",
 }
@@ -99,6 +112,9 @@ def test_figures_follow_from_the_json_alone(name: str, tmp_path: Path, capsys, m
     monkeypatch.chdir(tmp_path)
     Path("chunk.json").write_text(json.dumps(a_chunks_profile()))
     Path("job.json").write_text(job_profile_text(a_jobs_profile(), versions={}, date="2026-01-01"))
+    for file, fields in CUSTOM.items():
+        Path(file).write_text(json.dumps({"version": 3, **fields}))
+    monkeypatch.setenv(SEARCH_VARIABLE, "0.05")
     Path("relief.csv").write_text("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1B0,1F1,1R1,1B1\n")
     assert main(["plan", *PLANS[name].split(), "--format", "json"]) == 0
     text = capsys.readouterr().out

@@ -48,7 +48,7 @@ def refused(request: Request) -> str:
         (Request("two\nlines", 4, 8), f"unknown schedule 'two\\nlines': use one of {', '.join(NAMES)}"),
         (
             Request("file", 4, 8),
-            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)",
+            "schedule 'file' needs a CSV: name it in place of the schedule, such as mine.csv",
         ),
         (Request("file", 3, 2, csv=CSV), "the schedule's CSV is for 4 pipeline ranks, but 3 were asked for"),
         (Request("file", 4, 8, csv=CSV), "the schedule's CSV is for 2 microbatches, but 8 were asked for"),

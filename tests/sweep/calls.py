@@ -17,12 +17,14 @@ from tests.sweep.values import Kind
 
 # Words that stand in metavars for a value, in capitals; small ones stand for themselves.
 _WORDS = {
-    Kind.NUMBER: "D N V X S K L A B F I W COMM COST COLUMNS GIB GBPS GPUS GB/S STAGE FACTOR".split(),
+    Kind.NUMBER: "D N V X S K L A B F I W COMM LATENCY COST COLUMNS GIB GBPS GPUS GB/S STAGE FACTOR CHUNKS".split(),
     Kind.NAME: ["NAME", "KEY"],
     Kind.INPUT: ["FILE", "CSV", "JSON", "LOG"],
     Kind.OUTPUT: ["PREFIX"],
     Kind.FOLDER: ["DIR"],
 }
+# Parts of a metavar that say how a value goes on.
+_GRAMMARS = {":CHUNKS": Kind.CHUNKS, "=GB/S": Kind.SPEED, ":A-B": Kind.SPAN, "xGIB": Kind.SIZE}
 _NUMBERS = (int, float)
 
 
@@ -107,11 +109,14 @@ def _of_action(action: argparse.Action) -> Flag:
 
 def _of_metavar(name: str, metavar: str | None, is_path: bool) -> tuple[frozenset[Kind], tuple[str, ...]]:
     """The kinds, and the words, that ``metavar`` tells; no kind at all where a part of it is not known."""
-    words = [word for word in re.split(r"[|,\[\].=\-]+", metavar or "") if word]
+    metavar = metavar or ""
+    plain = re.sub(r"\.(csv|json)|x(?=GIB)", "|", metavar)
+    words = [word for word in re.split(r"[|,\[\].=:\-]+", plain) if word]
     choices = tuple(word for word in words if not word.isupper())
     kinds = {kind for kind, known in _WORDS.items() if set(words) & set(known)}
+    kinds |= {kind for part, kind in _GRAMMARS.items() if part in metavar}
     known = {word for group in _WORDS.values() for word in group}
-    if "," in (metavar or ""):
+    if "," in metavar:
         kinds.add(Kind.LIST)
     if choices:
         kinds.add(Kind.FORM if name == "--format" else Kind.NAME)

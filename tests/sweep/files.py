@@ -46,6 +46,22 @@ CHUNK_PROFILE = {
     | {"activation_bytes": 900},
     "copy_gbps": {"to_host": 20.0, "from_host": 21.0, "both_ways": 15.0},
 }
+CUSTOM_COSTS = {
+    "version": 3,
+    "forward": 1.0,
+    "input_grad": 1.1,
+    "weight_grad": 0.75,
+    "latency": 0.05,
+    "stage_weights": [1.5, 1, 1, 1, 1, 1, 1, 1],
+    "stage_activations": [1, 1, 1, 1, 1, 1, 1, 2],
+    "weight_share": 0.4,
+    "recompute_share": 0.5,
+    "kept_share": 0.5,
+    "layer_input_share": 0.06,
+    "copy_time": 0.7,
+    "one_way": True,
+    "ranks_per_link": 2,
+}
 MODEL_FLAGS = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000 --swiglu "
     "--num-experts 4 --moe-layer-freq ([0]*2+[1]*6)"
@@ -59,6 +75,7 @@ def good(folder: Path) -> dict[str, Path]:
         "chunk-profile.json": json.dumps(CHUNK_PROFILE),
         "job-profile.json": job_profile_json.to_text(profile(v_shape(4), *V)),
         "recorded.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, hops=((0, 1, 0.75),)))),
+        "custom-costs.json": json.dumps(CUSTOM_COSTS),
         "model.sh": MODEL_FLAGS,
         "conversation.jsonl": '{"text": "some words"}\n' * 3,
     }
@@ -112,8 +129,25 @@ def odd_inputs(folder: Path) -> list[str]:
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "dangling").symlink_to(folder / "nowhere")
-    named = [*texts, "bytes", "utf-16.csv", "large", "locked", "pipe", "loop", "dangling", "none", "good.csv/none"]
-    found = [str(folder / name) for name in (*named, "x" * 300, "\ud800", "\udcff", "none\x1b[31m")]
+    (folder / "zero").symlink_to("/dev/zero")
+    odd = "bytes", "large", "locked", "pipe", "loop", "dangling", "zero", "empty"
+    linked = [f"{name}.{ending}" for name in odd for ending in ("csv", "json")]
+    for name in linked:
+        (folder / name).symlink_to(folder / name.partition(".")[0])
+    named = [
+        *texts,
+        *linked,
+        "bytes",
+        "utf-16.csv",
+        "large",
+        "locked",
+        "pipe",
+        "loop",
+        "dangling",
+        "none",
+        "good.csv/none",
+    ]
+    found = [str(folder / name) for name in (*named, "\ud800.json", "\ud800", "\udcff", "none\x1b[31m")]
     devices = ["/dev/zero", "/dev/null", "/dev/stdin", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/self/fd/0"]
     return [*found, str(folder), "", "\n", "-", "~", "/", *devices]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.cli.program import PROGRAM, _program
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tests.sweep import files
 from tests.sweep.calls import Flag, of_click
 from tests.sweep.judged import faults
-from tests.sweep.values import NUMBERS, Kind, short, values
+from tests.sweep.values import NUMBERS, Kind, values
 from tests.sweep.worker import ROOT, Call, Calls
 
 PAIRS = 400
@@ -24,32 +25,30 @@ SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 BASES = {
     "plan": [
         ["plan", "--schedule", "v-half", *SIZE],
-        ["plan", "--schedule", "adaptive", "--memory-limit", "0.6", "--search-seconds", "0.01", *SIZE],
+        ["plan", "--schedule", "adaptive", "--memory-limit", "0.6", *SIZE],
     ],
     "compare": [["compare", "--schedule", "1f1b", "--schedule", "interleaved-1f1b", *SIZE]],
     "draw": [["draw", "--schedule", "v-zb", *SIZE]],
 }
+SHORT: dict[str, str | None] = {SEARCH_VARIABLE: "0.01"}
 MODEL = ["--model", "small.sh"]
 SMALL = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000"
 # What a flag goes with: it is tried with these, too.
 COMPANY = {
     "--layers": MODEL,
     "--vocabulary-parallel": MODEL,
-    "--costs-file": ["--offload", "auto"],
-    "--offload-shared": ["--offload", "0.5"],
-    "--offload-one-way": ["--offload", "0.5"],
-    "--offload": ["--recompute", "auto"],
-    "--kept": ["--recompute", "0.5"],
+    "--costs": ["--save-memory", "offload"],
     "--width": ["--format", "text"],
     "--gradients": ["--format", "svg"],
 }
 # What a file is read by, beside the flag that each sort is for.
 READERS = {
-    "schedule.csv": ["--schedule-file", "--model"],
-    "chunk-profile.json": ["--costs-file", "--recorded"],
-    "job-profile.json": ["--costs-file", "--recorded"],
-    "recorded.json": ["--recorded", "--costs-file"],
-    "model.sh": ["--model", "--schedule-file"],
+    "schedule.csv": ["--schedule", "--model"],
+    "chunk-profile.json": ["--costs", "--recorded"],
+    "custom-costs.json": ["--costs", "--recorded"],
+    "job-profile.json": ["--costs", "--recorded"],
+    "recorded_run.json": ["--recorded", "--costs"],
+    "model.sh": ["--model", "--schedule"],
 }
 ODD_PLACES = [
     "",
@@ -87,10 +86,7 @@ def bases(command: str) -> list[list[str]]:
 
 
 def hostile(flag: Flag, inputs: list[str], outputs: list[str], every: int) -> list[str]:
-    found = values(flag.kinds, flag.choices, inputs, outputs, every)
-    if flag.name == "--search-seconds":  # a long search is what was asked for
-        return [each for each in found if short(each)]
-    return found
+    return values(flag.kinds, flag.choices, inputs, outputs, every)
 
 
 def one_flag_odd(folder: Path, every: int) -> Iterator[Call]:
@@ -138,7 +134,7 @@ def odd_calls(folder: Path, pytestconfig: pytest.Config) -> list[Call]:
 
 
 def judged(calls: list[Call], folder: Path) -> str:
-    return "\n".join(faults(Calls("command_line", folder).ended(calls), PROGRAM))
+    return "\n".join(faults(Calls("command_line", folder, SHORT).ended(calls), PROGRAM))
 
 
 def test_the_kinds_of_each_flag_are_told_by_its_declaration():
@@ -170,11 +166,11 @@ def test_every_file_with_one_fault_ends_soon_and_a_refusal_is_one_line(sort: str
             continue
         forms = [["--format", form] for form in flags["--format"].choices]
         draw = random.Random(f"{sort} {command} {flag}")
-        base = [command] if flag in ("--recorded", "--schedule-file") else bases(command)[0]
+        base = [command] if flag in ("--recorded", "--schedule") else bases(command)[0]
         own = flag == READERS[sort][0]
         for path in [good[sort], *(wrong if own else wrong[:10])]:
-            beside = draw.choice([[], ["--offload", "auto"], ["--layers", "even"], ["--vocabulary-parallel"]])
-            beside = beside if flag in ("--costs-file", "--model") and own else []
+            beside = draw.choice([[], ["--save-memory", "offload"], ["--layers", "even"], ["--vocabulary-parallel"]])
+            beside = beside if flag in ("--costs", "--model") and own else []
             for form in forms if path == good[sort] else [draw.choice(forms)]:
                 calls.append(Call([*base, *beside, *form, flag, str(path)], [flag, *beside[:1], *form]))
     assert calls
@@ -187,7 +183,7 @@ def test_an_odd_environment_changes_no_ending(name: str, folder: Path):
     calls = [Call(base) for command in _program.commands for base in bases(command)]
     calls += [Call([*bases("draw")[0], "--format", form]) for form in flags_of("draw")["--format"].choices]
     calls += [Call([*bases("plan")[0], "--schedule", odd], ["--schedule"]) for odd in ("é", "\ud800", "\x1b[31m")]
-    ended = Calls("command_line", folder, ENVIRONMENTS[name]).ended(calls)
+    ended = Calls("command_line", folder, SHORT | ENVIRONMENTS[name]).ended(calls)
     said = "\n".join(faults(ended, PROGRAM))
     assert not said, said
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from tests.integration.results import MODEL, UNTIED
 from tests.sweep import files
 from tests.sweep.calls import Flag, of_argparse
@@ -23,23 +24,18 @@ PROGRAM = "pretrain_gpt.py: error: "
 JOB = [*MODEL, *UNTIED, "--train-iters", "10", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
 DRY = "--pipeline-dry-run"
 V_HALF = ["--pipeline-schedule", "v-half"]
-ADAPTIVE = "--pipeline-schedule adaptive --pipeline-memory-limit 0.7 --pipeline-search-seconds 0.01".split()
+ADAPTIVE = "--pipeline-schedule adaptive --pipeline-memory-limit 0.7".split()
 # What a flag goes with; without it, whatever it says is refused for that.
 COMPANY = {
-    "--pipeline-schedule-chunks": ["--pipeline-schedule", "interleaved-1f1b"],
-    "--pipeline-schedule-file": ["--pipeline-schedule", "file"],
     "--pipeline-memory-limit": ADAPTIVE,
-    "--pipeline-search-seconds": ADAPTIVE,
-    "--pipeline-recompute": ADAPTIVE,
-    "--pipeline-offload": ADAPTIVE,
-    "--pipeline-save-costs": ["--pipeline-profile-iterations", "3-5"],
+    "--pipeline-save-memory": [*ADAPTIVE, "--pipeline-costs", "4,4,3"],
     "--pipeline-plan-lengths": ["--sft"],
 }
 # Without a checkpoint Megatron ends in a traceback of its own.
 ASSERTED = "--use-checkpoint-args"
 # These launch a job, or say who is who in it.
 VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_RANK", "MEGATRON_SCHEDULES_CACHE")
-LAUNCHERS = dict.fromkeys(VARIABLES[:-1])
+LAUNCHERS = {**dict.fromkeys(VARIABLES[:-1]), SEARCH_VARIABLE: "0.01"}
 ODD_VARIABLES = [
     "",
     " ",
@@ -79,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(folder: Path) -> tuple[list[str], list[str]]:
     """Paths to read from, and to write to."""
     good = files.good(folder)
-    read = [str(good[name]) for name in ("schedule.csv", "chunk-profile.json", "job-profile.json")]
+    read = [str(good[name]) for name in ("schedule.csv", "chunk-profile.json", "job-profile.json", "custom-costs.json")]
     return [*read, *files.odd_inputs(folder)], files.odd_outputs(folder)
 
 
@@ -88,8 +84,6 @@ def odd(flag: Flag, places: tuple[list[str], list[str]], every: int = 1) -> Sequ
     if flag.is_switch:
         return [[]]
     found = values(flag.kinds, flag.choices, *places, every)
-    if flag.name == "--pipeline-search-seconds":
-        found = [each for each in found if short(each)]
     # Behind a flag that may stand alone argparse takes these for flags themselves.
     return [[], *([each] for each in found if not (flag.name == DRY and each in ("--", "-v")))]
 
@@ -131,16 +125,18 @@ def test_sizes_of_megatrons_are_refused_in_one_line_before_it_is_imported(places
     assert not said, said
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", [*VARIABLES, SEARCH_VARIABLE, STALL_VARIABLE])
 def test_an_odd_environment_is_refused_in_one_line_or_left_to_megatron(name: str, folder: Path):
     calls = []
     for value in ODD_VARIABLES:
         if name in ("RANK", "SLURM_PROCID") and value.strip().isdecimal() and value.strip("0\n"):
             continue  # another process than the first leaves the words to that one
+        if name == SEARCH_VARIABLE and not short(value):
+            continue  # a long search is what was asked for
         around = {**LAUNCHERS, name: value}
         calls.append(Call([*JOB, *V_HALF], [], around))
         calls.append(Call([*JOB, *V_HALF, DRY], [], around))
-        calls.append(Call([*JOB, *ADAPTIVE, DRY, "--device-memory", "1GiB"], [], around))
+        calls.append(Call([*JOB, *ADAPTIVE, DRY, "x1GiB"], [], around))
     said = before_megatron(calls, folder)
     assert not said, said
 

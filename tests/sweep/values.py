@@ -17,6 +17,10 @@ class Kind(Enum):
     INPUT = auto()
     OUTPUT = auto()
     FOLDER = auto()
+    CHUNKS = auto()
+    SPEED = auto()
+    SPAN = auto()
+    SIZE = auto()
 
 
 NUMBERS = """
@@ -34,6 +38,25 @@ LISTS += ["1,-2,1,1,1,1,1,1", "1e100,1,1,1,1,1,1,0", "1e308,1,1,1,1,1,1,1", "inf
 MORE_LISTS = ["4,4,4,4,4,4,4,4", "8,0,0,0,0,0,0,0", "1e9,1,1,1,1,1,1,1", "9" * 30 + ",1,1,1", "0.5,1,1,1,1,1,1,1"]
 NAMES = ["", " ", "v-haff", "V-HALF", "v_half", "file", "adaptive", "1f1b", "x" * 5000, "\n", "--", "é", "none", "all"]
 FORMS = ["", "svg", "text", "csv", "json", "markdown", "html", "trace", "SVG", "pdf", "x" * 5000]
+CHUNKS = """
+    : :: :2 adaptive: adaptive:0 adaptive:-1 adaptive:1.5 adaptive:3 adaptive:1000 adaptive:1001 adaptive:٣ adaptive:2:2
+    interleaved-1f1b:1 interleaved-1f1b:4 interleaved-1f1b:x v-half:2 v-half:3 v-haff:2 file: file:2 .csv none.csv:2
+    none.CSV mine.csv.gz
+""".split()
+CHUNKS += ["adaptive:" + "9" * 5000, "adaptive:\x1b[31m", "adaptive: 2"]
+SPEEDS = """
+    none= none=1 recompute=1 offload= offload=0 offload=-1 offload=nan offload=inf offload=1e400 offload=1e-320
+    offload=x offload=25
+    offload=25=25 offload=25GB both= both=0.5 both=1e308 both=1e-100 Offload =25 offload,recompute auto
+""".split()
+SPANS = """
+    out:2-4 out:4-2 out:2-2 out:0-3 out:-1-3 out:3 out: out:: :2-4 : out:2-99999999999999 out:a-b out:2-4-6 out:2:3-5
+    out:2_4 out:٢-٤
+""".split()
+SIZES = """
+    64 64x80GiB x80GiB x 64x x80 x80TiB x0GiB x-1GiB xnanGiB xinfGiB x1e308GiB x1e400GiB 0x80GiB -4x80GiB 4x80GiBx
+    4X80GiB 64x80gib 64x80GB 64x800MiB 64x80GiB80 1.5x80GiB ٣x80GiB 99999999999999999999x80GiB xGiB
+""".split()
 # What a terminal would obey, and what no encoding has.
 CONTROLS = ["\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "a\rb", "a\x08b", "\x7f", "\x9b31m", "\ud800", "a\nb\nc"]
 # Of Python, a shell and a template.
@@ -74,6 +97,10 @@ def values(
         Kind.INPUT: inputs,
         Kind.OUTPUT: outputs,
         Kind.FOLDER: outputs,
+        Kind.CHUNKS: CHUNKS,
+        Kind.SPEED: SPEEDS,
+        Kind.SPAN: SPANS,
+        Kind.SIZE: SIZES,
     }
     rare = {Kind.NUMBER: MORE_NUMBERS, Kind.LIST: MORE_LISTS}
     found, others = (

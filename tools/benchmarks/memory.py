@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools.benchmarks import memory_relief
 from tools.benchmarks.apart import rows_apart, tell_megatron
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
@@ -21,7 +23,7 @@ _BASELINE = "1f1b"
 _ONE_CHUNK = (_BASELINE, "zb-1p", "zb-2p", "eager-1f1b")
 _SEVERAL_CHUNKS = ("interleaved-1f1b", "1f1b-v", "v-min", "v-half", "v-zb", "adaptive")
 _QUICK = {4: (_BASELINE, "zb-1p", "v-min", "v-half", "v-zb"), 8: (_BASELINE, "v-min", "v-half")}
-_FLAGS = {"adaptive": ["--pipeline-memory-limit", "0.5", "--pipeline-search-seconds", "1"]}
+_FLAGS = {"adaptive": ["--pipeline-memory-limit", "0.5"]}
 
 # Decoder layers weigh much more than the small vocabulary of the output layer.
 _MODEL = shlex.split("""
@@ -141,6 +143,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]
     shape = f"--pipeline-model-parallel-size {size} --global-batch-size {2 * size} --pipeline-schedule {schedule}"
+    os.environ[SEARCH_VARIABLE] = "1"
     sys.argv = ["pretrain_gpt.py", *_model(), *shape.split(), *_FLAGS.get(schedule, [])]
     pretrain_gpt.main()
     return seen[0]

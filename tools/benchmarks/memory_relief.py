@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools.benchmarks.apart import tell_megatron
 from tools.benchmarks.parts import Row, Say, markdown_table
 
@@ -16,9 +18,9 @@ LIMITS = ("0.125", "0.25", "0.375", "0.5")
 # Milliseconds, and the 10**9 bytes a second at which a copy one way takes about a quarter of the computing.
 _COSTS, _GBPS = "10,11,7.5,0.5", "0.25"
 RELIEFS = {
-    "recompute": ["--pipeline-recompute", "auto"],
-    "offload": ["--pipeline-offload", _GBPS],
-    "both": ["--pipeline-recompute", "auto", "--pipeline-offload", _GBPS],
+    "recompute": ["--pipeline-save-memory", "recompute"],
+    "offload": ["--pipeline-save-memory", f"offload={_GBPS}"],
+    "both": ["--pipeline-save-memory", f"both={_GBPS}"],
 }
 
 
@@ -80,7 +82,6 @@ def relief_row(limit: str, relief: str, one: int, found: Sequence[Held]) -> dict
 def _train(model: Sequence[str], limit: str, relief: str) -> Held:
     """One iteration of training on this rank."""
     import torch.distributed as dist
-    from megatron.training import get_args
 
     import pretrain_gpt
     from megatron.schedules.integration.flags.memory_saving import check_host
@@ -98,13 +99,14 @@ def _train(model: Sequence[str], limit: str, relief: str) -> Held:
         schedule, costs, rank = self._planner.first, self._planner.timeline.costs, dist.get_rank()
         planned = peaks(schedule, costs)[rank]
         blocks = taken(schedule, costs)
-        said = check_host(get_args(), self._planner.costs, max(blocks))
+        said = check_host(self._planner.costs, max(blocks), RANKS, is_dry=False)
         seen.append(Held(planned, self.peak_activation_bytes, blocks[rank], said, self.host_bytes))
         return losses
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]
     shape = f"--pipeline-model-parallel-size {RANKS} --global-batch-size {2 * RANKS} --pipeline-schedule adaptive"
-    flags = f"--pipeline-memory-limit {limit} --pipeline-schedule-costs {_COSTS} --pipeline-search-seconds 1"
+    flags = f"--pipeline-memory-limit {limit} --pipeline-costs {_COSTS}"
+    os.environ[SEARCH_VARIABLE] = "1"
     sys.argv = ["pretrain_gpt.py", *model, *shape.split(), *flags.split(), *RELIEFS[relief]]
     pretrain_gpt.main()
     return seen[0]
@@ -117,8 +119,8 @@ def section(rows: Sequence[Row]) -> str:
         f"Every rank holds what is planned with recompute and offload, within {100 * WITHIN:.0f} %: at worst "
         f"{100 * worst['worst_error']:+.1f} % ({_named(worst)}), {_verdict(abs(worst['worst_error']) <= WITHIN)}\n",
         *_host([row for row in rows if any(row["host_bytes"])]),
-        "The same training under `adaptive` with a memory limit and `--pipeline-recompute auto`, `--pipeline-offload` "
-        f"with {_GBPS} GB/s, or both; passes are told to take {_COSTS} ms. Planned is the plan in bytes of a "
+        "The same training under `adaptive` with a memory limit and `--pipeline-save-memory` `recompute`, `offload` "
+        f"with {_GBPS} GB/s, or `both`; passes are told to take {_COSTS} ms. Planned is the plan in bytes of a "
         "microbatch that 1F1B holds in an average rank's decoder layers. Of the host each rank takes blocks, which it "
         "uses again; what a rank says before the start is the model's arithmetic.\n",
     ]

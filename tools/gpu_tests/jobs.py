@@ -17,6 +17,7 @@ import torch
 
 import pretrain_gpt
 from megatron.schedules.integration.linears.te_version import te_fault
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools import _pass_times as times
 from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.pieces import Setting
@@ -97,7 +98,7 @@ def train(
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": str(job.connections)}
     variables |= {"LOCAL_RANK": "0"} if shared else {}
     variables |= _EXACT if job.exact else {}
-    variables |= environment or {}
+    variables |= {SEARCH_VARIABLE: "1"} | (environment or {})
     ranks: list[Ran] = run_ranks(world, partial(_rank, job), variables, timeout=_JOB_S, fresh=fresh)
     gradients = {name: digest for rank in ranks for name, digest in rank.gradients.items()}
     losses: list[float] = next((rank.losses for rank in reversed(ranks) if rank.losses), [])
@@ -169,7 +170,7 @@ def schedule_flags(schedule: str) -> list[str]:
     """What asks for ``schedule``; an adaptive one within 1F1B's memory."""
     flags = ["--pipeline-schedule", schedule]
     if schedule == "adaptive":
-        flags += ["--pipeline-memory-limit", "1", "--pipeline-search-seconds", "1"]
+        flags += ["--pipeline-memory-limit", "1"]
     return flags
 
 

@@ -59,13 +59,13 @@ def to_the_host(setting: Setting) -> Iterator[Row]:
     iterations = 2 if setting.on_cpu else 5
     flags = [*jobs.size_flags(setting, 2 * _RANKS, usual=False), *jobs.kernel_flags(setting)]
     flags += ["--train-iters", str(iterations), "--global-batch-size", str(_MICROBATCHES), "--distributed-backend"]
-    flags += ["gloo", "--pipeline-model-parallel-size", str(_RANKS), "--pipeline-schedule", "file"]
+    flags += ["gloo", "--pipeline-model-parallel-size", str(_RANKS)]
     with tempfile.TemporaryDirectory() as folder:
 
         def trained(name: str, schedule: Schedule, watcher: type[NoWaits] | None = None) -> jobs.Ran:
             path = Path(folder, name)
             path.write_text(to_csv(schedule))
-            job = jobs.Job((*flags, "--pipeline-schedule-file", str(path)), watcher, exact=True)
+            job = jobs.Job((*flags, "--pipeline-schedule", str(path)), watcher, exact=True)
             return jobs.train(_RANKS, job, shared=True)
 
         for name in ("v-half",) if setting.on_cpu else ("1f1b", "zb-1p", "v-half"):

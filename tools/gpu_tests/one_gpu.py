@@ -111,7 +111,7 @@ def again(setting: Setting) -> Iterator[Row]:
     iterations = 2 if setting.on_cpu else 5
     common = [*jobs.size_flags(setting, 8, usual=False), "--distributed-backend", "gloo"]
     common += ["--train-iters", str(iterations), "--global-batch-size", "7", "--pipeline-model-parallel-size", "2"]
-    common += ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--pipeline-schedule", "file"]
+    common += ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
     for kind, te in _KINDS.items():
         if te and not jobs.te_here(setting):
             continue
@@ -123,7 +123,7 @@ def again(setting: Setting) -> Iterator[Row]:
                 for path, schedule in zip(files, (made, _with_again(made)), strict=True):
                     path.write_text(to_csv(schedule))
                 plain, repeated, ours = (
-                    jobs.train(2, jobs.Job((*flags, "--pipeline-schedule-file", str(path)), exact=True), shared=True)
+                    jobs.train(2, jobs.Job((*flags, "--pipeline-schedule", str(path)), exact=True), shared=True)
                     for path in (files[0], *files)
                 )
             found = compared(ours, plain, iterations, BF16 if te else FP32, to_the_bit=same_bits(plain, repeated))

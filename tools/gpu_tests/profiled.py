@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.flags.measuring import COSTS
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.planner.registry import Request, plan
@@ -58,15 +59,14 @@ def measures_itself(setting: Setting) -> Iterator[Row]:
 
     flags = [*jobs.size_flags(setting, 2 * _RANKS, usual=False), *jobs.kernel_flags(setting), "--distributed-backend"]
     flags += ["gloo", "--train-iters", str(_LAST), "--global-batch-size", str(_MICROBATCHES)]
-    flags += ["--pipeline-model-parallel-size", str(_RANKS), "--pipeline-schedule", "file"]
-    flags += ["--pipeline-profile-iterations", f"{_COUNTED}-{_LAST}"]
+    flags += ["--pipeline-model-parallel-size", str(_RANKS)]
     made = {name: plan(Request(name, _RANKS, _MICROBATCHES)) for name in ("1f1b", "zb-1p", "v-half")}
     made = {**made, "v-half with copies": offloaded(made["v-half"])}
     for name, schedule in list(made.items())[-2 if setting.on_cpu else 0 :]:
         with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-            csv, costs = Path(folder, "schedule.csv"), Path(folder, "costs.json")
+            csv, costs = Path(folder, "schedule.csv"), Path(folder, COSTS)
             csv.write_text(to_csv(schedule))
-            files = ("--pipeline-schedule-file", str(csv), "--pipeline-save-costs", str(costs))
+            files = ("--pipeline-schedule", str(csv), "--pipeline-measure", f"{folder}:{_COUNTED}-{_LAST}")
             try:
                 ran = jobs.train(_RANKS, jobs.Job((*flags, *files), Beside), shared=True)
                 profile = read_profile(costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.log.run_log import Logged, RunLog
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner.background import Beside
 from megatron.schedules.planner.replanning import Proposal
 from megatron.schedules.runtime.program import Action, Program
@@ -65,22 +67,23 @@ def plans_again(setting: Setting) -> Iterator[Row]:
     flags = [*jobs.size_flags(setting, 2 * _RANKS, usual=False), *jobs.kernel_flags(setting), "--distributed-backend"]
     flags += ["gloo", "--train-iters", str(_ITERATIONS), "--global-batch-size", str(_MICROBATCHES)]
     flags += ["--pipeline-model-parallel-size", str(_RANKS), "--pipeline-schedule"]
-    adaptive = ("adaptive", "--pipeline-search-seconds", "0.2", "--pipeline-schedule-chunks", "2")
+    adaptive = ("adaptive:2",)
     limit = "--pipeline-memory-limit"
     asked: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"v-zb": (("v-zb",), ("v-zb", "--pipeline-replan"))}
     if jobs.can_plan("adaptive"):
         asked["adaptive"] = ((*adaptive, limit, "1"), (*adaptive, limit, "auto"))
     for name, (once, again) in asked.items():
         try:
-            first, second = (
-                jobs.train(
-                    _RANKS,
-                    jobs.Job((*flags, *more), Replanning),
-                    shared=True,
-                    environment={STANDIN_VARIABLE: _CPU_BYTES},
+            with tempfile.TemporaryDirectory(prefix="replanned-") as folder:
+                first, second = (
+                    jobs.train(
+                        _RANKS,
+                        jobs.Job((*flags, *more), Replanning),
+                        shared=True,
+                        environment={STANDIN_VARIABLE: _CPU_BYTES, SEARCH_VARIABLE: "0.2"},
+                    )
+                    for more in (once, (*again, "--pipeline-measure", f"{folder}:2-4"))
                 )
-                for more in (once, (*again, "--pipeline-profile-iterations", "2-4"))
-            )
         except (RankError, ValueError) as error:
             yield {"schedule": name, FAULT: fault_of(error)}
         else:

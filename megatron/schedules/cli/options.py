@@ -8,14 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.job import values
+from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
+from megatron.schedules.measure.cost_profile import read_costs
+from megatron.schedules.measure.custom_costs import CustomCosts
+from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planner.registry import Request, check_parts, with_own_relief, with_parts
@@ -27,37 +31,32 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, number, numbers, positive, read_text
+from megatron.schedules.utils.parsing import integer, read_text
 
 Command = Callable[..., None]
 
 # The flag of each part of a request, and of what else a plan depends on.
 FLAGS = {
-    "schedule": "--schedule",
+    **flags_of(COMMAND_LINE),
     "ranks": "--pipeline-size",
     "microbatches": "--microbatches",
-    "chunks": "--chunks",
-    "csv": "--schedule-file",
     "recorded": "--recorded",
-    "costs": "--costs",
-    "costs_file": "--costs-file",
     "model": "--model",
-    "layers": "--layers",
-    "shared_vocabulary": "--vocabulary-parallel",
-    "memory_limit": "--memory-limit",
-    "search_seconds": "--search-seconds",
-    "stage_weights": "--stage-weights",
-    "stage_activations": "--stage-activations",
-    "weight_share": "--weight-share",
-    "stock_recompute": "--recompute",
-    "kept": "--kept",
-    "again": "--recompute auto",
-    "offload": "--offload",
-    "copy": "--offload",
-    "one_way": "--offload-one-way",
-    "offload_shared": "--offload-shared",
-    "layer_input": "--kept",
 }
+
+
+def schedule_flag(*names: str, multiple: bool, more: str) -> Callable[[Command], Command]:
+    """``--schedule``, once or several times."""
+    metavar, text = SHARED["schedule"]
+    return click.option("--schedule", *names, metavar=metavar, multiple=multiple, help=f"{text} {more}")
+
+
+def _shared(word: str, more: str) -> Callable[[Command], Command]:
+    """A flag that training has too, with what holds for the command line alone."""
+    metavar, text = SHARED[word]
+    # Click would take a value such as -1 for a flag where is_flag is given as False.
+    how: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
+    return click.option(f"--{word}", help=f"{text} {more}", **how)
 
 
 def size_flags(command: Command) -> Command:
@@ -83,115 +82,11 @@ def size_flags(command: Command) -> Command:
                 f"F : I : W. One of {', '.join(SHAPES)}, or a file of Megatron's flags, such as your script's. Give it "
                 "to see your own bubble; equal stages without it.",
             ),
-            click.option(
-                "--layers",
-                metavar="even|auto|N,N,...",
-                help="With --model or a profile of it: how many decoder layers each stage has, in model order. auto "
-                "finds the spread with which the plan is shortest, and plan says it in Megatron's letters; even "
-                "without this flag.",
-            ),
-            click.option(
-                "--vocabulary-parallel",
-                is_flag=True,
-                help="With --model or a profile of it: cut the output layer along the vocabulary, a part for every "
-                "rank, and plan the passes S and T for it. For large vocabularies, where whole layers cannot balance "
-                "the last stage.",
-            ),
-            click.option(
-                "--costs",
-                metavar="F,I,W[,COMM]",
-                help="Times of forward, input gradient (the paper's B) and weight gradient over half a rank's layers, "
-                "and P2P latency between ranks, in any unit (numbers from 1e-100 to 1e100); 1,1,1,0 without this flag "
-                "and --model. Give measured ones: order and bubble depend on them.",
-            ),
-            click.option(
-                "--costs-file",
-                metavar="JSON",
-                type=Path,
-                help="A cost profile of a job (--pipeline-save-costs) or of tools/profile_passes.py, in place of "
-                "--costs: times in milliseconds, those of embedding and output layer too, and the share of the "
-                "memory that waits for weight gradients.",
-            ),
-            click.option(
-                "--chunks",
-                metavar="V",
-                help="Model chunks a rank: for interleaved-1f1b exactly (2 without this flag), for adaptive at most "
-                "(4 without it). More of them shrink the bubble and multiply the messages.",
-            ),
-            click.option(
-                "--memory-limit",
-                metavar="X",
-                help="For adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5. "
-                "1F1B's is that of D microbatches, here and in what is printed, even where there are fewer. Give what "
-                "your GPUs have left.",
-            ),
-            click.option(
-                "--search-seconds",
-                metavar="S",
-                help="For adaptive: how long to search, in seconds of a usual core (without it 2 to 100, by size). "
-                "Give more for a plan that will run for weeks. Counted in work, so the plan does not depend on the "
-                "machine.",
-            ),
-            click.option(
-                "--stage-weights",
-                metavar="X,X,...",
-                help="Where some layers take longer: the model cut into equal slices, how long each takes against the "
-                "average, in model order. As many as stages, or a multiple. For an embedding or an output layer.",
-            ),
-            click.option(
-                "--stage-activations",
-                metavar="X,X,...",
-                help="The same for the activation memory each slice holds.",
-            ),
-            click.option(
-                "--weight-share",
-                metavar="X",
-                help="What an input gradient leaves to its weight gradient, as a part of the activation memory (all "
-                "of it without this flag; more than 1 where gradients that wait outweigh it): give it where it was "
-                "measured, and weight gradients may wait.",
-            ),
-            click.option(
-                "--recompute",
-                metavar="auto|X",
-                help="auto, for adaptive: forwards may be done again in passes R of their own, on as many layers as "
-                "makes the plan shortest. Give it where memory is short. A number is the part of the forward that is "
-                "done again in every input gradient, as with Megatron's recompute flags: 1 for full recompute, such as "
-                "the paper's 1F1B-R with --schedule 1f1b.",
-            ),
-            click.option(
-                "--kept",
-                metavar="X",
-                help="The part of the activation memory that a forward leaves where the rest is recomputed, from 0 to "
-                "1: some 0.06 for full recompute, and without this flag where --recompute is auto.",
-            ),
-            click.option(
-                "--offload",
-                metavar="COST|auto",
-                help="For adaptive: activations may be copied to host memory and back, in passes O and L beside the "
-                "computing. COST is the time to copy those of half a rank's layers one way, in the unit of --costs; "
-                "auto takes what --costs-file has. Give it where memory is short and the host's link idle; with "
-                "--recompute auto for both. Also for a CSV that has O and L.",
-            ),
-            click.option(
-                "--offload-one-way",
-                is_flag=True,
-                help="With --offload: a rank copies in one direction at a time, not both at once. Give it where your "
-                "link does.",
-            ),
-            click.option(
-                "--offload-shared",
-                metavar="K",
-                help="With --offload: so many ranks share a link to the host, and each is given its even part of it "
-                "all the time (1 without this flag).",
-            ),
-            click.option(
-                "--schedule-file",
-                metavar="CSV",
-                type=Path,
-                help="A compute-only CSV of your own, one row a rank, as torch.distributed.pipelining writes it: for "
-                "an order that has no name here. Where it has R, O and L, all of those stages' layers are done again "
-                "or offloaded.",
-            ),
+            _shared("layers", "Needs --model or a profile of it. plan prints the result in Megatron's letters."),
+            _shared("vocabulary-parallel", "Needs --model or a profile of it."),
+            _shared("costs", "1,1,1,0 without this flag and --model."),
+            _shared("memory-limit", "GiB need a cost profile; auto is for training."),
+            _shared("save-memory", "GB/S needs a cost profile."),
             click.option(
                 "--output",
                 metavar="FILE",
@@ -204,12 +99,26 @@ def size_flags(command: Command) -> Command:
     return command
 
 
-class Ask:
-    """What the flags ask for, checked: schedules, a size, costs, a memory limit, and perhaps a CSV.
+class _Measured(NamedTuple):
+    """Costs as far as ``--costs`` says them.
 
     Args:
-        schedules: those asked for by name.
-        usual: those shown where none is named, as far as what they need is given.
+        costs: before what other flags say.
+        profile: the measured file.
+        custom: the file written by hand.
+    """
+
+    costs: Costs
+    profile: Profile | None = None
+    custom: CustomCosts | None = None
+
+
+class Ask:
+    """What the flags ask for, checked: schedules, a size, costs, a memory limit, and perhaps CSVs.
+
+    Args:
+        schedules: those asked for.
+        usual: those shown where none is asked for, as far as what they need is given.
 
     The others are the flags as they were given; see :func:`size_flags`.
 
@@ -228,39 +137,26 @@ class Ask:
         layers: str | None,
         vocabulary_parallel: bool,
         costs: str | None,
-        costs_file: Path | None,
-        chunks: str | None,
         memory_limit: str | None,
-        search_seconds: str | None,
-        stage_weights: str | None,
-        stage_activations: str | None,
-        weight_share: str | None,
-        recompute: str | None,
-        kept: str | None,
-        offload: str | None,
-        offload_one_way: bool,
-        offload_shared: str | None,
-        schedule_file: Path | None,
+        save_memory: str | None,
     ) -> None:
         d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
         n = integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
-        self.chunks = integer("--chunks", chunks, 1, "a rank holds 1 chunk or more")
-        self.memory_limit = positive("--memory-limit", memory_limit, "a fraction of 1F1B's activation memory")
-        self.search_seconds = positive("--search-seconds", search_seconds, "a number of seconds")
-        self.csv = csv = None if schedule_file is None else read_text(schedule_file, "csv")
-        heeded = {
-            "chunks": chunks,
-            "memory_limit": memory_limit,
-            "search_seconds": search_seconds,
-            "csv": schedule_file,
-            "again": recompute if recompute == "auto" else None,
-            "offload": offload,
-        }
-        given = [part for part, value in heeded.items() if value is not None]
-        self.names = tuple(schedules) or tuple(name for name in usual if name in with_parts(given))
-        check_parts(given, self.names, FLAGS)
-        if csv is not None and (d is None or n is None):
-            own = from_csv(csv)
+        asked = [values.schedule_choice("--schedule", text) for text in schedules]
+        limit = values.memory_limit("--memory-limit", memory_limit)
+        spread = values.layers_choice("--layers", layers)
+        self._saving = values.memory_saving("--save-memory", save_memory)
+        self._search_seconds = values.search_seconds()
+        heeded = {"memory_limit": limit, "again": self._saving.recompute, "offload": self._saving.offload}
+        given = [part for part, value in heeded.items() if value]
+        if not schedules:
+            asked = [values.ScheduleChoice(name, name) for name in usual if name in with_parts(given)]
+        self.schedules = tuple(asked)
+        self._csvs = {each.text: read_text(each.file, "csv") for each in asked if each.file is not None}
+        names = [each.name for each in asked]
+        check_parts([*given, *["csv"] * bool(self._csvs)], names, FLAGS)
+        for text in self._csvs.values() if d is None or n is None else ():
+            own = from_csv(text)
             d, n = d or own.ranks, n or own.microbatches
             if d < 2:
                 raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
@@ -268,64 +164,60 @@ class Ask:
             raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
         if n is None:
             raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-        chunks_too = "" if self.chunks is None else f" and --chunks {self.chunks}"
-        check_size(d, n, self.chunks, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
+        most = max((each.chunks for each in asked if each.chunks is not None), default=None)
+        chunks_too = "" if most is None else f" and {most} chunks in --schedule"
+        check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
-        self._again, self._offload = recompute == "auto", offload is not None
-        texts = {"weight_share": weight_share, "stock_recompute": recompute, "kept": kept}
-        if self._again:
-            texts = {"weight_share": weight_share, "layer_input": kept}
-        shares: dict[str, Any] = {
-            part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
-        }
         loads = None if model is None else _shape(model).loads
-        measured = _times(costs, costs_file, d, loads)
+        measured = _measured(costs, d, loads)
+        self.is_measured = measured.profile is not None
         # What was measured of the ends goes before what is reckoned.
-        loads = measured.model or loads
+        loads = measured.costs.model or loads
         if layers is not None and loads is None:
-            raise PlanError(
-                "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?"
-            )
+            raise PlanError("--layers goes with --model, or a profile with the model's ends: what does a layer cost?")
         if vocabulary_parallel and loads is None:
             raise PlanError(
-                "--vocabulary-parallel goes with --model, or a --costs-file with the model's ends: what does its "
-                "output layer cost?"
+                "--vocabulary-parallel goes with --model, or a profile with the model's ends: what does its output "
+                "layer cost?"
             )
-        self._partition = layers == "auto"
-        self._decisions = Decisions(layers=None if layers in (None, "even", "auto") else _counts(layers))
-        self.costs = replace(
-            measured,
+        self._memory_limit = _fraction(limit, measured.profile)
+        self._partition = spread == "auto"
+        self._decisions = Decisions(layers=spread if isinstance(spread, tuple) else None)
+        found = replace(
+            measured.costs,
             model=loads,
             shared_vocabulary=vocabulary_parallel,
-            copy=_copy_time(offload, offload_shared, offload_one_way, measured.copy),
-            one_way=offload_one_way,
-            stage_weights=numbers("--stage-weights", stage_weights),
-            stage_activations=numbers("--stage-activations", stage_activations),
-            **shares,
+        )
+        self.costs = _with_copies(
+            found if measured.custom is None else measured.custom.added_to(found), self._saving, d, measured.profile
         )
 
-    def request(self, name: str) -> Request:
-        """Schedule ``name`` at this size, under these costs and this limit."""
+    def request(self, schedule: values.ScheduleChoice) -> Request:
+        """``schedule`` at this size, under these costs and this limit."""
         asked = Request(
-            name,
+            schedule.name,
             self.ranks,
             self.microbatches,
             self.costs,
-            csv=self.csv,
+            csv=self._csvs.get(schedule.text),
             decisions=self._decisions,
             partition=self._partition,
         )
-        if name == "adaptive":
-            choices = chunk_choices(self.chunks or max(asked.chunk_choices))
-            limit, seconds = self.memory_limit, self.search_seconds
-            asked = replace(asked, chunk_choices=choices, memory_limit=limit, search_seconds=seconds)
-            return replace(asked, recompute=self._again, offload=self._offload)
-        return with_own_relief(asked if self.chunks is None else replace(asked, chunks=self.chunks))
+        if schedule.name == "adaptive":
+            return replace(
+                asked,
+                chunk_choices=chunk_choices(schedule.chunks or max(asked.chunk_choices)),
+                memory_limit=self._memory_limit,
+                search_seconds=self._search_seconds,
+                recompute=self._saving.recompute,
+                offload=self._saving.offload,
+            )
+        return with_own_relief(asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks))
 
-    def timeline(self, name: str) -> Timeline:
-        """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
-        request = self.request(name)
+    def timeline(self, schedule: values.ScheduleChoice) -> Timeline:
+        """``schedule``, timed. Where that takes a while, standard error says how far it is."""
+        request, name = self.request(schedule), schedule.name
         if request.partition:
             with shown(f"placing layers for {name}", sys.stderr) as progress:
                 request = kept_spread(request, progress)
@@ -333,29 +225,41 @@ class Ask:
             with shown(f"choosing what to relieve in {name}", sys.stderr) as progress:
                 request = kept_relief(request, progress)
         with shown(f"planning {name}", sys.stderr) as progress:
-            schedule = kept_plan(request, progress)
-        self.planned[name] = request
-        return simulate(schedule, request.costs_on(schedule.placement))
+            found = kept_plan(request, progress)
+        self.planned[schedule.text] = request
+        return simulate(found, request.costs_on(found.placement))
 
 
-def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured: float) -> float:
-    """How long copying the activations of half a rank's layers takes, one way.
+def _fraction(limit: values.MemoryLimit | None, profile: Profile | None) -> float | None:
+    """``limit`` as a fraction of 1F1B's activation memory."""
+    if limit is None:
+        return None
+    if limit.is_measured:
+        raise PlanError(f"--memory-limit {limit.text} is for training, which measures it: give a fraction such as 0.5")
+    if limit.size is None:
+        return limit.fraction
+    if profile is None or not profile.layer_bytes:
+        raise PlanError(f"--memory-limit {limit.text} needs a profile in --costs that counted bytes: give a fraction")
+    return limit.size / (profile.layer_bytes * profile.facts.layers)
 
-    Args:
-        offload, shared, one_way: the flags.
-        measured: by a profile; 0 where there is none, or it does not have it.
-    """
-    ranks = integer("--offload-shared", shared, 1, "one rank or more share a link")
-    if offload is None and (ranks is not None or one_way):
-        flag = "--offload-one-way" if one_way else "--offload-shared"
-        raise PlanError(f"{flag} goes with --offload: how long does a copy take?")
-    if offload == "auto" and not measured:
+
+def _with_copies(costs: Costs, saving: values.MemorySaving, ranks: int, profile: Profile | None) -> Costs:
+    """``costs`` with the time of a copy, which offloading needs."""
+    if saving.gbps is not None:
+        if profile is None or not profile.layer_bytes:
+            raise PlanError(
+                f"--save-memory offload={saving.gbps:g} needs bytes, from a cost profile in --costs: give that, or "
+                "offload and copy_time in a --costs FILE.json (docs/costs.md)"
+            )
+        held = profile.layer_bytes * profile.facts.layers / (2 * ranks)
+        time = copy_time(CopyRates(*[saving.gbps] * 3), held, both_ways=True)
+        return replace(costs, copy=time or 0.0)
+    if saving.offload and not costs.copy:
         raise PlanError(
-            "--offload auto takes the time of copies from a --costs-file that has it, as tools/profile_passes.py writes"
+            "--save-memory offload takes the time of copies from --costs FILE.json: give copy_time in one written by "
+            "hand (docs/costs.md), or a profile that has it, as tools/profile_passes.py writes"
         )
-    what = "auto, or the time to copy the activations of half a rank's layers one way,"
-    time = measured if offload == "auto" else positive("--offload", offload, what)
-    return measured if time is None else time * (ranks or 1)
+    return costs
 
 
 def _shape(model: str) -> Shape:
@@ -368,24 +272,16 @@ def _shape(model: str) -> Shape:
     return megatron_flags.read(Path(model))
 
 
-def _counts(layers: str) -> tuple[int, ...]:
-    found = numbers("--layers", layers) or ()
-    if any(count != int(count) for count in found):
-        raise PlanError(f"--layers {layers!r} is neither even, auto nor a list of whole numbers such as 3,4,4,3")
-    return tuple(map(int, found))
-
-
-def _times(costs: str | None, file: Path | None, ranks: int, loads: ModelLoads | None) -> Costs:
-    if file is None and costs is None and loads is not None:
-        return Costs(*loads.ratio)
-    if file is None:
-        return Costs.parse("1,1,1,0" if costs is None else costs)
-    if costs is not None:
-        raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
-    try:
-        profile = read_profile(file)
-    except PlanError as error:
-        raise PlanError(str(error), "costs_file") from None
-    if loads is not None and len(loads.layers) != profile.facts.layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.facts.layers}")
-    return profile.costs(ranks)
+def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measured:
+    choice = values.costs_choice("--costs", text)
+    usual = Costs() if loads is None else Costs(*loads.ratio)
+    if choice is None:
+        return _Measured(usual)
+    if choice.file is None:
+        return _Measured(choice.times or usual)
+    found = read_costs(choice.file)
+    if isinstance(found, CustomCosts):
+        return _Measured(found.times or usual, custom=found)
+    if loads is not None and len(loads.layers) != found.facts.layers:
+        raise PlanError(f"--model has {len(loads.layers)} layers, and {text} was measured for {found.facts.layers}")
+    return _Measured(found.costs(ranks), profile=found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import click
 
 import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.cli.options import FLAGS, Ask, size_flags
+from megatron.schedules.cli.options import FLAGS, Ask, schedule_flag, size_flags
+from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.plan_json import PlanForm, to_text
-from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.registry import NAMES, Request, describe
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
@@ -37,13 +38,9 @@ _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
 _SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in NAMES)])
 
-_one = click.option("--schedule", metavar="NAME", help="Which schedule to plan; the list is below.")
-_several = click.option(
-    "--schedule",
-    "schedules",
-    metavar="NAME",
-    multiple=True,
-    help="Give this flag once for each schedule to choose which are shown, and in what order.",
+_one = schedule_flag(multiple=False, more="The list of names is below.")
+_several = schedule_flag(
+    "schedules", multiple=True, more="Give this flag once for each schedule, in the order in which they are shown."
 )
 _form_help = "Without it the ending of --output's file decides, and otherwise it is"
 _PLAN_FORMS = ("text", "csv", "json", "svg", "html", *PICTURES)
@@ -95,23 +92,22 @@ def _plan(
     schedule: str | None, form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
 ) -> None:
     """Plan one schedule: its order, when it runs, what idles and what is held."""
-    if schedule is None and size["schedule_file"] is None:
+    if schedule is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
-    ask = Ask([] if schedule is None else [schedule], ["file"], **size)
-    (name,) = ask.names
-    timeline = ask.timeline(name)
+    ask = Ask([schedule], [], **size)
+    (asked,) = ask.schedules
+    timeline, planned, is_adaptive = ask.timeline(asked), ask.planned[schedule], asked.name == "adaptive"
     if form == "csv":
         emit(to_csv(timeline.schedule), output)
     elif form == "json":
-        least = bound(ask.planned[name]) if name == "adaptive" else None
-        found = as_form(figures(timeline), least)
-        emit(to_text(PlanForm.of(timeline, ask.request(name), ask.planned[name], found)) + "\n", output)
+        found = as_form(figures(timeline), bound(planned) if is_adaptive else None)
+        emit(to_text(PlanForm.of(timeline, ask.request(asked), planned, found)) + "\n", output)
     else:
-        footer = _how_good(timeline, ask) if name == "adaptive" else ""
-        footer += _where(ask.planned[name].decisions.layers) + _relieved(ask.planned[name].decisions)
-        drawing = of_plans([timeline], _caption(ask), _unit(size))
+        footer = _how_good(timeline, planned) if is_adaptive else ""
+        footer += _where(planned.decisions.layers) + _relieved(planned.decisions)
+        drawing = of_plans([timeline], _caption(ask), _unit(ask))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -129,15 +125,15 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
     ask = Ask(schedules, NAMES, **size)
-    baseline = ask.timeline("1f1b").makespan
+    baseline = ask.timeline(ScheduleChoice("1f1b", "1f1b")).makespan
     rows = []
-    for name in ask.names:
+    for asked in ask.schedules:
         try:
-            found = figures(ask.timeline(name))
+            found = figures(ask.timeline(asked))
         except PlanError as error:
-            rows.append(table.Row(name, str(error)))
+            rows.append(table.Row(asked.text, str(error)))
         else:
-            rows.append(table.Row(name, found, baseline / found.makespan))
+            rows.append(table.Row(asked.text, found, baseline / found.makespan))
     if form in ("svg", *PICTURES):
         emit(picture(draw_comparison(rows, _caption(ask)), form), output)
         return
@@ -152,7 +148,7 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     "--recorded",
     metavar="FILE",
     type=Path,
-    help="A run that was recorded, rather than plans: the recorded.json that training with --pipeline-timeline writes. "
+    help="A run that was recorded, rather than plans: the recorded.json that training with --pipeline-measure writes. "
     "Draws the plan and what happened, and where each rank idled.",
 )
 @click.option(
@@ -182,8 +178,8 @@ def _draw(
             raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
-    ask = Ask(schedules, ["1f1b", "v-half"] if size["schedule_file"] is None else ["file"], **size)
-    drawing = of_plans([ask.timeline(name) for name in ask.names], _caption(ask), _unit(size))
+    ask = Ask(schedules, ["1f1b", "v-half"], **size)
+    drawing = of_plans([ask.timeline(asked) for asked in ask.schedules], _caption(ask), _unit(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -202,9 +198,9 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     return asked
 
 
-def _how_good(timeline: Timeline, ask: Ask) -> str:
+def _how_good(timeline: Timeline, planned: Request) -> str:
     """How far from the best possible an adaptive plan is at most."""
-    least = bound(ask.planned["adaptive"])
+    least = bound(planned)
     by_name = timeline.schedule.name
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
     bubble = "" if timeline.costs.relieved else f", a bubble of {percent(1 - timeline.ideal / least)}"
@@ -283,9 +279,9 @@ def _caption(ask: Ask) -> str:
     )
 
 
-def _unit(size: Mapping[str, Any]) -> str:
-    """What times are in: a profile's milliseconds, or any unit."""
-    return "" if size["costs_file"] is None else "ms"
+def _unit(ask: Ask) -> str:
+    """The unit of times: a profile's milliseconds, or any."""
+    return "ms" if ask.is_measured else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,9 +58,6 @@ BOUNDS = {
     "$RANK": (0, _PROCESSES - 1),
     "$SLURM_NTASKS": (1, _PROCESSES),
     "$WORLD_SIZE": (1, _PROCESSES),
-    # Of our own.
-    "--pipeline-dry-run": (1, _PROCESSES),
-    "--pipeline-schedule-chunks": (1, 1000),
 }
 
 

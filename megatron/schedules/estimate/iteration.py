@@ -148,7 +148,7 @@ class Setting:
             f"--pipeline-model-parallel-size {self.pipeline}",
             f"--seq-length {self.model.sequence} --max-position-embeddings {self.model.sequence}",
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.global_batch}",
-            "--pipeline-vocabulary-parallel --pipeline-schedule-layers auto"
+            "--pipeline-vocabulary-parallel --pipeline-layers auto"
             if self.method.shared
             else "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             "--use-distributed-optimizer",
@@ -160,13 +160,13 @@ class Setting:
             flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         if self.method.schedule == "adaptive":
             flags.append(f"--pipeline-memory-limit {memory_limit(self):.3f}")
-        if self.method.again:
-            flags.append("--pipeline-recompute auto")
+        if self.method.relieves:
+            copies = f"{'both' if self.method.again else 'offload'}={self.device.host_link / 1e9:g}"
+            flags.append(f"--pipeline-save-memory {copies if self.method.offload else 'recompute'}")
         if self.method.offload:
             found = costs(self)
             times = found.forward, found.input_grad, found.weight_grad, found.comm
-            flags.append(f"--pipeline-offload {self.device.host_link / 1e9:g}")
-            flags.append(f"--pipeline-schedule-costs {','.join(f'{1e3 * time:.4g}' for time in times)}")
+            flags.append(f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}")
         return " ".join(flags)
 
 

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus
+from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
 from megatron.schedules.utils.errors import PlanError
@@ -20,12 +21,12 @@ from megatron.schedules.utils.errors import PlanError
 _DOES_NOT_FIT = 3
 
 
-def dry_run(args: Any, asked: Planned) -> NoReturn:
+def dry_run(args: Any, asked: Planned, how: DryRun) -> NoReturn:
     """Say on the first rank what the job would be, and end: with status 0, or 3 where it does not fit its device."""
     try:
-        room, planner = device_memory(args), Planner(asked)
+        room, planner = how.device_bytes, Planner(asked)
         found = estimated(args, asked, planner)
-        _, source = supposed_gpus(args)
+        _, source = supposed_gpus(args, how.gpus)
     except PlanError as error:
         refuse(error.told(FLAGS))
     sys.stdout.write("\n".join([_heading(args, source), planner.summary(), _table(found, planner, args)]) + "\n")

@@ -10,27 +10,19 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.settings import settings_of
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
 from megatron.schedules.utils.errors import PlanError
 
 _MOST = 3
 _GIB = 2.0**30
 # Such plans need not be good, only possible.
-_SEARCH_SECONDS = "1"
+_SEARCH_SECONDS = 1.0
 _ADAPTIVE = "--pipeline-schedule adaptive --pipeline-memory-limit {:.2f}"
 # Less by a thousandth is no help.
 _LESS = 0.999
 # What a plan asks for beside its schedule's name.
-_PLAIN: Mapping[str, Any] = dict.fromkeys(
-    (
-        "pipeline_schedule_chunks",
-        "pipeline_schedule_file",
-        "pipeline_memory_limit",
-        "pipeline_search_seconds",
-        "pipeline_recompute",
-        "pipeline_offload",
-    )
-)
+_PLAIN: Mapping[str, Any] = dict.fromkeys(("pipeline_memory_limit", "pipeline_save_memory"))
 
 
 def advice(args: Any, found: Estimate, room: float) -> str:
@@ -83,7 +75,7 @@ def _better(args: Any, found: Estimate, room: float) -> Iterator[_Changed]:
     """What holds less than ``found`` on the rank that holds most; no more than a few that fit."""
     fitting = 0
     for flags, changes in _candidates(args, found, room):
-        if fitting and changes.get("pipeline_recompute"):
+        if fitting and changes.get("pipeline_save_memory"):
             return  # which takes long to plan
         changed = _changed(args, changes)
         if changed is None:
@@ -112,15 +104,17 @@ def _candidates(args: Any, found: Estimate, room: float) -> Iterator[tuple[str, 
         **_PLAIN,
         "pipeline_schedule": "adaptive",
         "pipeline_memory_limit": f"{limit or 1:.2f}",
-        "pipeline_search_seconds": _SEARCH_SECONDS,
     }
     if limit is not None:
         yield _ADAPTIVE.format(limit), adaptive
-    if args.recompute_granularity is None and args.pipeline_recompute in (None, "none"):
+    if args.recompute_granularity is None and not settings_of(args).saving.recompute:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", full
     if limit is not None and args.recompute_granularity != "full":
-        yield f"{_ADAPTIVE.format(limit)} --pipeline-recompute auto", {**adaptive, "pipeline_recompute": "auto"}
+        yield (
+            f"{_ADAPTIVE.format(limit)} --pipeline-save-memory recompute",
+            {**adaptive, "pipeline_save_memory": "recompute"},
+        )
 
 
 def _limit(args: Any, found: Estimate, room: float) -> float | None:
@@ -142,7 +136,8 @@ def _changed(args: Any, changes: Mapping[str, Any]) -> tuple[Any, Estimate] | No
         setattr(others, name, value)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
-            asked = check(others)
+            adaptive = others.pipeline_schedule.startswith("adaptive")
+            asked = check(others, _SEARCH_SECONDS if adaptive else None)
             return None if asked is None else (others, estimated(others, asked, Planner(asked)))
         except (SystemExit, PlanError):
             return None

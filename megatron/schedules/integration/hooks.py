@@ -26,23 +26,24 @@ from megatron.schedules.integration import checkpoints, log_line
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
-from megatron.schedules.integration.flags.check import check, stall_seconds
+from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.measuring import measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.replan import replans
-from megatron.schedules.integration.flags.vocabulary import divisible, shares
+from megatron.schedules.integration.flags.settings import settings_of
+from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_planner
+from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.lengths.background import LengthsBeside
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
-from megatron.schedules.integration.profiling import profiler_of
+from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.replan import JobReplan
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
@@ -79,17 +80,18 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         asked = check(args) if hasattr(args, "pipeline_schedule") else None
         if asked is None:
             return stock(args, *rest, **kwargs)
-        if args.pipeline_dry_run is not None:
-            dry_run(args, asked)
+        settings = settings_of(args)
+        if settings.dry_run is not None:
+            dry_run(args, asked, settings.dry_run)
         if standin.needed() and not standin.enabled():
             refuse(
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
-        if shares(args) and (shape := shape_of(args)) is not None:
+        if settings.vocabulary_parallel and (shape := shape_of(args)) is not None:
             args.padded_vocab_size = divisible(shape.vocabulary, args)
         placement = asked.schedule.placement
-        placed = asked.request.decisions.layers if placed_by_planner(args) else None
+        placed = None if settings.layers == "even" else asked.request.decisions.layers
         if placed is not None:  # as if it had been written so
             args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
         layers = placed or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())
@@ -114,30 +116,37 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
             return stock(*args, **kwargs)
         if session.function is None:
             training.print_rank_0(f"{session.planner.summary()}\n{found()}")
-            session.log = RunLog(session.planner, session.args)
+            settings, args_now = settings_of(session.args), session.args
+            measured = measured_iterations(settings.measuring, args_now.train_iters)
+            session.log = RunLog(session.planner, args_now)
             session.function = ScheduleFunction(
                 session.planner,
                 session.running,
                 session.late_checks,
-                Messages(session.planner, session.args),
-                stall_seconds=stall_seconds(session.args),
-                report_memory=session.args.pipeline_schedule_report_memory,
-                observers=[ProfilerRanges()] if session.args.profile else (),
-                lengths=_lengths(session.planner, session.args),
+                Messages(session.planner, args_now),
+                stall_seconds=settings.stall_seconds,
+                report_memory=measured is not None,
+                observers=[ProfilerRanges()] if args_now.profile else (),
+                lengths=_lengths(session.planner, args_now) if settings.plan_lengths else None,
                 watchers=[session.log],
-                profiler=profiler_of(session.planner, session.args),
+                profiler=None if measured is None else Profiler(session.planner, args_now, measured),
             )
-            if replans(session.args):
-                session.replan = JobReplan(session.planner, session.args, session.function, session.log.slow)
+            if settings.replans:
+                session.replan = JobReplan(
+                    session.planner,
+                    args_now,
+                    session.function,
+                    session.log.slow,
+                    asked=measured,
+                    measures_limit=settings.measures_limit,
+                )
                 session.function.between = session.replan.boundary
         return session.function
 
     return get_forward_backward_func
 
 
-def _lengths(planner: Planner, args: Any) -> LengthsBeside | None:
-    if not args.pipeline_plan_lengths:
-        return None
+def _lengths(planner: Planner, args: Any) -> LengthsBeside:
     return LengthsBeside(planner, attention_of(args), timedelta(minutes=args.distributed_timeout_minutes))
 
 

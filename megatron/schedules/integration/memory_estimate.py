@@ -13,7 +13,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.memory_limit import message_bytes
 from megatron.schedules.integration.flags.model_build import as_built, numbers
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.vocabulary import divisible, shares
+from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.utils.errors import PlanError
 
@@ -53,7 +53,7 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
     counts = asked.request.layers_on(placement)
     if shape is None or counts is None or held is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
-    shared = shares(args)
+    shared = asked.request.costs.shared_vocabulary
     if shared:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
     build = as_built(args, shape)

@@ -17,8 +17,8 @@ from megatron.schedules.runtime.copies import copies_on
 from megatron.schedules.runtime.offload import Offloads
 
 _ADVICE = (
-    "give the job more host memory, let it offload less with a larger --pipeline-memory-limit, or leave "
-    "--pipeline-offload out"
+    "give the job more host memory, let it offload less with a larger --pipeline-memory-limit, or "
+    "give no offload in --pipeline-save-memory"
 )
 
 

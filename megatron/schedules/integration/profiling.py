@@ -1,6 +1,6 @@
 """A job that measures itself: what its passes take and hold, gathered over all ranks into one profile.
 
-Who wants to know gets at it so: hooks.py makes one :class:`Profiler` where ``--pipeline-profile-iterations A-B`` is
+Who wants to know gets at it so: hooks.py makes one :class:`Profiler` where ``--pipeline-measure DIR:A-B`` is
 given and hands it to the :class:`.schedule_function.ScheduleFunction`, whose ``profiler`` it is (``session.function
 .profiler``; None without the flag). The schedule function tells it of each training call's begin and end. From the end
 of the call of iteration B on ``profile`` and ``recorded`` are there, on every rank; before that both are None.
@@ -23,8 +23,8 @@ from megatron.training import print_rank_0
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
 from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.measure.clocks import aligned, gaps, hops
 from megatron.schedules.measure.job_profile import JobProfile
@@ -92,7 +92,7 @@ class Profiler:
         recorded: iteration B of this rank's pipeline, on one clock, once it is known.
     """
 
-    def __init__(self, planner: Planner, args: Any, asked: ProfileAsked) -> None:
+    def __init__(self, planner: Planner, args: Any, asked: Measured) -> None:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
         self._planner, self._args, self._asked = planner, args, asked
@@ -114,7 +114,7 @@ class Profiler:
             self._late = True
             print_rank_0(
                 f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
-                f"{FLAGS['profile_iterations']} begins with {self._asked.counted}"
+                f"{FLAGS['measure']} begins with {self._asked.counted}"
             )
         if number == self._asked.counted:
             if standin.enabled() and meter is None:
@@ -188,18 +188,13 @@ class Profiler:
         assert file is not None
         versions = {name: version(name) for name in ("torch", "megatron-core")}
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))
         except OSError as error:  # hours of training are worth more
             said = f"the costs could not be written to {file}: {error.strerror}"
         else:
-            said = f"costs written to {file}, for --pipeline-schedule-costs-file"
+            said = f"costs written to {file}, for --pipeline-costs"
         print_rank_0(one_line(f"pipeline schedule: {said}"))
-
-
-def profiler_of(planner: Planner, args: Any) -> Profiler | None:
-    """What measures the job as ``args`` ask; None where they do not."""
-    asked = profile_asked(args)
-    return None if asked is None else Profiler(planner, args, asked)
 
 
 def _placed(span: Span) -> Timed:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import print_rank_0, print_rank_last
 
+from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.profile import ProfileAsked, profile_asked
-from megatron.schedules.integration.flags.replan import measures_limit
 from megatron.schedules.integration.free_device_memory import bytes_left
 from megatron.schedules.integration.log.run_log import Logged, reduced
 from megatron.schedules.integration.profiling import Profiler
@@ -40,18 +39,28 @@ class JobReplan:
         args: Megatron's.
         function: whose profiler measures; one is given to it where it has none.
         slow: that of the log.
+        asked: what the job measures; None where nobody says it.
+        measures_limit: whether the memory limit comes from what devices have left.
     """
 
-    def __init__(self, planner: Planner, args: Any, function: ScheduleFunction, slow: SlowWatch) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        args: Any,
+        function: ScheduleFunction,
+        slow: SlowWatch,
+        *,
+        asked: Measured | None,
+        measures_limit: bool,
+    ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._args, self._function = planner, args, function
         self._replanner = Replanner(planner, Notices(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0)
         self._profile: JobProfile | None = None
         self._slow, self._idle = slow, IdleWatch()
-        asked = profile_asked(args)
         self._measure = asked is None or asked.counted <= args.iteration  # a job that goes on behind those
         self._file = None if asked is None else asked.file
-        self._measures_limit = measures_limit(args)
+        self._measures_limit = measures_limit
 
     def boundary(self) -> None:
         """Before a training call looks for its program."""
@@ -64,9 +73,7 @@ class JobReplan:
         elif self._measure:
             self._measure = False
             first = int(self._args.curr_iteration) + 1 + _AFTER
-            self._function.profiler = Profiler(
-                self._planner, self._args, ProfileAsked(first, first + _TIMED, self._file)
-            )
+            self._function.profiler = Profiler(self._planner, self._args, Measured(first, first + _TIMED, self._file))
 
     def logged(self, found: Logged) -> None:
         """An iteration was logged, on all ranks: where somebody has become slow, have the job measured again."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from megatron.schedules.measure import job_profile_json
+from megatron.schedules.measure import custom_costs, job_profile_json
+from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.job_profile_json import VERSION
 from megatron.schedules.measure.profile_facts import (
     CopyRates,
@@ -28,6 +29,8 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Amount, Form, Positive, check_version, decode, read_file
+
+_WRITERS = "tools/profile_passes.py and --pipeline-measure write such files"
 
 
 @dataclass(frozen=True)
@@ -163,8 +166,21 @@ def read_profile(path: Path) -> Profile:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    writers = "tools/profile_passes.py and --pipeline-save-costs write such files"
-    return read_file(path, "costs_file", "cost profile", writers, _profile)
+    return read_file(path, "costs_file", "cost profile", _WRITERS, _profile)
+
+
+def read_costs(path: Path) -> Profile | CustomCosts:
+    """The costs in the JSON file ``path``: a profile, or costs written by hand.
+
+    Raises:
+        PlanError: in one line, what is wrong with the file.
+    """
+    return read_file(path, "costs_file", "cost file", f"{_WRITERS}; docs/costs.md has those written by hand", _costs)
+
+
+def _costs(text: str) -> Profile | CustomCosts:
+    version = check_version(text, *_READERS, custom_costs.VERSION)
+    return custom_costs.from_text(text) if version == custom_costs.VERSION else _profile(text)
 
 
 def _profile(text: str) -> Profile:

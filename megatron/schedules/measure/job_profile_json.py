@@ -1,4 +1,4 @@
-"""A job's own cost profile as JSON: version 2 of what plans read as ``--costs-file``."""
+"""A job's own cost profile as JSON: version 2 of what plans read as ``--costs FILE.json``."""
 
 from __future__ import annotations
 

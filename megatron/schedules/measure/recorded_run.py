@@ -104,7 +104,7 @@ def read_recorded(path: Path) -> Recorded:
     Raises:
         PlanError: in one line, what is wrong with the file.
     """
-    return read_file(path, "recorded", "recorded run", "--pipeline-timeline writes such files", from_text)
+    return read_file(path, "recorded", "recorded run", "--pipeline-measure writes such files", from_text)
 
 
 def from_text(text: str) -> Recorded:

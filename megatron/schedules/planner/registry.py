@@ -99,7 +99,6 @@ _ENTRIES = {
         _at_once(interleaved_1f1b.interleaved_1f1b),
         "smaller bubble than 1F1B, for more memory and more messages",
         interleaved,
-        heeds=("chunks",),
         stated=True,
         splits=False,
     ),
@@ -143,7 +142,7 @@ _ENTRIES = {
     "adaptive": _Entry(
         _adaptive,
         "the best there is for your costs within the memory you name",
-        heeds=("memory_limit", "search_seconds", "chunks", "again", "offload"),
+        heeds=("memory_limit", "again", "offload"),
         needs={"memory_limit": "a fraction of 1F1B's activation memory, such as 0.5"},
     ),
     "file": _Entry(
@@ -201,9 +200,12 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
         instead = f", not {', '.join(names)}: leave one of them out" if names else ", which is missing"
         if len(names) > 2:
             instead = ", which is not among those asked for: leave the flag out"
-        if part == "chunks" and len(names) == 1 and _ENTRIES[names[0]].chunks:
-            instead = f"; {names[0]} has {_ENTRIES[names[0]].chunks} a rank: leave the flag out"
         raise PlanError(f"{flags[part]} goes with {flags['schedule']} {' or '.join(heeding)}{instead}")
+
+
+def own_chunks(name: str) -> int | None:
+    """How many chunks a rank of schedule ``name`` holds; None where the request says it."""
+    return _entry(name).chunks
 
 
 def with_parts(given: Collection[str]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one pass over half a rank's layers, and the P2P latency between ranks: ``--costs F,I,W,COMM``.
+    """Times of one pass over half a rank's layers, and the P2P latency between ranks: ``--costs F,I,W,LATENCY``.
 
     ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
     the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
@@ -126,14 +126,15 @@ class Costs:
 
     @staticmethod
     def parse(text: str) -> Costs:
-        """Read ``F,I,W`` or ``F,I,W,COMM``; raises :class:`PlanError` saying what is wrong."""
+        """Read ``F,I,W`` or ``F,I,W,LATENCY``; raises :class:`PlanError` saying what is wrong."""
         try:
             numbers = [float(part) for part in text.split(",")] if text.isascii() and "_" not in text else []
         except ValueError:
             numbers = []
         if len(numbers) not in (3, 4):
             raise PlanError(
-                f"costs are F,I,W or F,I,W,COMM, three or four numbers such as 1,1.1,0.75,0.05, not {text!r}", "costs"
+                f"costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not {text!r}",
+                "costs",
             )
         forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
         return Costs(forward, input_grad, weight_grad, comm)

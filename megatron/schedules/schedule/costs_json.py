@@ -69,7 +69,7 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
 class GivenCostsForm(Form, frozen=True, kw_only=True):
     """Costs as they were given, for half a rank's layers; those of stages follow from them. For people.
 
-    forward, input_grad, weight_grad, comm: F, I, W and the P2P latency of --costs or --costs-file.
+    forward, input_grad, weight_grad, comm: F, I, W and the P2P latency of --costs.
     stage_weights, stage_activations: as given by the flags of these names.
     weight_share: what I leaves to W, as a part of the activations; 1 where it is missing.
     recompute: the part of the forward that every I recomputes; 0 where it is missing.

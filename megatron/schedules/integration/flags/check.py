@@ -5,30 +5,27 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
+from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.costs import assumed, costs_of, layers_of
-from megatron.schedules.integration.flags.declared import FLAGS, given
-from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus, supposes
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
-from megatron.schedules.integration.flags.memory_limit import (
-    MESSAGES,
-    is_in_gib,
-    with_memory_limit,
-)
+from megatron.schedules.integration.flags.measuring import measured_iterations
+from megatron.schedules.integration.flags.memory_limit import MESSAGES, with_memory_limit
 from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
-from megatron.schedules.integration.flags.profile import profile_asked
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.replan import check_replan, measures_limit, with_first_limit
+from megatron.schedules.integration.flags.replan import check_replan, with_first_limit
+from megatron.schedules.integration.flags.settings import check_unscheduled, settings_of
 from megatron.schedules.integration.late_imports import after_megatron
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.job.settings import Settings
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
-from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages, with_own_relief
+from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.decisions import Decisions
@@ -37,11 +34,8 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, not_negative, positive, read_text
+from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.printable import printable
-
-# Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
-_STALL_SECONDS = 120.0
 
 
 class Planned(NamedTuple):
@@ -57,10 +51,14 @@ class Planned(NamedTuple):
     assumed: str = ""
 
 
-def check(args: Any) -> Planned | None:
+def check(args: Any, search_seconds: float | None = None) -> Planned | None:
     """Check all our flags against stock's, as parsed and before stock has validated them; the plan they ask for.
 
     Exits with status 2 after one line on standard error where something cannot work.
+
+    Args:
+        args: Megatron's.
+        search_seconds: in place of the environment's.
 
     Returns:
         None where no schedule is asked for.
@@ -69,66 +67,66 @@ def check(args: Any) -> Planned | None:
         TooEarlyError: where a check needs Megatron, which is not imported yet.
     """
     try:
-        return _checked(args)
+        return _checked(args, search_seconds)
     except PlanError as error:
         message = error.told(FLAGS)
         named = message.startswith(("--", "$"))
         refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
 
 
-def _checked(args: Any) -> Planned | None:
-    name, size, ours = args.pipeline_schedule, args.pipeline_model_parallel_size, given(args)
-    if name is None:
-        check_parts(ours, [], FLAGS)
-        if ours:
-            raise PlanError(f"{FLAGS[ours[0]]} goes with --pipeline-schedule: name one of {', '.join(NAMES)}")
+def _checked(args: Any, search_seconds: float | None) -> Planned | None:
+    if args.pipeline_schedule is None:
+        check_unscheduled(args)
         return None
     check_environment()
     check_bounds(args)
-    device_memory(args)  # refused before anything is planned
-    if supposes(args):
-        args.world_size, _ = supposed_gpus(args)
+    settings = settings_of(args)
+    if search_seconds is not None:
+        settings = replace(settings, search_seconds=search_seconds)
+    name, size, dry_run = settings.schedule.name, args.pipeline_model_parallel_size, settings.dry_run
+    if dry_run is not None:
+        args.world_size, _ = supposed_gpus(args, dry_run.gpus)
         if not is_first():
             raise SystemExit(0)  # one process says it all
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
-    check_parts(ours, [name], FLAGS)
+    check_parts(settings.parts, [name], FLAGS)
     if size < 2:
         raise PlanError(
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
-    stall_seconds(args)  # refused before anything is announced
-    check_plan_lengths(args)
-    profile_asked(args)
-    if name == "adaptive" and (fault := unsplittable(args)):
+    check_plan_lengths(args, settings)
+    measured_iterations(settings.measuring, getattr(args, "train_iters", None))
+    if name == "adaptive" and (fault := unsplittable(args, settings)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
-    check_replan(args)
-    if measures_limit(args) and not supposes(args):  # refused before a search
+    check_replan(settings)
+    if settings.measures_limit and dry_run is None:  # refused before a search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
-    request = _request(args)
-    _check_layers(args)
+    _check_layers(args, settings)
+    request = _request(args, settings)
     if request.partition:
         request = spread(request)
     if request.recompute or request.offload:
         request = settled(request)
-    request, schedule = _planned_within(args, request)
-    host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs_on(schedule.placement))))
-    if why := refusal(args, schedule):
+    request, schedule = _planned_within(args, settings, request)
+    held = max(taken(schedule, request.costs_on(schedule.placement)))
+    host_bytes = check_host(request.costs, held, request.ranks, is_dry=dry_run is not None)
+    if why := refusal(args, settings, schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, request) + _relief(request, host_bytes))
+    return Planned(request, schedule, assumed(args, settings, request) + _relief(request, host_bytes))
 
 
-def _planned_within(args: Any, request: Request) -> tuple[Request, Schedule]:
+def _planned_within(args: Any, settings: Settings, request: Request) -> tuple[Request, Schedule]:
     """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
-    schedule, room = planned(request), 0
-    while request.schedule == "adaptive" and is_in_gib(args):
+    schedule, room, limit = planned(request), 0, settings.memory_limit
+    while request.schedule == "adaptive" and limit is not None and limit.size is not None:
         programs = lower(schedule, request.costs_on(schedule.placement))
         held = max(program.messages_held for program in programs)
         if held <= max(room, MESSAGES):
             break
         room = held
-        request = with_memory_limit(args, request, room)
+        request = with_memory_limit(args, limit, request, room)
         schedule = planned(request)
     return request, schedule
 
@@ -155,16 +153,14 @@ def _relief(request: Request, host_bytes: float) -> str:
     return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.decisions.mean_savings.items())
 
 
-def _check_layers(args: Any) -> None:
-    """Refuse what says where layers go if it cannot be read, or if another flag says it too."""
-    text, flag = args.pipeline_schedule_layers, FLAGS["layers"]
-    if text not in (None, "even", "auto"):
-        raise PlanError(f"{flag} {text!r} is unknown: use auto or even")
+def _check_layers(args: Any, settings: Settings) -> None:
+    """Refuse a layer partition if another flag says it too."""
     alike = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    if placed_by_planner(args) and (placed_by_hand(args) or any(getattr(args, name) for name in alike)):
+    if settings.layers != "even" and (placed_by_hand(args) or any(getattr(args, name) for name in alike)):
         raise PlanError(
-            f"{flag} auto places the layers itself: leave out --pipeline-model-parallel-layout, "
-            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
+            f"{FLAGS['layers']} {args.pipeline_layers} places the layers itself: leave out "
+            "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, "
+            "--decoder-last-pipeline-num-layers and --account-for-...-split"
         )
 
 
@@ -184,60 +180,48 @@ def planned(request: Request) -> Schedule:
         return kept_plan(request, progress)
 
 
-def stall_seconds(args: Any) -> float:
-    """How long a pipeline may stand still, 0 for ever.
-
-    Raises:
-        PlanError: where that cannot be read.
-    """
-    text = args.pipeline_schedule_stall_seconds
-    seconds = not_negative(FLAGS["stall_seconds"], text, "a number of seconds, or 0 for no limit,")
-    return _STALL_SECONDS if seconds is None else seconds
-
-
-def _request(args: Any) -> Request:
+def _request(args: Any, settings: Settings) -> Request:
     """The plan that ``args`` ask for.
 
     Raises:
         PlanError: naming the flag that cannot be read.
     """
-    file = args.pipeline_schedule_file
-    least, most = BOUNDS[FLAGS["chunks"]]
-    chunks = integer(FLAGS["chunks"], args.pipeline_schedule_chunks, least, "a rank holds 1 chunk or more", most)
+    choice = settings.schedule
     request = Request(
-        schedule=args.pipeline_schedule,
+        schedule=choice.name,
         ranks=args.pipeline_model_parallel_size,
-        microbatches=_microbatches(args, chunks),
-        chunks=chunks or 2,
-        csv=None if file is None else read_text(Path(file), "csv"),
+        microbatches=_microbatches(args, choice.chunks),
+        chunks=choice.chunks or 2,
+        csv=None if choice.file is None else read_text(choice.file, "csv"),
     )
     if request.schedule == "adaptive":
-        request = replace(
-            request,
-            search_seconds=positive(
-                FLAGS["search_seconds"], args.pipeline_search_seconds, "a positive number of seconds"
-            ),
-            chunk_choices=_chunk_choices(args, chunks or 4),
-        )
+        choices = _chunk_choices(args, settings, choice.chunks or 4)
+        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
     number = stages(request)
-    decisions, searched = Decisions(layers=layers_of(args, number)), placed_by_planner(args)
-    request = replace(request, costs=costs_of(args, number), decisions=decisions, partition=searched)
-    request = with_own_relief(with_relief(args, request))
-    if request.schedule != "adaptive":
+    request = replace(
+        request,
+        costs=costs_of(args, settings, number),
+        decisions=Decisions(layers=layers_of(args, settings, number)),
+        partition=settings.layers == "auto",
+    )
+    request = with_own_relief(with_relief(args, settings, request))
+    if request.schedule != "adaptive" or settings.memory_limit is None:
         return request
-    return with_first_limit(request) if measures_limit(args) else with_memory_limit(args, request)
+    if settings.measures_limit:
+        return with_first_limit(request)
+    return with_memory_limit(args, settings.memory_limit, request)
 
 
-def _chunk_choices(args: Any, most: int) -> tuple[int, ...]:
+def _chunk_choices(args: Any, settings: Settings, most: int) -> tuple[int, ...]:
     """The numbers of chunks up to ``most`` that the layers spread over; only the largest where costs depend on it.
 
     Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
     size = args.pipeline_model_parallel_size
-    if placed_by_planner(args):
+    if settings.layers == "auto":
         return chunk_choices(most)
-    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size))
-    depends = placed_by_hand(args) or args.recompute_method == "block"
+    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size, settings.layers))
+    depends = placed_by_hand(args) or settings.layers != "even" or args.recompute_method == "block"
     return (found[-1:] if depends else found) or (1,)
 
 
@@ -264,7 +248,7 @@ def _microbatches(args: Any, chunks: int | None) -> int:
         )
     for batch in fitting:
         size, microbatches = args.pipeline_model_parallel_size, batch // each
-        chunks_too = "" if chunks is None else f" and {FLAGS['chunks']} {chunks}"
+        chunks_too = "" if chunks is None else f" and {chunks} chunks in {FLAGS['schedule']}"
         said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {microbatches} microbatches{chunks_too},"
         check_size(size, microbatches, chunks, said)
     return fitting[0] // each

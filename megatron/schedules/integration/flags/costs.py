@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.device_memory import model_memory
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.model_build import as_built, numbers, recompute, tokens
 from megatron.schedules.integration.flags.stock_recompute import recomputed_share
-from megatron.schedules.integration.flags.vocabulary import divisible, shares
+from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.integration.layers.by_stage import (
-    layers_by_stage,
-    placed_by_hand,
-    placed_by_planner,
-    wrong_layers,
-)
-from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_hand, wrong_layers
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.measure.cost_profile import read_costs
+from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import Facts, Profile
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.utils import parsing
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import printable
 
 
-def costs_of(args: Any, stages: int) -> Costs:
+class _File(NamedTuple):
+    """The cost file: measured, or written by hand; nothing of both where none is named."""
+
+    profile: Profile | None = None
+    custom: CustomCosts | None = None
+
+
+def costs_of(args: Any, settings: Settings, stages: int) -> Costs:
     """Costs for a pipeline of the model in ``args``: measured or given where a flag says so, else its own arithmetic.
 
     Args:
         args: Megatron's, validated or not.
+        settings: of the job.
         stages: of the plan, or, where that is searched for, at most.
 
     Raises:
         PlanError: naming the flag that is wrong.
     """
-    shape, shared = shape_of(args), shares(args)
+    shape, shared, layers = shape_of(args), settings.vocabulary_parallel, settings.layers
     if shared and (shape is None or not shape.vocabulary):
         raise PlanError(f"{FLAGS['shared_vocabulary']} needs the model's sizes, its vocabulary's too: give their flags")
-    if shared and args.pipeline_schedule_stage_weights is not None:
-        raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave {FLAGS['stage_weights']} out")
     if shared and shape is not None:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    profile = _profile(args, shape)
-    costs = _times(args, shape, profile)
+    profile, custom = _read(args, settings, shape)
+    costs = _times(args, settings, shape, profile, custom)
     if shape is not None:
         if profile is None or profile.facts.recompute is None:
             parts = shape.layer(experts=shape.experts is not None)
@@ -59,7 +60,7 @@ def costs_of(args: Any, stages: int) -> Costs:
             recompute(args),
             shared=shared,
             # Where the planner places layers, it makes room for the parameters that come with them.
-            numbers=numbers(args) if placed_by_planner(args) else None,
+            numbers=numbers(args) if layers == "auto" else None,
         )
         memory = memory if profile is None else profile.memory(memory)
         costs = replace(
@@ -69,23 +70,24 @@ def costs_of(args: Any, stages: int) -> Costs:
             memory=memory,
             weight_share=memory.weight_share,
         )
-    weights = parsing.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
-    return costs if weights is None else replace(costs, stage_weights=weights)
+    return costs if custom is None else custom.added_to(costs)
 
 
-def layers_of(args: Any, stages: int) -> tuple[int, ...] | None:
-    """How many decoder layers each stage has where flags of Megatron's say it."""
-    by_hand = placed_by_hand(args) and not wrong_layers(args, stages)
-    return layers_by_stage(args, stages) if by_hand else None
+def layers_of(args: Any, settings: Settings, stages: int) -> tuple[int, ...] | None:
+    """How many decoder layers each stage has where flags say it."""
+    by_hand = placed_by_hand(args) or isinstance(settings.layers, tuple)
+    known = by_hand and not wrong_layers(args, stages, settings.layers)
+    return layers_by_stage(args, stages, settings.layers) if known else None
 
 
-def assumed(args: Any, request: Request) -> str:
+def assumed(args: Any, settings: Settings, request: Request) -> str:
     """What a job says of the costs that it was planned for."""
-    costs, placed = request.costs, request.decisions.layers
-    if args.pipeline_schedule_costs_file is not None:
-        said = f"measured times ({printable(str(args.pipeline_schedule_costs_file))})"
-    elif args.pipeline_schedule_costs is not None:
-        said = f"F,I,W {args.pipeline_schedule_costs} as given"
+    choice, costs, placed = settings.costs, request.costs, request.decisions.layers
+    if choice is not None and choice.file is not None:
+        measured = not isinstance(read_costs(choice.file), CustomCosts)
+        said = f"{'measured times' if measured else 'costs'} ({printable(choice.text)})"
+    elif choice is not None:
+        said = f"F,I,W {choice.text} as given"
     else:
         by = "by the model's arithmetic" if costs.model else "assumed"
         said = f"F,I,W {costs.forward:g},{costs.input_grad:.3g},{costs.weight_grad:.3g} {by}"
@@ -102,27 +104,35 @@ def assumed(args: Any, request: Request) -> str:
     return f"{said}; the output layer{ahead} counted as {layers:.2g} decoder layers{known}{where}"
 
 
-def _profile(args: Any, shape: Shape | None) -> Profile | None:
-    """What was measured, where a flag names it."""
-    file = args.pipeline_schedule_costs_file
+def _read(args: Any, settings: Settings, shape: Shape | None) -> _File:
+    """The cost file, where a flag names one."""
+    file = None if settings.costs is None else settings.costs.file
     if file is None:
-        return None
-    if args.pipeline_schedule_costs is not None:
-        raise PlanError(f"{FLAGS['costs']} and {FLAGS['costs_file']} both say how long passes take: give one")
-    profile = read_profile(Path(file))
-    if shape is not None and (fault := _fault(profile.facts, args, shape)):
-        raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
-    return profile
+        return _File()
+    found = read_costs(file)
+    if not isinstance(found, CustomCosts):
+        if shape is not None and (fault := _fault(found.facts, args, shape)):
+            raise PlanError(f"{file} was measured for another model: {fault}; measure this one", "costs_file")
+        return _File(profile=found)
+    if found.stage_weights is not None and settings.vocabulary_parallel:
+        raise PlanError(f"{FLAGS['shared_vocabulary']} plans by the model: leave $.stage_weights out of {file}")
+    if found.of_memory and shape is not None:
+        raise PlanError(
+            f"$.{found.of_memory[0]} in {file} is for megatron-schedules: in training the model's sizes say what is "
+            "held; leave it out",
+            "costs_file",
+        )
+    return _File(custom=found)
 
 
-def _times(args: Any, shape: Shape | None, profile: Profile | None) -> Costs:
+def _times(
+    args: Any, settings: Settings, shape: Shape | None, profile: Profile | None, custom: CustomCosts | None
+) -> Costs:
     """Costs as measured, as given, or by arithmetic."""
-    text = args.pipeline_schedule_costs
     if profile is not None:
         return profile.costs(args.pipeline_model_parallel_size)
-    if text is not None or shape is None:
-        return Costs.parse(text or "1,1,1,0")
-    return Costs(*shape.loads.ratio)
+    given = custom.times if custom is not None else settings.costs.times if settings.costs is not None else None
+    return given or (Costs() if shape is None else Costs(*shape.loads.ratio))
 
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:

@@ -1,4 +1,4 @@
-"""What a dry run supposes of the machine that a job would have: how many GPUs, and how large they are."""
+"""How many GPUs a dry run supposes that a job would have."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import math
 import os
 from typing import Any
 
-from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, positive
-
-_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
 
 
 def supposes(args: Any) -> bool:
@@ -20,43 +15,22 @@ def supposes(args: Any) -> bool:
     return getattr(args, "pipeline_dry_run", None) is not None
 
 
-def supposed_gpus(args: Any) -> tuple[int, str]:
+def supposed_gpus(args: Any, given: int | None) -> tuple[int, str]:
     """Their number, and where it is from: the flag, torchrun, SLURM, or else a single replica of the model.
 
     Args:
-        args: with ``pipeline_dry_run``, the flag's text, empty where it names no number.
+        args: Megatron's.
+        given: by the flag.
 
     Raises:
-        PlanError: where the number is none.
+        PlanError: where a variable of the launcher cannot be read.
     """
-    flag = FLAGS["dry_run"]
-    _, most = BOUNDS[flag]
-    given = integer(flag, args.pipeline_dry_run or None, 1, "the number of GPUs that the job would have", most)
     if given is not None:
         return given, "as given"
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
         if os.environ.get(name):
             return whole_variable(name, 1), f"from ${name}"
-    return _one_replica(args), f"one replica of the model; {flag} GPUS says another number"
-
-
-def device_memory(args: Any) -> float | None:
-    """Bytes of ``--device-memory``; None without it.
-
-    Raises:
-        PlanError: where it cannot be read, or there is no dry run to compare it.
-    """
-    flag, text = FLAGS["device_memory"], getattr(args, "device_memory", None)
-    if text is None:
-        return None
-    if not supposes(args):
-        raise PlanError(f"{flag} goes with {FLAGS['dry_run']}, which is missing")
-    unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
-    if unit is None:
-        raise PlanError(f"{flag} {text!r} has no unit: write it such as 80GiB")
-    value = positive(flag, text[: -len(unit)].strip(), "a size such as 80GiB")
-    assert value is not None
-    return value * _UNITS[unit]
+    return _one_replica(args), f"one replica of the model; {FLAGS['dry_run']} GPUS says another number"
 
 
 def _one_replica(args: Any) -> int:

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.integration.flags import vocabulary
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.dry_run_machine import supposes
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
+from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
 from megatron.schedules.integration.linears.te_version import te_fault
+from megatron.schedules.job.settings import Settings
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
 
-def refusal(args: Any, schedule: Schedule) -> str:
+def refusal(args: Any, settings: Settings, schedule: Schedule) -> str:
     """Why Megatron's ``args`` do not go with ``schedule``, after its name; empty where they do."""
-    facts = _Facts(args, schedule)
+    facts = _Facts(args, settings, schedule)
     return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
 
 
@@ -27,6 +27,7 @@ def _is_set(args: Any, name: str) -> bool:
 
 class _Facts(NamedTuple):
     args: Any
+    settings: Settings
     schedule: Schedule
 
     def on(self, name: str) -> bool:
@@ -43,11 +44,20 @@ class _Facts(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        return vocabulary.shares(self.args)
+        return self.settings.vocabulary_parallel
 
     @property
     def chunks(self) -> int:
         return self.schedule.placement.chunks
+
+    @property
+    def wrong_layers(self) -> str:
+        layers = self.settings.layers
+        return "" if layers == "auto" else wrong_layers(self.args, self.schedule.placement.stages, layers)
+
+    @property
+    def unsplittable(self) -> str:
+        return unsplittable(self.args, self.settings) if self.splits else ""
 
 
 class _Rule(NamedTuple):
@@ -85,12 +95,12 @@ def _shared(name: str, why: str, written: str | None = None) -> _Rule:
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
 
 
-def unsplittable(args: Any) -> str:
+def unsplittable(args: Any, settings: Settings) -> str:
     """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
     if not _is_set(args, "transformer_impl"):
         return ""
     if args.transformer_impl == "transformer_engine":
-        fault = None if supposes(args) else te_fault()
+        fault = te_fault() if settings.dry_run is None else None
     else:
         fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
     if fault is None:
@@ -124,11 +134,10 @@ _ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two ou
 _RULES = (
     _Rule(
         lambda facts: (
-            not placed_by_planner(facts.args)
-            and (facts.chunks > 1 or placed_by_hand(facts.args))
-            and bool(wrong_layers(facts.args, facts.schedule.placement.stages))
+            (facts.chunks > 1 or placed_by_hand(facts.args) or facts.settings.layers != "even")
+            and bool(facts.wrong_layers)
         ),
-        lambda facts: wrong_layers(facts.args, facts.schedule.placement.stages),
+        lambda facts: facts.wrong_layers,
     ),
     _Rule(
         _ends_elsewhere,
@@ -139,7 +148,7 @@ _RULES = (
     ),
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    _Rule(lambda facts: facts.splits and bool(unsplittable(facts.args)), lambda facts: unsplittable(facts.args)),
+    _Rule(lambda facts: bool(facts.unsplittable), lambda facts: facts.unsplittable),
     _flag(
         "tp_comm_overlap",
         "its buffers are used again before the weight gradients are computed; leave the flag out",
@@ -177,13 +186,16 @@ _RULES = (
     _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
     _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
     _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
-    _flag("fine_grained_activation_offloading", "it counts on Megatron's own schedule; use --pipeline-offload instead"),
+    _flag(
+        "fine_grained_activation_offloading",
+        "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",
+    ),
     _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
     _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
     _flag(
         "step_batch_size_schedule",
         "a CSV is for one number of microbatches",
-        lambda f: f.args.pipeline_schedule == "file",
+        lambda f: f.settings.schedule.name == "file",
     ),
     _Rule(
         lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.looped,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.schedules.integration.flags.declared import FLAGS, given
-from megatron.schedules.integration.flags.replan import measures_limit
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.utils.errors import PlanError
 
 _FLAG = FLAGS["plan_lengths"]
@@ -18,13 +19,13 @@ _NOT_WITH = {
 }
 
 
-def check_plan_lengths(args: Any) -> None:
+def check_plan_lengths(args: Any, settings: Settings) -> None:
     """Refuse the flag where it cannot work.
 
     Raises:
         PlanError: naming what it does not go with.
     """
-    if not args.pipeline_plan_lengths:
+    if not settings.plan_lengths:
         return
     for name, why in _NOT_WITH.items():
         if getattr(args, name, None):
@@ -36,20 +37,20 @@ def check_plan_lengths(args: Any) -> None:
             f"{_FLAG} does not go with --expert-model-parallel-size above 1: replicas that share experts would run "
             "different orders; leave one of the two out"
         )
-    if args.pipeline_vocabulary_parallel:
+    if settings.vocabulary_parallel:
         raise PlanError(
             f"{_FLAG} does not go with {FLAGS['shared_vocabulary']}: ranks meet over microbatches of one shape; leave "
             "one of the two out"
         )
-    for part in given(args):
-        if part in ("again", "offload"):
-            raise PlanError(f"{_FLAG} does not go with {FLAGS[part]} so far: leave one of the two out")
-        if part in ("profile_iterations", "timeline", "replan"):
+    if settings.saving != MemorySaving():
+        raise PlanError(f"{_FLAG} does not go with {FLAGS['save_memory']} so far: leave one of the two out")
+    for flag, is_given in ((FLAGS["measure"], settings.measuring is not None), (FLAGS["replan"], settings.replan)):
+        if is_given:
             raise PlanError(
-                f"{_FLAG} does not go with {FLAGS[part]}: every iteration has a plan of its own; measure a job of even "
-                f"lengths, and give what it saved to {FLAGS['costs_file']}"
+                f"{_FLAG} does not go with {flag}: every iteration has a plan of its own; measure a job of even "
+                f"lengths, and give the costs that it wrote to {FLAGS['costs']}"
             )
-    if measures_limit(args):
+    if settings.measures_limit:
         raise PlanError(f"{_FLAG} does not go with {FLAGS['memory_limit']} auto: give a number")
     if shape_of(args) is None:
         raise PlanError(f"{_FLAG} needs the model's sizes, to know what attention takes: give their flags")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.vocabulary import shares
+from megatron.schedules.job.settings import Settings
 from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import follows_costs, names_following_costs
 from megatron.schedules.planner.request import Request
@@ -16,25 +15,14 @@ from megatron.schedules.utils.errors import PlanError
 _BEGINNING = 1 / 3
 
 
-def measures_limit(args: Any) -> bool:
-    """Whether the memory limit is to come from what devices have left."""
-    text = args.pipeline_memory_limit
-    return text is not None and text.lower() == "auto"
-
-
-def replans(args: Any) -> bool:
-    """Whether the job plans again for what it measures."""
-    return bool(args.pipeline_replan or measures_limit(args))
-
-
-def check_replan(args: Any) -> None:
+def check_replan(settings: Settings) -> None:
     """Refuse to plan again what nothing that is measured can change.
 
     Raises:
         PlanError: naming the flag.
     """
-    name = args.pipeline_schedule
-    if replans(args) and not follows_costs(name, shared_vocabulary=shares(args)):
+    name = settings.schedule.name
+    if settings.replans and not follows_costs(name, shared_vocabulary=settings.vocabulary_parallel):
         raise PlanError(
             f"{FLAGS['replan']} with {FLAGS['schedule']} {name} would change nothing: its order does not "
             f"depend on costs; leave the flag out, or use one of {', '.join(names_following_costs())}"

@@ -10,7 +10,7 @@ from megatron.schedules.estimate.transformer import Layer
 def recomputed_share(args: Any, parts: Layer, layers_a_stage: float) -> float:
     """The part of the forward that I computes once more, as ``--recompute-granularity`` and its like ask.
 
-    Times given with ``--pipeline-schedule-costs`` are those without recompute.
+    Times given with ``--pipeline-costs`` are those without recompute.
 
     Args:
         args: Megatron's, validated or not.

@@ -6,11 +6,6 @@ import math
 from typing import Any
 
 
-def shares(args: Any) -> bool:
-    """Whether ``args`` ask for a vocabulary cut over pipeline ranks."""
-    return bool(getattr(args, "pipeline_vocabulary_parallel", False))
-
-
 def divisible(words: int, args: Any) -> int:
     """As many words as stock would have, or the fewest more of which all ranks have as many."""
     tensor, ranks = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

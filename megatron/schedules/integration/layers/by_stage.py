@@ -5,20 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.schedules.integration.late_imports import after_megatron
+from megatron.schedules.job.values import Layers
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 
 
-def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
+def layers_by_stage(args: Any, stages: int, layers: Layers = "even") -> tuple[int, ...]:
     """Decoder layers of each of ``stages`` stages in model order. Several chunks a rank are several stages.
 
     All alike, unless the flags say otherwise: ``--account-for-embedding-in-pipeline-split`` makes the first stage one
     layer smaller, ``--account-for-loss-in-pipeline-split`` the last one; ``--decoder-first-pipeline-num-layers`` and
     ``--decoder-last-pipeline-num-layers`` name theirs; ``--pipeline-model-parallel-layout`` names every stage's.
 
+    Args:
+        args: Megatron's.
+        stages: of the pipeline.
+        layers: as ``--pipeline-layers`` says, which goes before all of these.
+
     Raises:
         PlanError: where the layers do not spread so, naming what would.
     """
+    if isinstance(layers, tuple):
+        return _as_given(args, stages, layers)
     if args.pipeline_model_parallel_layout is not None:
         return _as_written(args, stages)
     if not placed_by_hand(args):
@@ -43,24 +51,28 @@ def layers_by_stage(args: Any, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def wrong_layers(args: Any, stages: int) -> str:
+def wrong_layers(args: Any, stages: int, layers: Layers = "even") -> str:
     """Why the layers do not spread over so many stages; empty where they do."""
     try:
-        layers_by_stage(args, stages)
+        layers_by_stage(args, stages, layers)
     except PlanError as error:
         return str(error)
     return ""
 
 
-def placed_by_planner(args: Any) -> bool:
-    """Whether the planner says it, whatever their number."""
-    return getattr(args, "pipeline_schedule_layers", None) == "auto"
-
-
 def placed_by_hand(args: Any) -> bool:
-    """Whether a flag says how many layers single stages hold."""
+    """Whether a flag of Megatron's says how many layers single stages hold."""
     flags = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     return any(getattr(args, flag) is not None for flag in flags)
+
+
+def _as_given(args: Any, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    said = f"--pipeline-layers {','.join(map(str, layers))}"
+    if len(layers) != stages:
+        raise PlanError(f"has {stages} stages and {said} has {len(layers)}: give a number for each, in model order")
+    if sum(layers) != args.num_layers:
+        raise PlanError(f"has {args.num_layers} layers (--num-layers) and {said} has {sum(layers)}: give as many")
+    return layers
 
 
 def _alike(args: Any, stages: int) -> tuple[int, ...]:

@@ -14,9 +14,7 @@ from megatron.schedules.utils.errors import PlanError
 def from_file(request: Request) -> Schedule:
     """Read the request's CSV; it must be for just as many ranks and microbatches as asked."""
     if request.csv is None:
-        raise PlanError(
-            "schedule 'file' needs a CSV: give one with --schedule-file (in training --pipeline-schedule-file)", "csv"
-        )
+        raise PlanError("schedule 'file' needs a CSV: name it in place of the schedule, such as mine.csv", "csv")
     schedule = from_csv(request.csv, name=request.schedule)
     for what, own, asked in (
         ("pipeline ranks", schedule.ranks, request.ranks),

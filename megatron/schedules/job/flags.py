@@ -1,0 +1,79 @@
+"""The flags of a job: training and the command line use the same words, each with its own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TRAINING, COMMAND_LINE = "--pipeline-", "--"
+SEARCH_VARIABLE = "MEGATRON_SCHEDULES_SEARCH_SECONDS"
+STALL_VARIABLE = "MEGATRON_SCHEDULES_STALL_SECONDS"
+
+# Metavar and help of the flags that both have.
+SHARED = {
+    "schedule": (
+        "NAME[:CHUNKS]|FILE.csv",
+        "Order of the pipeline's passes: a schedule by name, or your own as a compute-only CSV with one row a rank, as "
+        "torch.distributed.pipelining writes it. CHUNKS is the number of model chunks a rank: for interleaved-1f1b "
+        "exactly (2 without it), for adaptive at most (4 without it). More chunks shrink the bubble and send more "
+        "messages. A CSV may have R, O and L: all decoder layers of those stages are recomputed or offloaded.",
+    ),
+    "memory-limit": (
+        "X|GIB|auto",
+        "For adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or in GiB, "
+        "such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your GPUs have left.",
+    ),
+    "costs": (
+        "F,I,W[,LATENCY]|FILE.json",
+        "Times of a forward, an input gradient (the paper's B) and a weight gradient over half a rank's layers, and "
+        "P2P latency between ranks, in any unit. Or a JSON file: a cost profile that a job (--pipeline-measure) or "
+        "tools/profile_passes.py wrote, or one written by hand (docs/costs.md). Measured costs give the best order.",
+    ),
+    "layers": (
+        "even|auto|N,N,...",
+        "Decoder layers of each stage. even: all stages alike. auto: the layer partition with the shortest iteration. "
+        "N,N,...: the number for each stage, in model order.",
+    ),
+    "save-memory": (
+        "none|recompute|offload[=GB/S]|both[=GB/S]",
+        "For adaptive: the plan may recompute layers in passes R, offload activations to host memory in passes O and "
+        "L, or both, where that shortens the iteration within the memory limit. GB/S is what a rank copies one way "
+        "while the other way is busy; without it the cost file says how long a copy takes.",
+    ),
+    "vocabulary-parallel": (
+        "",
+        "Split the embedding and the output layer along the vocabulary over all pipeline ranks. Give it where a large "
+        "vocabulary makes the output layer the bottleneck.",
+    ),
+}
+
+
+def flags_of(prefix: str) -> Mapping[str, str]:
+    """The flag for each part of a request, see :meth:`.PlanError.told`."""
+    schedule, costs, save = f"{prefix}schedule", f"{prefix}costs", f"{prefix}save-memory"
+    in_file = {
+        part: f"{costs} FILE.json $.{name}"
+        for part, name in {
+            "stage_weights": "stage_weights",
+            "stage_activations": "stage_activations",
+            "weight_share": "weight_share",
+            "recompute": "recompute_share",
+            "kept": "kept_share",
+            "layer_input": "layer_input_share",
+            "copy": "copy_time",
+        }.items()
+    }
+    return {
+        "schedule": schedule,
+        "csv": schedule,
+        "chunks": schedule,
+        "memory_limit": f"{prefix}memory-limit",
+        "costs": costs,
+        "costs_file": costs,
+        "layers": f"{prefix}layers",
+        "save_memory": save,
+        "again": f"{save} recompute",
+        "offload": f"{save} offload",
+        "shared_vocabulary": f"{prefix}vocabulary-parallel",
+        "search_seconds": f"${SEARCH_VARIABLE}",
+        **in_file,
+    }

@@ -1,0 +1,241 @@
+"""The value of each flag of a job, read once for training and the command line.
+
+Every function takes the flag as it is written, for its errors, and the flag's text. All raise :class:`.PlanError`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
+from megatron.schedules.planner.registry import own_chunks
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive
+
+_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
+_MOST_CHUNKS, _MOST_GPUS, _MOST_LAYERS = 1000, 10_000_000, 10_000
+# Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
+_STALL_SECONDS = 120.0
+_SPEED = "the GB that a rank copies in a second, such as offload=25,"
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule by name, or a CSV.
+
+    Args:
+        text: as the user wrote it.
+        name: in the registry; ``file`` for a CSV.
+        chunks: stages a rank; None where the flag does not say.
+        file: the CSV.
+    """
+
+    text: str
+    name: str
+    chunks: int | None = None
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The most activation memory of a rank; measured by the job where both fields are None.
+
+    Args:
+        fraction: of 1F1B's.
+        size: bytes.
+        text: as the user wrote it.
+    """
+
+    text: str
+    fraction: float | None = None
+    size: float | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the job measures what devices have left."""
+        return self.fraction is None and self.size is None
+
+
+@dataclass(frozen=True)
+class CostsChoice:
+    """Where costs come from.
+
+    Args:
+        text: as the user wrote it.
+        times: F, I, W and latency; None for a file.
+        file: a JSON file; None for times.
+    """
+
+    text: str
+    times: Costs | None = None
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class MemorySaving:
+    """What a plan may do to save memory.
+
+    Args:
+        recompute, offload: whether it may.
+        gbps: speed of copies one way, 10**9 bytes a second; None where the cost file says it.
+    """
+
+    recompute: bool = False
+    offload: bool = False
+    gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """A job that measures itself.
+
+    Args:
+        folder: for costs and timeline.
+        iterations: the one in which bytes are counted, and the last that is timed; None for the usual ones.
+    """
+
+    folder: Path
+    iterations: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A dry run.
+
+    Args:
+        gpus: of the job; None where the launcher says it.
+        device_bytes: memory of one GPU; None where it is not compared.
+    """
+
+    gpus: int | None = None
+    device_bytes: float | None = None
+
+
+Layers = Literal["even", "auto"] | tuple[int, ...]
+"""Even, chosen by the planner, or the decoder layers of each stage."""
+
+
+def schedule_choice(flag: str, text: str) -> ScheduleChoice:
+    """Reads ``NAME[:CHUNKS]`` or ``FILE.csv``."""
+    if text.lower().endswith(".csv"):
+        return ScheduleChoice(text, "file", file=Path(text))
+    name, colon, count = text.partition(":")
+    if name == "file":
+        raise PlanError(f"{flag} file: name the CSV itself, such as {flag} mine.csv")
+    if not colon:
+        return ScheduleChoice(text, name)
+    chunks = integer(f"{flag} {name}:", count, 1, "a rank holds 1 chunk or more", _MOST_CHUNKS)
+    own = own_chunks(name)
+    if own is not None:
+        raise PlanError(f"{flag} {text}: {name} has {own} chunks a rank; leave out :{chunks}")
+    return ScheduleChoice(text, name, chunks)
+
+
+def memory_limit(flag: str, text: str | None) -> MemoryLimit | None:
+    """Reads a fraction, a size in GiB, or ``auto``."""
+    if text is None:
+        return None
+    if text.lower() == "auto":
+        return MemoryLimit(text)
+    in_gib = text.lower().endswith("gib")
+    value = decimal(text[:-3]) * 2.0**30 if in_gib else decimal(text)
+    if not 0 < value < math.inf:
+        raise PlanError(f"{flag} {text!r} is neither a fraction such as 0.5 nor such as 20GiB, nor auto")
+    return MemoryLimit(text, size=value) if in_gib else MemoryLimit(text, fraction=value)
+
+
+def costs_choice(flag: str, text: str | None) -> CostsChoice | None:
+    """Reads ``F,I,W[,LATENCY]`` or ``FILE.json``."""
+    if text is None:
+        return None
+    if text.lower().endswith(".json"):
+        return CostsChoice(text, file=Path(text))
+    try:
+        return CostsChoice(text, times=Costs.parse(text))
+    except PlanError as error:
+        raise PlanError(f"{flag}: {error}; or name a FILE.json") from None
+
+
+def layers_choice(flag: str, text: str | None) -> Layers:
+    """Reads ``even``, ``auto`` or ``N,N,...``; even without the flag."""
+    if text in (None, "even"):
+        return "even"
+    if text == "auto":
+        return "auto"
+    what = "even, auto or the layers of each stage such as 3,4,4,3"
+    counts = [number(flag, each, what) for each in text.split(",")]
+    if any(count != int(count) or not 0 <= count <= _MOST_LAYERS for count in counts):
+        raise PlanError(f"{flag} {text!r} is not a list of whole numbers up to {_MOST_LAYERS}: use {what}")
+    return tuple(map(int, counts))
+
+
+def memory_saving(flag: str, text: str | None) -> MemorySaving:
+    """Reads ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``; none without the flag."""
+    how, equals, speed = (text or "none").partition("=")
+    if text == "" or how not in ("none", "recompute", "offload", "both"):
+        raise PlanError(f"{flag} {text!r} is unknown: use none, recompute, offload[=GB/s] or both[=GB/s]")
+    if equals and how in ("none", "recompute"):
+        raise PlanError(f"{flag} {text}: {how} copies nothing; leave out ={speed}")
+    gbps = positive(f"{flag} {how}=", speed, _SPEED) if equals else None
+    return MemorySaving(how in ("recompute", "both"), how in ("offload", "both"), gbps)
+
+
+def measuring(flag: str, text: str | None) -> Measuring | None:
+    """Reads ``DIR[:A-B]``."""
+    if text is None:
+        return None
+    folder, colon, iterations = text.rpartition(":")
+    if not colon:
+        folder = text
+    if not folder:
+        raise PlanError(f"{flag} {text!r} names no folder: write it such as out or out:5-10")
+    if not colon:
+        return Measuring(Path(folder))
+    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", iterations)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not found or first < 1:
+        raise PlanError(
+            f"{flag} {text!r} ends with {iterations!r}, which is not two iterations with a dash between, from 1 on: "
+            f"write it as in {folder}:5-10"
+        )
+    if last <= first:
+        raise PlanError(
+            f"{flag} {text} has no iteration that is timed: the first counts bytes, the others are timed; give two or "
+            f"more, such as {folder}:{first}-{first + 5}"
+        )
+    return Measuring(Path(folder), (first, last))
+
+
+def dry_run(flag: str, text: str | None) -> DryRun | None:
+    """Reads ``[GPUS][xSIZE]``, such as 64, 64x80GiB, x80GiB or nothing."""
+    if text is None:
+        return None
+    gpus, times, size = text.partition("x")
+    what = "the number of GPUs that the job would have"
+    count = integer(flag, gpus, 1, what, _MOST_GPUS) if gpus else None
+    if not times:
+        return DryRun(count)
+    unit = next((unit for unit in _UNITS if size.lower().endswith(unit)), None)
+    if unit is None:
+        raise PlanError(f"{flag} {text!r} has no unit after x: write the memory of a GPU such as x80GiB")
+    each = positive(flag, size[: -len(unit)].strip(), "a size such as x80GiB")
+    return DryRun(count, None if each is None else each * _UNITS[unit])
+
+
+def search_seconds() -> float | None:
+    """Seconds of search for an adaptive plan, of a usual core; None where the environment does not say it."""
+    text = os.environ.get(SEARCH_VARIABLE) or None
+    return positive(f"${SEARCH_VARIABLE}", text, "a positive number of seconds")
+
+
+def stall_seconds() -> float:
+    """Seconds for which no pass may finish before the job stops, 0 for no limit."""
+    text = os.environ.get(STALL_VARIABLE) or None
+    seconds = not_negative(f"${STALL_VARIABLE}", text, "a number of seconds, or 0 for no limit,")
+    return _STALL_SECONDS if seconds is None else seconds
