@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HANGS_S = 240.0
+HANGS_S = 600.0
 """What is not done after so many seconds hangs."""
 
 

@@ -17,12 +17,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import HANGS_S
+
 
 class JobError(AssertionError):
     """A rank failed, died or hung; the message holds every rank's output."""
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = HANGS_S) -> list[Any]:
     """Fork ``world`` ranks that each call ``work(*args)`` with torchrun's environment set; their results by rank.
 
     Raises:

@@ -57,6 +57,7 @@ from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
 from tests.runtime.late_copies import LateCopies
+from tests.waiting import HANGS_S
 from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.weights import named_parameters
 
@@ -72,7 +73,7 @@ def train(
     adapters: bool = False,
     attention: str = "stock",
     orders: Sequence[Sequence[Sequence[int]]] = (),
-    timeout: float = 180.0,
+    timeout: float = HANGS_S,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
 
