@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,9 +10,8 @@ from typing import Any
 
 import click
 
-from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.hardware import SHAPES
-from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.models import MODELS, find_model
+from megatron.schedules.estimate.times import loads as of_build
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
@@ -79,7 +76,7 @@ def size_flags(command: Command) -> Command:
                 "--model",
                 metavar="NAME|FILE",
                 help="What is trained: its embedding and output layer count, and without --costs so do its layers' own "
-                f"F : I : W. One of {', '.join(SHAPES)}, or a file of Megatron's flags, such as your script's. Give it "
+                f"F : I : W. One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Give it "
                 "to see your own bubble; equal stages without it.",
             ),
             click.option(
@@ -278,7 +275,7 @@ class Ask:
         shares: dict[str, Any] = {
             part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
-        loads = None if model is None else _shape(model).loads
+        loads = None if model is None else of_build(find_model(model).whole)
         measured = _times(costs, costs_file, d, loads)
         # What was measured of the ends goes before what is reckoned.
         loads = measured.model or loads
@@ -347,16 +344,6 @@ def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured:
     what = "auto, or the time to copy the activations of half a rank's layers one way,"
     time = measured if offload == "auto" else positive("--offload", offload, what)
     return measured if time is None else time * (ranks or 1)
-
-
-def _shape(model: str) -> Shape:
-    if model in SHAPES:
-        return SHAPES[model]
-    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
-        close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(SHAPES)}"
-        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
-    return megatron_flags.read(Path(model))
 
 
 def _counts(layers: str) -> tuple[int, ...]:

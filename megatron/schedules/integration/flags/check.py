@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
+from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS, given
 from megatron.schedules.integration.flags.dry_run_machine import device_memory, supposed_gpus, supposes
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
-from megatron.schedules.integration.flags.memory_limit import (
-    MESSAGES,
-    is_in_gib,
-    with_memory_limit,
-)
+from megatron.schedules.integration.flags.memory_limit import is_in_gib, with_memory_limit
 from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.profile import profile_asked

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.schedules.estimate.device_memory import model_memory
+from megatron.schedules.estimate.megatron_flags import divisible
+from megatron.schedules.estimate.model_build import as_built, with_model
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.model_build import as_built, numbers, recompute, tokens
-from megatron.schedules.integration.flags.stock_recompute import recomputed_share
-from megatron.schedules.integration.flags.vocabulary import divisible, shares
+from megatron.schedules.integration.flags.vocabulary import shares
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import (
     layers_by_stage,
@@ -48,26 +48,8 @@ def costs_of(args: Any, stages: int) -> Costs:
     profile = _profile(args, shape)
     costs = _times(args, shape, profile)
     if shape is not None:
-        if profile is None or profile.facts.recompute is None:
-            parts = shape.layer(experts=shape.experts is not None)
-            costs = replace(costs, recompute=recomputed_share(args, parts, shape.layers / stages))
-        stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-        memory = model_memory(
-            as_built(args, shape),
-            tokens(args),
-            recompute(args),
-            shared=shared,
-            # Where the planner places layers, it makes room for the parameters that come with them.
-            numbers=numbers(args) if placed_by_planner(args) else None,
-        )
-        memory = memory if profile is None else profile.memory(memory)
-        costs = replace(
-            costs,
-            model=replace(costs.model or shape.loads, stand_in=stand_in),
-            shared_vocabulary=shared,
-            memory=memory,
-            weight_share=memory.weight_share,
-        )
+        build = as_built(args, shape)
+        costs = with_model(costs, args, build, stages, shared=shared, placed=placed_by_planner(args), profile=profile)
     if placed_by_hand(args) and not wrong_layers(args, stages):
         costs = replace(costs, layers=layers_by_stage(args, stages))
     weights = parsing.numbers(FLAGS["stage_weights"], args.pipeline_schedule_stage_weights)
@@ -116,7 +98,7 @@ def _times(args: Any, shape: Shape | None, profile: Profile | None) -> Costs:
         return profile.costs(args.pipeline_model_parallel_size)
     if text is not None or shape is None:
         return Costs.parse(text or "1,1,1,0")
-    return Costs(*shape.loads.ratio)
+    return Costs(*loads(as_built(args, shape)).ratio)
 
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:
