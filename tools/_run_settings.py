@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.schedules.estimate.hardware import Model
 from megatron.schedules.estimate.iteration import Setting
+from megatron.schedules.estimate.models import Model
 from tools.collect_sweep import Outcome, read_outcome
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -33,14 +33,10 @@ def gpus_here() -> int:
 
 def model_flags(model: Model) -> str:
     """Those of ``pretrain_gpt.py`` that describe ``model``, with made-up data."""
-    return (
-        f"--num-layers {model.layers} --hidden-size {model.hidden} --num-attention-heads {model.heads} "
-        f"--vocab-size {model.vocabulary} --tokenizer-type NullTokenizer --mock-data "
-        "--untie-embeddings-and-output-weights"
-    )
+    return f"{model.flags} --tokenizer-type NullTokenizer --mock-data"
 
 
-def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ("--bf16",)) -> Outcome:
+def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ()) -> Outcome:
     """A few iterations through ``pretrain_gpt.py``, one process a GPU; what their logs say.
 
     Args:

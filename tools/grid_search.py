@@ -11,7 +11,7 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from rich.table import Table
 
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
-from megatron.schedules.estimate.grid import Found, Question, fastest, search
-from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate
-from megatron.schedules.estimate.roofline import ONES, corrections
+from megatron.schedules.estimate.grid import Found, Question, Short, fastest, search
+from megatron.schedules.estimate.hardware import DEVICES, GIB
+from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, RESERVED, Estimate
+from megatron.schedules.estimate.models import MODELS, find_model
+from megatron.schedules.estimate.roofline import corrections
+from megatron.schedules.estimate.times import ONES
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
@@ -90,6 +92,7 @@ def as_text(answers: Iterable[Answer]) -> str:
         for row in _rows(each):
             table.add_row(*row)
         console.print(table)
+        console.out("\n".join([*_why(each), *_pasted(each)]), highlight=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return str(text)
 
@@ -101,7 +104,8 @@ def as_markdown(answers: Iterable[Answer]) -> str:
         heads = _heads(each)
         lines = [f"**{_title(each.question)}**", "", "| " + " | ".join(heads) + " |"]
         lines.append("| --- |" + " ---: |" * (len(heads) - 1))
-        text.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in _rows(each))]))
+        lines += ["| " + " | ".join(row) + " |" for row in _rows(each)]
+        text.append("\n".join([*lines, "", *(f"- {line}" for line in (*_why(each), *_pasted(each)))]))
     return "\n\n".join(text) + "\n"
 
 
@@ -149,7 +153,7 @@ def _rows(answer: Answer) -> list[list[str]]:
     rows = []
     for found in answer.found:
         if not found.best:
-            least = f"{found.short / GIB:.1f} GiB" if found.short else ""
+            least = f"{found.short.memory / GIB:.1f} GiB" if found.short else ""
             rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
         for each in found.best:
             at = each.setting
@@ -160,6 +164,44 @@ def _rows(answer: Answer) -> list[list[str]]:
             relief = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f} GiB"][:more]
             rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *relief])
     return rows
+
+
+def _why(answer: Answer) -> Iterator[str]:
+    """A line for each method that does not fit: what of its memory is too large, and what would help."""
+    room = answer.question.device.memory - RESERVED
+    fitting = [found.method.name for found in answer.found if found.best]
+    for found in answer.found:
+        name, short = found.method.name, found.short
+        if found.best:
+            continue
+        if short is None:
+            yield f"{name}: no parallel sizes go with this model, batch size and number of GPUs"
+            continue
+        at, held = short.setting, short.held
+        sizes = f"DP {at.data}, TP {at.tensor}, PP {at.pipeline}, micro batch {at.micro_batch}"
+        least = "" if short.planned else "at least "
+        parts = ", ".join(
+            f"{part} {getattr(held, part) / GIB:.1f}"
+            for part in ("weights", "gradients", "optimizer", "activations", "messages")
+        )
+        said = f"{name}: needs least with {sizes}; there rank {short.rank} holds {least}{held.device / GIB:.1f} GiB of "
+        yield f"{said}{room / GIB:.1f} GiB ({parts}), most of it {held.largest}; {_helps(found, short, fitting)}"
+
+
+def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
+    """What would make a method fit, or which one fits."""
+    helps = f"{short.gpus * short.setting.gpus} GPUs may do" if short.gpus else "16 times as many GPUs do not help"
+    if fitting:
+        helps += f"; {', '.join(fitting)} {'fits' if len(fitting) == 1 else 'fit'}"
+    elif not found.method.relieves and short.held.largest == "activations":
+        helps += "; --relief or shorter samples may"
+    return helps
+
+
+def _pasted(answer: Answer) -> Iterator[str]:
+    """The flags of the fastest setting of all methods."""
+    for each in fastest(answer.found)[:1]:
+        yield f"fastest, {each.setting.method.name}: {each.setting.flags}"
 
 
 def _title(question: Question) -> str:
@@ -182,20 +224,24 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
 
 
 # The flag of each part of a request.
-FLAGS = {"costs_file": "--costs-file"}
+FLAGS = {"costs_file": "--costs-file", "model": "--model"}
 
 
 @click.command(help=__doc__)
-@click.option("--model", type=click.Choice(list(MODELS)), required=True, help="One of the paper's models.")
+@click.option(
+    "--model",
+    metavar="NAME|FILE",
+    required=True,
+    help=f"One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Its parallel sizes, batch "
+    "sizes and schedule are what is searched for; all else, such as experts, context parallelism and recompute, stays.",
+)
 @click.option(
     "--gpus", type=click.IntRange(2, _MOST_GPUS), required=True, help="How many GPUs there are; all are used."
 )
 @click.option(
     "--sequence-length",
     type=click.IntRange(*BOUNDS["--seq-length"]),
-    default=1024,
-    show_default=True,
-    help="Tokens of a sample.",
+    help="Tokens of a sample; as the model says without it (1024 for the paper's).",
 )
 @click.option(
     "--batch-size",
@@ -268,7 +314,7 @@ FLAGS = {"costs_file": "--costs-file"}
 def main(
     model: str,
     gpus: int,
-    sequence_length: int,
+    sequence_length: int | None,
     batch_size: Sequence[int],
     device: str,
     memory: float | None,
@@ -293,15 +339,15 @@ def main(
         raise PlanError(f"--output: cannot write {output}: {why}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
     gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
-    shape = replace(MODELS[model], sequence=sequence_length)
+    asked = find_model(model) if sequence_length is None else find_model(model).of_length(sequence_length)
     correction, link = ONES, None if offload_gbps is None else offload_gbps * 1e9
     if costs_file is not None:
         profile = read_profile(costs_file)
-        correction = corrections(profile, gpu)
+        correction = corrections(profile, gpu, asked)
         if link is None and profile.copy_gbps is not None:
             link = profile.copy_gbps.both_ways * 1e9
     gpu = gpu if link is None else replace(gpu, host_link=link)
-    questions = [Question(shape, gpu, gpus, batch, correction) for batch in batch_size]
+    questions = [Question(asked, gpu, gpus, batch, correction) for batch in batch_size]
     usual = methods or [method.name for method in _METHODS if not method.relieves]
     names = [*usual, *(method.name for method in RELIEVED if relief)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)

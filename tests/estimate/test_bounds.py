@@ -10,6 +10,7 @@ import pytest
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.bounds import BOUNDS, check_bounds
+from megatron.schedules.estimate.models import find_model
 from megatron.schedules.utils.errors import PlanError
 
 SIZES = [flag for flag in BOUNDS if flag.startswith("--") and not flag.startswith("--pipeline-schedule")]
@@ -45,7 +46,7 @@ def test_a_hostile_size_in_a_models_file_is_refused_in_one_line(tmp_path: Path, 
     file = tmp_path / "model.sh"
     file.write_text(f"{MODEL} {flag} {value}")
     with pytest.raises(PlanError, match=flag) as refused:
-        megatron_flags.read(file)
+        find_model(str(file))
     assert str(refused.value).startswith(f"{file} holds no model in Megatron's flags: ")
     assert "\n" not in str(refused.value)
 
@@ -55,4 +56,4 @@ def test_sizes_of_zero_that_would_divide_are_refused(tmp_path: Path):
         file = tmp_path / "model.sh"
         file.write_text(f"{MODEL} {flag} 0")
         with pytest.raises(PlanError, match=f"{flag} must be 1 or more, not 0"):
-            megatron_flags.read(file)
+            find_model(str(file))

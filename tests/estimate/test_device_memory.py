@@ -14,10 +14,10 @@ from megatron.schedules.estimate.device_memory import (
     memory,
     model_memory,
 )
-from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parameters import Count, parameters
-from megatron.schedules.estimate.shape import Experts, Shape
-from megatron.schedules.estimate.transformer import Latent
+from megatron.schedules.estimate.shape import Experts, Latent, Shape
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -53,8 +53,8 @@ def total(of: Build) -> float:
     ("of", "billions"),
     [
         # As published: 8,030,261,248 and 70,553,706,496 (their model cards), and 671B.
-        (build(SHAPES["Llama-3-8B"], biases=False, two_norms=False), 8.030261248),
-        (build(SHAPES["Llama-3-70B"], biases=False, two_norms=False), 70.553706496),
+        (MODELS["Llama-3-8B"].whole, 8.030261248),
+        (MODELS["Llama-3-70B"].whole, 70.553706496),
         (build(DEEPSEEK, biases=False, two_norms=False, head_norms=True, experts=256), 671.026),
     ],
     ids=["Llama-3-8B", "Llama-3-70B", "DeepSeek-V3"],
@@ -96,7 +96,7 @@ def asked(
     of: Build, counts: tuple[int, ...], recompute: Recompute = NOTHING, offloaded: tuple[float, ...] | None = None
 ) -> Request:
     """What a plan of ``of`` is made for, so many layers on each stage."""
-    costs = Costs(model=of.shape.loads, memory=model_memory(of, SEQUENCE, recompute))
+    costs = Costs(model=loads(of), memory=model_memory(of, SEQUENCE, recompute))
     return Request("1f1b", len(counts), 2 * len(counts), costs, decisions=Decisions(counts, offloaded=offloaded))
 
 

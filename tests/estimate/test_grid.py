@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megatron.schedules.estimate.grid import Question, fastest, search
-from megatron.schedules.estimate.hardware import DEVICES, GIB, Model
+from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import METHODS, Method, estimate
+from megatron.schedules.estimate.models import gpt
 
-SMALL = Model("small", layers=6, heads=16, hidden=4096, sequence=2048)
+SMALL = gpt("small", layers=6, heads=16, hidden=4096, sequence=2048)
 # So little memory that not every setting fits.
 DEVICE = replace(DEVICES["A100-80GB"], memory=9 * GIB)
 QUESTION = Question(SMALL, DEVICE, 8, 16)
@@ -34,9 +35,14 @@ def test_settings_use_all_gpus_once_and_divide_the_batch():
 def test_where_nothing_fits_it_says_what_the_least_would_take():
     least = min(estimate(setting).memory for setting in QUESTION.settings(METHODS[0]))
     found = search(replace(QUESTION, device=replace(DEVICE, memory=least - GIB / 8)), METHODS[0])
-    assert (found.best, found.short) == ([], least)
+    assert found.best == [] and found.short is not None
+    assert (found.short.memory, found.short.planned) == (least, True)
     nothing = search(replace(QUESTION, device=replace(DEVICE, memory=4 * GIB)), METHODS[0])
     assert (nothing.best, nothing.tried) == ([], 0)
+    assert nothing.short is not None and not nothing.short.planned
+    # One microbatch is less than a plan holds, and with more GPUs it is the messages that stay.
+    assert nothing.short.memory < least
+    assert nothing.short.gpus is None
 
 
 def test_the_fastest_of_all_methods_comes_first():

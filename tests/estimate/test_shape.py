@@ -6,50 +6,59 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.models import MODELS, Model, find_model
 from megatron.schedules.estimate.parameters import parameters as of_build
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.utils.errors import PlanError
 
 LLAMA = """
 # torchrun's line is none of it
 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
   --group-query-attention --num-query-groups 8 --ffn-hidden-size 14336 --swiglu
---vocab-size 128256 --untie-embeddings-and-output-weights  --bf16 --lr "3e-4"
+--vocab-size 128256 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+--attention-dropout 0 --hidden-dropout 0 --max-position-embeddings 8192
+--untie-embeddings-and-output-weights  --bf16 --lr "3e-4"
 """
 # arXiv 2412.19437, section 4.2: 671B parameters, 61 layers of which 3 are dense, 37B for each token.
 DEEPSEEK_V3 = """--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --seq-length 4096 --vocab-size 129280
 --swiglu --ffn-hidden-size 18432 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
 --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
---moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58)"""
+--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope"""
 
 
-def parameters(shape: Shape) -> float:
-    found = of_build(Build(shape, shape.hidden // shape.heads, biases=False, two_norms=False, experts=256))
+def parameters(model: Model) -> float:
+    found = of_build(model.whole)
     return sum(layer.all for layer in found.layers) + 2 * found.table.all
 
 
-def written(folder: Path, text: str) -> Path:
+def read(folder: Path, text: str) -> Model:
     path = folder / "model.txt"
     path.write_text(text)
-    return path
+    return find_model(str(path))
+
+
+def build(*sizes: int, **more: object) -> Build:
+    shape = Shape(*sizes, **more)  # type: ignore[arg-type]
+    return Build(shape, shape.hidden // shape.heads)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Llama-3-8B", 8.03), ("Llama-3-70B", 70.55)])
 def test_models_by_name_have_their_parameters(name: str, billions: float):
-    assert parameters(SHAPES[name]) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert parameters(MODELS[name]) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_a_file_of_flags_is_the_model_they_describe(tmp_path: Path):
-    assert megatron_flags.read(written(tmp_path, LLAMA)) == SHAPES["Llama-3-8B"]
+    assert read(tmp_path, LLAMA).whole == MODELS["Llama-3-8B"].whole
 
 
 def test_experts_latent_attention_and_dense_layers_mixed(tmp_path: Path):
-    shape = megatron_flags.read(written(tmp_path, DEEPSEEK_V3))
-    assert parameters(shape) / 1e9 == pytest.approx(671, rel=0.005)
-    layers = shape.loads.layers
+    model = read(tmp_path, DEEPSEEK_V3)
+    shape = model.whole.shape
+    assert parameters(model) / 1e9 == pytest.approx(671, rel=0.005)
+    layers = loads(model.whole).layers
     assert layers[0] == layers[2] != layers[3] == layers[-1]
     # Two operations a parameter that a token meets, and attention's scores; 37B with one of both embeddings.
     met = sum(layer.split.weight_grad for layer in layers) / 2 + shape.hidden * shape.vocabulary
@@ -57,15 +66,15 @@ def test_experts_latent_attention_and_dense_layers_mixed(tmp_path: Path):
 
 
 def test_multi_token_prediction_makes_the_last_stage_a_layer_and_an_output_layer_heavier(tmp_path: Path):
-    plain = megatron_flags.read(written(tmp_path, LLAMA)).loads
-    ahead = megatron_flags.read(written(tmp_path, f"{LLAMA} --mtp-num-layers 1")).loads
+    plain = loads(read(tmp_path, LLAMA).whole)
+    ahead = loads(read(tmp_path, f"{LLAMA} --mtp-num-layers 1").whole)
     assert ahead.last.whole.forward == 2 * plain.last.whole.forward
     assert ahead.last.split.forward > plain.layers[-1].split.forward
     assert ahead.layers == plain.layers
 
 
 def test_attention_grows_with_the_sequence_and_leaves_nothing_to_w():
-    short, long = (Shape(2, 1024, 16, sequence, 32_000).loads.mean for sequence in (1024, 32_768))
+    short, long = (loads(build(2, 1024, 16, sequence, 32_000)).mean for sequence in (1024, 32_768))
     assert long.weight_grad == short.weight_grad
     assert long.input_grad / long.forward > 2 > 1.2 > short.input_grad / short.forward
 
@@ -84,7 +93,7 @@ def test_attention_grows_with_the_sequence_and_leaves_nothing_to_w():
 )
 def test_a_file_that_holds_no_model_is_refused_in_one_line(tmp_path: Path, text: str, said: str):
     with pytest.raises(PlanError) as refused:
-        megatron_flags.read(written(tmp_path, text))
+        read(tmp_path, text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -94,16 +103,17 @@ def test_without_dropout_no_masks_are_held(tmp_path: Path):
     gpt = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1000"
     kept, none = "--transformer-impl local", "--attention-dropout 0 --hidden-dropout 0"
     held = {
-        flags: megatron_flags.read(written(tmp_path, f"{gpt} {flags}")).loads.mean.held / 512
+        flags: loads(read(tmp_path, f"{gpt} --bf16 {flags}").whole).mean.held / 512
         for flags in ("", none, kept, f"{kept} {none}")
     }
-    scores = 8 * 256 / 512
-    assert list(held.values()) == [34, 32, 34 + 5 * scores, 32 + 2 * scores]
+    # In one kernel attention keeps a number in single precision for each row of scores.
+    scores, rows = 8 * 256 / 512, 4 * 8 / 512
+    assert list(held.values()) == [34 + rows, 32 + rows, 34 + 5 * scores, 32 + 2 * scores]
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention_is_what_a_longer_sequence_adds(fused: bool):
-    long, short = (Shape(4, 256, 8, sequence, 0, groups=2, gated=True, fused=fused) for sequence in (8192, 4096))
-    for share, longer, shorter in zip(long.attention, long.loads.mean, short.loads.mean, strict=False):
+    long, short = (build(4, 256, 8, sequence, 0, groups=2, gated=True, fused=fused) for sequence in (8192, 4096))
+    for share, longer, shorter in zip(attention_shares(long), loads(long).mean, loads(short).mean, strict=False):
         assert share == pytest.approx(2 * (longer - shorter) / longer)
-    assert 0 < short.attention[0] < long.attention[0] < 1
+    assert 0 < attention_shares(short)[0] < attention_shares(long)[0] < 1

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.estimate.megatron_flags import divisible
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
-from megatron.schedules.integration.flags.vocabulary import divisible, indivisible
+from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers import arithmetic
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"

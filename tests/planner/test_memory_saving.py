@@ -245,10 +245,11 @@ def test_less_memory_works_than_without():
 
 
 def test_whole_layers_are_relieved_where_their_number_is_known(tmp_path, monkeypatch):
-    from megatron.schedules.estimate.hardware import SHAPES
+    from megatron.schedules.estimate.models import MODELS
+    from megatron.schedules.estimate.times import loads
 
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
-    request = replace(asked(0.3, recompute=True), costs=replace(REAL, model=SHAPES["Llama-3-8B"].loads))
+    request = replace(asked(0.3, recompute=True), costs=replace(REAL, model=loads(MODELS["Llama-3-8B"].whole)))
     request = replace(request, chunk_choices=(2,))
     chosen = kept_relief(request)
     assert chosen.costs == request.costs, "costs never change"

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner.layer_partition import placed, spread_layers
 from megatron.schedules.planner.memory_saving import relieve
 from megatron.schedules.planner.plan_checks import check_layers, check_plan, check_shares
@@ -19,7 +20,7 @@ from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 
 COSTS = Costs(1, 1.1, 0.75, 0.05)
-MODEL = replace(COSTS, model=SHAPES["Llama-3-8B"].loads)
+MODEL = replace(COSTS, model=loads(MODELS["Llama-3-8B"].whole))
 ADAPTIVE = Request("adaptive", 3, 4, COSTS, memory_limit=0.7, search_seconds=0.01)
 BY_NAME = [name for name in NAMES if name not in ("adaptive", "file")]
 LAYERED = replace(ADAPTIVE, ranks=4, costs=MODEL, chunk_choices=(1, 2))

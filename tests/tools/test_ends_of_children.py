@@ -135,10 +135,12 @@ def test_a_killed_grid_search_leaves_no_process(tmp_path: Path) -> None:
 TRAINS = """
 import sys
 from pathlib import Path
-from megatron.schedules.estimate.hardware import DEVICES, Model
+from megatron.schedules.estimate.hardware import DEVICES
 from megatron.schedules.estimate.iteration import METHODS, Setting
+from megatron.schedules.estimate.models import Model
 from tools._run_settings import run_setting
-model = Model("tiny", layers=6, heads=4, hidden=32, sequence=16, vocabulary=96)
+sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"
+model = Model("tiny", f"{sizes} --untie-embeddings-and-output-weights")
 cpu = "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --num-workers 0"
 fusions = "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --train-iters 100000"
 setting = Setting(METHODS[4], model, DEVICES["A100-80GB"], 1, 1, 2, 1, 4)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron.schedules.cli.ending import run
+from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.grid import Found, Question
-from megatron.schedules.estimate.hardware import DEVICES, GIB, Model
+from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import METHODS, RELIEVED, Estimate, Method, Setting
+from megatron.schedules.estimate.models import Model
 from tools import _run_settings, grid_search
 
 SMALL = ["--model", "9.6B", "--gpus", "8", "--batch-size", "16", "--method", "1F1B", "--method", "v-half"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    assert run(grid_search.main, "grid_search", [*arguments, "--jobs", "1"]) == status
+    assert run(grid_search.main, "grid_search", [*arguments, "--jobs", "1"], flags=grid_search.FLAGS) == status
     found = capsys.readouterr()
     return found.err if status else found.out
 
@@ -27,7 +30,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 def test_a_table_for_each_batch_size_with_a_row_for_each_method(capsys: pytest.CaptureFixture[str]):
     text = said(capsys, *SMALL, "--batch-size", "32")
     assert text.count("9.6B on 8 A100-80GB, sequence length 1024, batch size") == 2
-    assert text.count("V-Half") == text.count("1F1B ") - text.count("to 1F1B") == 2
+    assert text.count("│ V-Half") == text.count("│ 1F1B ") == 2
     assert said(capsys, *SMALL, "--format", "markdown").count("\n| V-Half | ") == 1
 
 
@@ -49,8 +52,9 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
 
     def found(question: Question, method: Method, top: int) -> Found:
         asked.append((method.name, question.device.host_link, question.device.host_memory))
+        rank = RankMemory(2e10, 2e10, 2e10, 1e10, host=3 * GIB / question.device.node)
         sizes = Setting(method, question.model, question.device, 1, 1, 8, 1, 16)
-        return Found(method, [Estimate(sizes, 1.0, 0.5, 0.1, 7e10, 1e10, 0.2, recomputed=0.25, host=3 * GIB)])
+        return Found(method, [Estimate(sizes, 1.0, 0.5, 0.1, (rank,), 0.2, recomputed=0.25)])
 
     monkeypatch.setattr(grid_search, "worker_pool", ThreadPoolExecutor)
     monkeypatch.setattr(grid_search, "search", found)
@@ -64,9 +68,45 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
     assert text.count("| 25.0 % | 3 GiB |") == 5
 
 
+LLAMA = """
+TP=2
+MODEL_ARGS=(--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --ffn-hidden-size 14336
+  --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear --normalization RMSNorm
+  --position-embedding-type rope --vocab-size 128256 --untie-embeddings-and-output-weights)
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --tensor-model-parallel-size $TP --attention-dropout ${DROPOUT:-0} \
+  --hidden-dropout 0 --max-position-embeddings 8192
+"""
+
+
+def test_any_script_with_megatrons_flags_is_searched_as_the_model_it_describes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    script = tmp_path / "llama.sh"
+    script.write_text(LLAMA)
+    size = ["--gpus", "4", "--batch-size", "16", "--method", "v-half", "--format", "csv"]
+    named, written = (said(capsys, "--model", model, *size) for model in ("Llama-3-8B", str(script)))
+    assert named == written
+    # 32 layers do not spread evenly over ends and stages: the flags name what each stage has.
+    assert "--pipeline-schedule v-half --pipeline-layers " in written
+
+
+def test_what_does_not_fit_is_told_with_the_part_that_is_too_large_and_what_would_help(
+    capsys: pytest.CaptureFixture[str],
+):
+    text = said(capsys, *SMALL, "--method", "1F1B-R", "--memory", "16", "--sequence-length", "8192")
+    (line,) = [line for line in text.splitlines() if line.startswith("1F1B: ")]
+    assert re.search(
+        r"needs least with DP \d, TP \d, PP \d, micro batch 1; there rank \d holds (at least )?[\d.]+ GiB of 12.0 GiB "
+        r"\(weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, activations [\d.]+, messages [\d.]+\), most of it "
+        r"\w+; (16|32|64|128) GPUs may do",
+        line,
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
+        (["--model", "9.7B"], "--model: '9.7B' is neither a model known by name nor a file: did you mean 9.6B?"),
         (["--costs-file", "none.json"], "cannot read none.json"),
         (["--validate", "--gpus", "4096"], "--validate runs on 4096 GPUs of this machine, which has 8"),
         (["--output", "/dev/null/found.csv"], "cannot write /dev/null/found.csv"),
@@ -90,7 +130,8 @@ def test_what_is_wrong_is_said_in_a_line(
 
 
 def test_a_setting_runs_through_the_main_program(tmp_path: Path):
-    model = Model("tiny", layers=6, heads=4, hidden=32, sequence=16, vocabulary=96)
+    sizes = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96"
+    model = Model("tiny", f"{sizes} --untie-embeddings-and-output-weights")
     setting = Setting(METHODS[4], model, DEVICES["A100-80GB"], 1, 1, 2, 1, 4)
     cpu = "--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion --num-workers 0"
     fusions = "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm"

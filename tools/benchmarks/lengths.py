@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate import times
+from megatron.schedules.estimate.models import MODELS, built
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _RANKS, _CONTEXT, _SHORTEST = 8, 131_072, 64
 # Llama-3-8B at that context.
-_MODEL = Shape(32, 4096, 32, _CONTEXT, 128_256, groups=8, inner=14_336, gated=True, masks=(False, False))
+_MODEL = built(MODELS["Llama-3-8B"].trained(seq_length=_CONTEXT))
 # Tokens of a document: log-normal, by its median; the deviation of its logarithm. Packed one after another into
 # microbatches of a context each, a document going on in no other. Or one a microbatch, evenly from the least on.
 _PACKED, _DEVIATION = {"packed, median 2,000": 2_000, "packed, median 8,000": 8_000}, 2.0
@@ -90,13 +91,12 @@ def _sets(n: int, drawn: str, count: int) -> list[MicrobatchLoads]:
 @cache
 def _setting(name: str, n: int, drawn: str) -> _Setting:
     """The schedule planned for equal microbatches that take as long as those drawn do on average."""
-    scores, mean = _MODEL.layer().scores.flops, _MODEL.loads.mean
-    shares = scores / mean.forward, 2.5 * scores / mean.input_grad
-    costs = Costs(*_MODEL.loads.ratio, _HOP_S / _UNIT_S, attention=shares)
+    shares, ratio = times.attention_shares(_MODEL), times.loads(_MODEL).ratio
+    costs = Costs(*ratio, _HOP_S / _UNIT_S, attention=shares)
     every = _sets(n, drawn, 200)
     tokens, squares = (statistics.fmean(x for each in every for x in getattr(each, of)) for of in ("tokens", "squares"))
     parts = [(1 - share) * tokens + share * squares for share in (*shares, 0.0)]
-    forward, input_grad, weight_grad = (time * part for time, part in zip(_MODEL.loads.ratio, parts, strict=True))
+    forward, input_grad, weight_grad = (time * part for time, part in zip(ratio, parts, strict=True))
     word, _, limit = name.partition(" ")
     alike = Costs(forward, input_grad, weight_grad, costs.comm)
     request = Request(word, _RANKS, n, alike, memory_limit=float(limit) if limit else None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.schedules.estimate.transformer import Layer, decoder_layer
+from megatron.schedules.estimate import model_build
+from megatron.schedules.estimate.device_memory import model_memory
+from megatron.schedules.estimate.models import built, gpt
+from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief
 from megatron.schedules.planner.registry import Request
@@ -39,13 +41,13 @@ RELIEFS = {"nothing": (False, False), "R": (True, False), "O, L": (False, True),
 _REPETITIONS = 3
 
 # A layer of 4096 units and 32 heads, 2048 tokens long: an 8B model's.
-_HIDDEN = 4096
-_WIDE = partial(decoder_layer, _HIDDEN, 32, 2048)
-STOCK: dict[str, tuple[str | None, list[str], Layer]] = {
-    "nothing": (None, [], _WIDE()),
-    "full recompute": ("full", [], _WIDE()),
-    "selective recompute: core_attn, scores kept": ("selective", ["core_attn"], _WIDE(fused=False)),
-    "selective recompute: mlp layernorm, fused attention": ("selective", ["mlp", "layernorm"], _WIDE()),
+_WIDE = gpt("a layer", 1, 32, 4096, 2048)
+# Granularity, modules, and whose layers.
+STOCK: dict[str, tuple[str | None, list[str], str]] = {
+    "nothing": (None, [], "transformer_engine"),
+    "full recompute": ("full", [], "transformer_engine"),
+    "selective recompute: core_attn, scores kept": ("selective", ["core_attn"], "local"),
+    "selective recompute: mlp layernorm, fused attention": ("selective", ["mlp", "layernorm"], "transformer_engine"),
 }
 
 
@@ -106,34 +108,29 @@ def _in_seconds(costs: Costs) -> Costs:
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
-    from megatron.schedules.integration.flags.stock_recompute import recomputed_share
     from tools.benchmarks.relief_ranks import start_stock
 
-    for relief, (granularity, modules, layer) in STOCK.items():
-        flags = SimpleNamespace(
+    for relief, (granularity, modules, layers) in STOCK.items():
+        args = _WIDE.trained(
             recompute_granularity=granularity,
             recompute_method="uniform",
             recompute_num_layers=1,
             recompute_modules=modules,
+            transformer_impl=layers,
         )
+        build = built(args)
+        memory = model_memory(build, 1.0, model_build.recompute(args))
+        layer = memory.layers[0]
         costs = replace(
             COSTS,
-            stock_recompute=recomputed_share(flags, layer, layers_a_stage=STOCK_LAYERS),
-            kept=_kept(granularity, modules, layer),
-            weight_share=1.0 if granularity is None else 1 - layer.scores.held / layer.whole.held,
+            stock_recompute=model_build.recomputed_share(args, layer_work(build), layers_a_stage=STOCK_LAYERS),
+            kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
+            weight_share=1.0 if granularity is None else layer.weights / layer.full,
         )
         order = kept_plan(Request("1f1b", d, n, costs))
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
         again, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
         yield Entry("megatron-core", "1F1B", relief, None, order, seconds, again, 0.0, start)
-
-
-def _kept(granularity: str | None, modules: Sequence[str], layer: Layer) -> float:
-    """The part of a layer's activations that stock's forward leaves."""
-    if granularity == "full":
-        return 2.0 * _HIDDEN / layer.whole.held
-    parts = {"core_attn": layer.scores, "mlp": layer.mlp, "layernorm": layer.norms}
-    return 1 - sum(parts[module].held for module in modules) / layer.whole.held
 
 
 def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:

@@ -10,9 +10,11 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.schedules.estimate.grid import Question
-from megatron.schedules.estimate.hardware import DEVICES, GIB, MODELS
+from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate, Method, Setting, estimate
-from megatron.schedules.estimate.roofline import ONES, PassTimes, corrections
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.roofline import corrections
+from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
 from tools.benchmarks.parts import Part, Row, Say, markdown_table
@@ -42,11 +44,11 @@ def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[R
     correction = ONES
     if costs_file is not None:
         profile = read_profile(costs_file)
-        correction = corrections(profile, _DEVICE)
+        correction = corrections(profile, _DEVICE, MODELS["98.5B"])
         yield {"kind": "profile", "measured_on": profile.facts.device, "correction": list(correction)}
     yield from _equal_microbatches(quick, say, correction)
     questions = [
-        Question(replace(MODELS["98.5B"], sequence=length), _DEVICE, _GPUS, _BATCH, correction)
+        Question(MODELS["98.5B"].of_length(length), _DEVICE, _GPUS, _BATCH, correction)
         for length in (_LENGTHS[-1:] if quick else _LENGTHS)
     ]
     say(f"grid search: {len(questions)} tables")
@@ -61,7 +63,11 @@ def _searched(kind: str, questions: Sequence[Question], methods: Sequence[Method
     for question, found in search_all(questions, [method.name for method in methods], top=1, jobs=2):
         for each in found:
             row = {"kind": kind, "sequence_length": question.model.sequence, "method": each.method.name}
-            yield row | (_figures(each.best[0]) if each.best else {"mfu": None, "memory_gib": _gib(each.short)})
+            yield row | (
+                _figures(each.best[0])
+                if each.best
+                else {"mfu": None, "memory_gib": _gib(each.short and each.short.memory)}
+            )
 
 
 def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterator[Row]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,9 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.hardware import SHAPES
-from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.models import MODELS, find_model
+from megatron.schedules.estimate.times import loads as of_build
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
 from megatron.schedules.measure.cost_profile import read_costs
@@ -79,7 +76,7 @@ def size_flags(command: Command) -> Command:
                 "--model",
                 metavar="NAME|FILE",
                 help="What is trained: its embedding and output layer count, and without --costs so do its layers' own "
-                f"F : I : W. One of {', '.join(SHAPES)}, or a file of Megatron's flags, such as your script's. Give it "
+                f"F : I : W. One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Give it "
                 "to see your own bubble; equal stages without it.",
             ),
             _shared("layers", "Needs --model or a profile of it. plan prints the result in Megatron's letters."),
@@ -169,7 +166,7 @@ class Ask:
         check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
-        loads = None if model is None else _shape(model).loads
+        loads = None if model is None else of_build(find_model(model).whole)
         measured = _measured(costs, d, loads)
         self.is_measured = measured.profile is not None
         # What was measured of the ends goes before what is reckoned.
@@ -260,16 +257,6 @@ def _with_copies(costs: Costs, saving: values.MemorySaving, ranks: int, profile:
             "hand (docs/costs.md), or a profile that has it, as tools/profile_passes.py writes"
         )
     return costs
-
-
-def _shape(model: str) -> Shape:
-    if model in SHAPES:
-        return SHAPES[model]
-    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
-        close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(SHAPES)}"
-        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
-    return megatron_flags.read(Path(model))
 
 
 def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measured:

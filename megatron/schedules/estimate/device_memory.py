@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
@@ -117,8 +118,7 @@ def model_memory(
     )
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes of one pipeline rank; those on the host are not the device's.
 
     Args:
@@ -128,9 +128,9 @@ class RankMemory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    messages: float
-    host: float
+    activations: float = 0.0
+    messages: float = 0.0
+    host: float = 0.0
 
     @property
     def static(self) -> float:
@@ -141,6 +141,29 @@ class RankMemory:
     def device(self) -> float:
         """All on the device."""
         return self.static + self.activations + self.messages
+
+    @property
+    def largest(self) -> str:
+        """Which part takes most of the device."""
+        return max(self._fields[:-1], key=lambda part: float(getattr(self, part)))
+
+    @staticmethod
+    def static_of(count: Count, numbers: Numbers, messages: float) -> RankMemory:
+        """A rank without activations.
+
+        Args:
+            count: its parameters.
+            numbers: bytes of each of them.
+            messages: bytes of its messages at most.
+        """
+        state = numbers.state(count)
+        return RankMemory(
+            weights=numbers.weight * count.all,
+            gradients=numbers.gradient * count.all,
+            optimizer=state * (1 - numbers.on_host),
+            messages=messages,
+            host=state * numbers.on_host,
+        )
 
 
 def memory(
@@ -164,20 +187,11 @@ def memory(
     """
     unit, host = model.of_rank(schedule.ranks), taken(schedule, costs)
     activations = activation_bytes(schedule, costs, model, counts)
-    found = []
-    for rank, (count, waiting) in enumerate(zip(sizes, messages, strict=True)):
-        state = numbers.state(count)
-        found.append(
-            RankMemory(
-                weights=numbers.weight * count.all,
-                gradients=numbers.gradient * count.all,
-                optimizer=state * (1 - numbers.on_host),
-                activations=activations[rank],
-                messages=waiting,
-                host=unit * host[rank] + state * numbers.on_host,
-            )
-        )
-    return tuple(found)
+    ranks = (RankMemory.static_of(count, numbers, waiting) for count, waiting in zip(sizes, messages, strict=True))
+    return tuple(
+        rank._replace(activations=held, host=rank.host + unit * away)
+        for rank, held, away in zip(ranks, activations, host, strict=True)
+    )
 
 
 def activation_bytes(

@@ -1,85 +1,10 @@
-"""Models and GPUs by name: the numbers that estimates start from, each with its source."""
+"""GPUs by name: the numbers that estimates start from, each with its source."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.estimate.transformer import Layer, Work, output_layer
-
 GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Model:
-    """A GPT.
-
-    Args:
-        name: its size as people say it.
-        layers, heads, hidden: its shape.
-        sequence: tokens of a sample.
-        vocabulary: tokens it knows.
-    """
-
-    name: str
-    layers: int
-    heads: int
-    hidden: int
-    sequence: int = 1024
-    vocabulary: int = 32_000
-
-    @property
-    def slots(self) -> int:
-        """Layers, the embedding and the output layer: what the pipeline is cut into, each counting as one."""
-        return self.layers + 2
-
-    @property
-    def shape(self) -> Shape:
-        """The same for whoever asks for its loads."""
-        return Shape(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary)
-
-    @property
-    def layer(self) -> Layer:
-        """The loads of one decoder layer, for one token, with attention in one kernel."""
-        return self.shape.layer()
-
-    @property
-    def output_layer(self) -> Work:
-        """Those of the output layer and the loss."""
-        return output_layer(self.hidden, self.vocabulary)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights, biases and norms of one decoder layer."""
-        return 12 * self.hidden**2 + 13 * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model, the embedding counted once, as the names of the paper's models count it."""
-        return self.layers * self.layer_parameters + self.vocabulary * self.hidden
-
-    @property
-    def flops_a_token(self) -> float:
-        """Forward and backward without recompute, causal attention counted by half as Megatron's logs count it."""
-        return 3 * (self.layers * self.layer.whole.flops + self.output_layer.flops)
-
-
-# arXiv 2405.15362, table 3; a vocabulary of 32000 gives the sizes in their names.
-MODELS = {
-    model.name: model
-    for model in (
-        Model("9.6B", 30, 40, 5120),
-        Model("21B", 46, 48, 6144),
-        Model("38.5B", 62, 56, 7168),
-        Model("98.5B", 78, 80, 10240),
-    )
-}
-
-# The paper's, and Meta's Llama 3 (arXiv 2407.21783, table 3).
-SHAPES = {name: model.shape for name, model in MODELS.items()} | {
-    "Llama-3-8B": Shape(32, 4096, 32, 8192, 128_256, groups=8, inner=14_336, gated=True),
-    "Llama-3-70B": Shape(80, 8192, 64, 8192, 128_256, groups=8, inner=28_672, gated=True),
-}
 
 
 @dataclass(frozen=True)

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from megatron.schedules.estimate.hardware import GIB, Device, Model
-from megatron.schedules.estimate.roofline import (
-    ONES,
-    Microbatch,
-    PassTimes,
-    SlotTimes,
-    collective_seconds,
-    p2p_seconds,
-    slot_times,
-    stream_seconds,
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.device_memory import RankMemory, model_memory
+from megatron.schedules.estimate.hardware import GIB, Device
+from megatron.schedules.estimate.model_build import (
+    MESSAGES,
+    expert_tensor,
+    message_bytes,
+    numbers,
+    rank_memory,
+    recompute,
+    tokens,
+    with_model,
 )
+from megatron.schedules.estimate.models import Model, built
+from megatron.schedules.estimate.parameters import Count, parameters
+from megatron.schedules.estimate.roofline import Roofline
+from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.planner.memory_saving import relieve
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.host_memory import taken
-from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, even
+from megatron.schedules.schedule.model_loads import even
+from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.simulator import simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
 
-# The CUDA context, NCCL's buffers and messages on their way, cuBLAS's workspace, what the allocator cannot use: an
-# assumption.
+# The CUDA context, NCCL's buffers, cuBLAS's workspace, what the allocator cannot use: an assumption.
 RESERVED = 4 * GIB
-# Of a linear layer's 34 bytes a token and unit of width, inputs (14) and outputs' gradients (18) wait for W.
-_WAITS_FOR_WEIGHTS = 32 / 34
+# The embedding and the output layer stand in for a layer each.
+_STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 Planned = Callable[[Request], Schedule]
 
 
@@ -92,7 +100,8 @@ class Setting:
     Args:
         method: the schedule, and whether activations are recomputed.
         model, device: what is trained, on what.
-        data, tensor, pipeline: parallel sizes; their product is the number of GPUs.
+        data, tensor, pipeline: parallel sizes. Their product is the number of GPUs, where the model's flags ask for no
+            context parallelism.
         micro_batch: samples of a microbatch.
         global_batch: samples of an iteration.
         correction: measured over modelled times of a layer's passes, see :func:`.roofline.corrections`.
@@ -111,7 +120,7 @@ class Setting:
     @property
     def gpus(self) -> int:
         """How many it takes."""
-        return self.data * self.tensor * self.pipeline
+        return int(self.data * self.tensor * self.pipeline * self.model.args.context_parallel_size)
 
     @property
     def microbatches(self) -> int:
@@ -119,55 +128,115 @@ class Setting:
         return self.global_batch // (self.data * self.micro_batch)
 
     @property
-    def microbatch(self) -> Microbatch:
-        """What one GPU does with a microbatch."""
-        return Microbatch(self.model, self.tensor, self.micro_batch)
-
-    @property
     def placement(self) -> Placement:
         """Where the stages live."""
         chunks = self.method.chunks
         return sequential(self.pipeline) if chunks == 1 else zigzag(self.pipeline, chunks)
 
+    @cached_property
+    def args(self) -> argparse.Namespace:
+        """Megatron's arguments of such a run."""
+        sizes: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "micro_batch_size": self.micro_batch,
+            "global_batch_size": self.global_batch,
+            "world_size": self.gpus,
+        }
+        ends = dict.fromkeys(_STAND_IN, not self.method.shared)
+        changes: dict[str, Any] = {"sequence_parallel": self.tensor > 1, "use_distributed_optimizer": True}
+        if self.method.recompute:
+            changes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return self.model.trained(**sizes, **ends, **changes)
+
+    @cached_property
+    def build(self) -> Build:
+        """The model as such a run has it."""
+        return built(self.args, shared=self.method.shared)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds of half a rank's layers, and what the parts of the model take and keep."""
+        args, build, roofline = self.args, self.build, Roofline(self.device)
+        model = loads(build, roofline, tokens(args), self.correction)
+        forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
+        # All messages are taken to cross nodes where any does.
+        latency = roofline.message(message_bytes(args), same_node=self.gpus <= self.device.node)
+        found = Costs(forward, input_grad, weight_grad, latency, model=model)
+        found = with_model(found, args, build, self.placement.stages, shared=self.method.shared)
+        found = replace(found, memory=self.memory)
+        if not self.method.offload:
+            return found
+        return replace(found, copy=self.memory.of_rank(self.pipeline) / 2 / self.device.host_link)
+
+    @cached_property
+    def memory(self) -> ModelMemory:
+        """What the parts of the model keep; a whole backward leaves nothing from I to W."""
+        found = model_memory(self.build, tokens(self.args), recompute(self.args), shared=self.method.shared)
+        if self.method.schedule != "1f1b":
+            return found
+        return replace(found, layers=tuple(layer._replace(weights=0.0) for layer in found.layers))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage: all alike as far as whole layers go, ends counting as a layer each."""
+        stages = self.placement.stages
+        return even(self.build.shape.layers, stages, (0, 0) if self.method.shared else (1, 1))
+
     @property
     def wrong(self) -> str:
         """Why there is no such run; empty where there is."""
+        shape, args = self.model.whole.shape, self.model.args
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
-        if not self.method.shared and self.model.slots % (self.pipeline * self.method.chunks):
-            return "the layers do not spread over the stages"
-        if self.tensor > self.device.node or self.device.node % self.tensor or self.model.heads % self.tensor:
-            return "heads or GPUs of a node do not divide by the tensor parallel size"
+        if shape.layers + (0 if self.method.shared else 2) < self.placement.stages:
+            return "the layers are too few for the stages"
+        if self.tensor > self.device.node or self.device.node % self.tensor:
+            return "GPUs of a node do not divide by the tensor parallel size"
+        if shape.heads % self.tensor or (shape.groups or self.tensor) % self.tensor:
+            return "heads do not divide by the tensor parallel size"
+        if shape.experts and self.gpus // self.pipeline % (args.expert_model_parallel_size * expert_tensor(self.args)):
+            return "the GPUs of a stage do not divide by those of its experts"
         return ""
 
     @property
     def flags(self) -> str:
-        """What sets it in ``pretrain_gpt.py``, beside the model's own flags."""
+        """What sets it in ``pretrain_gpt.py``, behind the model's own flags."""
+        length = self.model.sequence
         flags = [
             f"--tensor-model-parallel-size {self.tensor}",
             f"--pipeline-model-parallel-size {self.pipeline}",
-            f"--seq-length {self.model.sequence} --max-position-embeddings {self.model.sequence}",
+            f"--seq-length {length} --max-position-embeddings {self.model.args.max_position_embeddings or length}",
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.global_batch}",
-            "--pipeline-vocabulary-parallel --pipeline-layers auto"
-            if self.method.shared
-            else "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
             "--use-distributed-optimizer",
-            f"--pipeline-schedule {self.method.schedule}",
         ]
         if self.tensor > 1:
             flags.append("--sequence-parallel")
         if self.method.recompute:
             flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-        if self.method.schedule == "adaptive":
-            flags.append(f"--pipeline-memory-limit {memory_limit(self):.3f}")
+        return " ".join([*flags, *self._of_schedule()])
+
+    def _of_schedule(self) -> Iterator[str]:
+        """Flags of this package."""
+        adaptive, offload = self.method.schedule == "adaptive", self.method.offload
+        chunks = f":{self.method.chunks}" if adaptive else ""
+        yield f"--pipeline-schedule {self.method.schedule}{chunks}"
+        if self.method.shared:
+            yield "--pipeline-vocabulary-parallel"
+        if (self.build.shape.layers + (0 if self.method.shared else 2)) % self.placement.stages:
+            yield f"--pipeline-layers {','.join(map(str, self.layers))}"
+        elif not self.method.shared:
+            yield " ".join(f"--{name.replace('_', '-')}" for name in _STAND_IN)
+        if adaptive:
+            yield f"--pipeline-memory-limit {memory_limit(self):.3f}"
         if self.method.relieves:
-            copies = f"{'both' if self.method.again else 'offload'}={self.device.host_link / 1e9:g}"
-            flags.append(f"--pipeline-save-memory {copies if self.method.offload else 'recompute'}")
-        if self.method.offload:
-            found = costs(self)
+            rate = f"={self.device.host_link / 1e9:g}" if offload else ""
+            how = "recompute" if not offload else "both" if self.method.again else "offload"
+            yield f"--pipeline-save-memory {how}{rate}"
+        if offload:
+            found = self.costs
             times = found.forward, found.input_grad, found.weight_grad, found.comm
-            flags.append(f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}")
-        return " ".join(flags)
+            yield f"--pipeline-costs {','.join(f'{1e3 * time:.4g}' for time in times)}"
 
 
 @dataclass(frozen=True)
@@ -179,22 +248,34 @@ class Estimate:
         seconds: of an iteration.
         mfu: share of the GPUs' arithmetic that the model's own takes; what is recomputed does not count.
         bubble: share of the pipeline's time in which an average rank idles.
-        memory: bytes on the GPU that needs most.
-        activations: those of them that are activations, on the rank that holds most of these.
-        share: the same as a fraction of d microbatches' worth of an average rank, what a memory limit is given in.
+        ranks: what each pipeline rank holds.
+        share: peak activation memory as a fraction of d microbatches' worth of an average rank, what a memory limit is
+            given in.
         recomputed: share of the computing that does forwards again, in passes of its own.
-        host: bytes on the host of a node at most, as if all of its GPUs held as much as the one that holds most there.
     """
 
     setting: Setting
     seconds: float
     mfu: float
     bubble: float
-    memory: float
-    activations: float
+    ranks: tuple[RankMemory, ...]
     share: float
     recomputed: float = 0.0
-    host: float = 0.0
+
+    @property
+    def memory(self) -> float:
+        """Bytes on the GPU that needs most, with what is set aside."""
+        return RESERVED + max(rank.device for rank in self.ranks)
+
+    @property
+    def activations(self) -> float:
+        """Bytes of activations on the rank that holds most of these."""
+        return max(rank.activations for rank in self.ranks)
+
+    @property
+    def host(self) -> float:
+        """Bytes on the host of a node at most, as if all of its GPUs held as much as the one that holds most there."""
+        return self.setting.device.node * max(rank.host for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
@@ -212,12 +293,24 @@ def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | 
     request = request_for(setting, search_seconds)
     if setting.method.relieves:
         request = relieve(request)
-    return _read_off(setting, simulate(planned(request), request.costs_on(setting.placement)))
+    schedule = planned(request)
+    timeline = simulate(schedule, request.costs_on(schedule.placement))
+    seconds = timeline.makespan + after_the_pipeline(setting)
+    messages = [MESSAGES] * setting.pipeline
+    return Estimate(
+        setting,
+        seconds,
+        mfu(setting, seconds),
+        timeline.bubble,
+        rank_memory(setting.args, setting.build, schedule, timeline.costs, request, messages),
+        timeline.peak / setting.pipeline,
+        timeline.recomputed,
+    )
 
 
 def request_for(setting: Setting, search_seconds: float | None = None) -> Request:
     """The plan that a setting asks for."""
-    request = Request(setting.method.schedule, setting.pipeline, setting.microbatches, costs(setting))
+    request = Request(setting.method.schedule, setting.pipeline, setting.microbatches, setting.costs)
     if setting.method.schedule != "adaptive":
         return request
     return replace(
@@ -230,60 +323,23 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
     )
 
 
-def costs(setting: Setting) -> Costs:
-    """Seconds of half a rank's slots, and what single slots take and hold against the average.
-
-    Where the vocabulary is shared, or layers are chosen to be done again or offloaded: of half a rank's layers, and
-    what the ends cost against them.
-    """
-    times, held, layers = _times(setting), _held_by_slot(setting), setting.model.layers
-    slots = [times.embedding, *[times.layer] * layers, times.output_layer]
-    spread = slots[1:-1] if _by_layers(setting) else slots
-    mean = PassTimes(*(sum(each) / len(spread) for each in zip(*spread, strict=True)))
-    half, average = len(spread) / (2 * setting.pipeline), sum(held) / len(held)
-    found = Costs(
-        forward=half * mean.forward,
-        input_grad=half * mean.input_grad,
-        weight_grad=half * mean.weight_grad,
-        comm=_latency(setting),
-        weight_share=_left_to_w(setting),
-        stock_recompute=1.0 if setting.method.recompute else 0.0,
-        kept=_kept(setting),
-    )
-    if not _by_layers(setting):
-        return replace(
-            found,
-            stage_weights=tuple(slot.whole / mean.whole for slot in slots),
-            stage_activations=tuple(each / average for each in held),
-        )
-    model = ModelLoads(
-        Part(whole=Load(*times.embedding, held[0])),
-        (Part(split=Load(*times.layer, held[1])),) * layers,
-        Part(whole=Load(*times.output_layer, held[-1])),
-        stand_in=(0, 0) if setting.method.shared else (1, 1),
-        kept_for_output=_kept_for_output(setting),
-    )
-    return replace(
-        found,
-        model=model,
-        shared_vocabulary=setting.method.shared,
-        layer_input=_layer_input(setting),
-        copy=_rank_activations(setting) / 2 / setting.device.host_link if setting.method.offload else 0.0,
-    )
-
-
 def least_seconds(setting: Setting) -> float:
     """No schedule of this setting that fits in the device's memory takes less; infinite where none fits."""
-    found, placement = costs(setting), setting.placement
-    room, every = _room(setting) * setting.pipeline, (1.0,) * placement.stages
-    on_stages = [found.on(placement)]
-    on_stages += [found.on(placement, Decisions(recomputed=every))] if setting.method.again else []
-    # What is offloaded spares no less where copies take no time, nor does what is recomputed.
-    free = replace(found, copy=0.0)
-    on_stages += [free.on(placement, Decisions(offloaded=every))] if setting.method.offload else []
-    if all(room < each.least(placement) for each in on_stages):
+    if least_memory(setting)[1].device > setting.device.memory - RESERVED:
         return math.inf
-    return lower_bound(placement, setting.microbatches, on_stages[-1], room) + after_the_pipeline(setting)
+    found = _choices(setting)[-1]
+    room = _room(setting) * setting.pipeline
+    return lower_bound(setting.placement, setting.microbatches, found, room) + after_the_pipeline(setting)
+
+
+def least_memory(setting: Setting) -> tuple[int, RankMemory]:
+    """The pipeline rank that holds most with a single microbatch, and what it holds: no schedule holds less."""
+    unit, placement = setting.memory.of_rank(setting.pipeline), setting.placement
+    choices = [each.least_by_rank(placement) for each in _choices(setting)]
+    least = [unit * min(each) for each in zip(*choices, strict=True)]
+    ranks = [rank._replace(activations=held) for rank, held in zip(_static(setting), least, strict=True)]
+    worst = max(range(len(ranks)), key=lambda rank: ranks[rank].device)
+    return worst, ranks[worst]
 
 
 def mfu(setting: Setting, seconds: float) -> float:
@@ -299,107 +355,44 @@ def memory_limit(setting: Setting) -> float:
     return min(2.0, _room(setting))
 
 
-def static_bytes(setting: Setting) -> list[float]:
-    """What each pipeline rank holds all the time: parameters, gradients, optimizer, and what is reserved.
-
-    Two bytes a parameter in bf16, four of its gradient, and twelve of the optimizer (a copy and two moments in single
-    precision), these shared by data-parallel ranks: Megatron's distributed optimizer.
-    """
-    return [RESERVED + count * (2 + 4 + 12 / setting.data) for count in _parameters(setting)]
-
-
 def after_the_pipeline(setting: Setting) -> float:
     """Seconds of gradients' reduce-scatter, the optimizer's step and parameters' all-gather, none of it overlapped."""
-    most, same_node = max(_parameters(setting)), setting.data * setting.tensor <= setting.device.node
-    seconds = stream_seconds(most * (4 + 12 + 12 + 2) / setting.data, setting.device)
+    roofline, args = Roofline(setting.device), setting.args
+    most = max(count.all for count in _sizes(setting))
+    each = numbers(args)
+    same_node = setting.data * setting.tensor <= setting.device.node
+    # Gradients and the optimizer's state are read, and state and weights written.
+    seconds = roofline.stream(most * (each.gradient + 2 * each.optimizer + each.weight) / setting.data, 0)
     if setting.data > 1:
-        seconds += collective_seconds((4 + 2) * most, setting.data, setting.device, same_node=same_node)
+        seconds += roofline.collective((each.gradient + each.weight) * most, setting.data, same_node=same_node)
     return seconds
 
 
-def _read_off(setting: Setting, timeline: Timeline) -> Estimate:
-    seconds = timeline.makespan + after_the_pipeline(setting)
-    # Where layers are recomputed, one of them is there as a whole while its backward runs.
-    whole = _held_by_slot(setting)[1] if setting.method.recompute else 0.0
-    rank = _rank_activations(setting)
-    held = [peak * rank + whole for peak in timeline.peaks]
-    memory = max(static + bytes_held for static, bytes_held in zip(static_bytes(setting), held, strict=True))
-    share = timeline.peak / setting.pipeline
-    return Estimate(
-        setting,
-        seconds,
-        mfu(setting, seconds),
-        timeline.bubble,
-        memory,
-        max(held),
-        share,
-        timeline.recomputed,
-        setting.device.node * rank * max(taken(timeline.schedule, timeline.costs)),
-    )
+def _choices(setting: Setting) -> list[StageCosts]:
+    """What a plan may be made for: nothing of all layers, or all of them, done again or offloaded."""
+    costs, placement = setting.costs, setting.placement
+    every = (1.0,) * placement.stages
+    choices = [costs.on(placement)]
+    choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.again else []
+    # What is offloaded spares no less where copies take no time, nor does what is done again.
+    free = replace(costs, copy=0.0)
+    choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.offload else []
+    return choices
+
+
+def _static(setting: Setting) -> list[RankMemory]:
+    """What each pipeline rank holds without activations."""
+    each, messages = numbers(setting.args), MESSAGES * message_bytes(setting.args)
+    return [RankMemory.static_of(count, each, messages) for count in _sizes(setting)]
 
 
 def _room(setting: Setting) -> float:
-    """What weights and optimizer leave to activations, as a fraction of 1F1B's; negative where they do not fit."""
-    left = setting.device.memory - max(static_bytes(setting))
-    return left / _rank_activations(setting) / setting.pipeline
+    """What all else leaves to activations, as a fraction of 1F1B's; negative where there is no room."""
+    held = max(rank.device for rank in _static(setting))
+    left = setting.device.memory - RESERVED - held - setting.memory.most_passing
+    return left / setting.memory.of_rank(setting.pipeline) / setting.pipeline
 
 
-def _times(setting: Setting) -> SlotTimes:
-    return slot_times(setting.microbatch, setting.device, setting.correction)
-
-
-def _latency(setting: Setting) -> float:
-    """All messages are taken to cross nodes where any does."""
-    return p2p_seconds(setting.microbatch, setting.device, same_node=setting.gpus <= setting.device.node)
-
-
-def _held_by_slot(setting: Setting) -> list[float]:
-    """Bytes a microbatch leaves in each slot; the embedding's dropout keeps its mask and its output goes on."""
-    model, tokens = setting.model, setting.microbatch.tokens / setting.tensor
-    ends = 3.0 * model.hidden * tokens, model.output_layer.held * tokens
-    return [ends[0], *[model.layer.whole.held * tokens] * model.layers, ends[1]]
-
-
-def _kept_for_output(setting: Setting) -> tuple[float, float]:
-    """Bytes that S leaves to T: hidden states on each rank, and of all words together what the loss says of them."""
-    model, tokens = setting.model, setting.microbatch.tokens / setting.tensor
-    return 2.0 * model.hidden * tokens, 2.0 * model.vocabulary * tokens
-
-
-def _left_to_w(setting: Setting) -> float:
-    """Of a layer's activations, the part that waits from I to W; a whole backward leaves nothing."""
-    return _kept(setting) if setting.method.schedule == "1f1b" else _WAITS_FOR_WEIGHTS
-
-
-def _kept(setting: Setting) -> float:
-    """The part of a layer's activations that is there from F to I: all, or two bytes a token and unit of its input."""
-    return _layer_input(setting) if setting.method.recompute else 1.0
-
-
-def _layer_input(setting: Setting) -> float:
-    return 2 * setting.model.hidden / setting.model.layer.whole.held
-
-
-def _by_layers(setting: Setting) -> bool:
-    """Whether costs are those of decoder layers, the ends on top, and not of slots that are all alike."""
-    return setting.method.shared or setting.method.relieves
-
-
-def _rank_activations(setting: Setting) -> float:
-    held = _held_by_slot(setting)
-    return sum(held[1:-1] if _by_layers(setting) else held) / setting.pipeline
-
-
-def _parameters(setting: Setting) -> list[float]:
-    """Of one GPU of each pipeline rank."""
-    model, placement = setting.model, setting.placement
-    ends = float(model.vocabulary * model.hidden)
-    if setting.method.shared:
-        counts = even(model.layers, placement.stages)
-        layers = [sum(counts[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
-        both = 2 * ends / placement.ranks
-        return [(count * model.layer_parameters + both) / setting.tensor for count in layers]
-    slots = [ends, *[float(model.layer_parameters)] * model.layers, ends]
-    each = len(slots) // placement.stages
-    of_stage = [sum(slots[stage * each : (stage + 1) * each]) / setting.tensor for stage in range(placement.stages)]
-    return [sum(of_stage[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+def _sizes(setting: Setting) -> list[Count]:
+    """Parameters of one GPU of each pipeline rank."""
+    return parameters(setting.build).by_stage(setting.layers, setting.placement.rank_of, setting.method.shared)

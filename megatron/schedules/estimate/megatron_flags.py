@@ -3,51 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.layer_pattern import moe_freq_type
-from megatron.schedules.estimate.shape import Experts, Shape
-from megatron.schedules.estimate.transformer import Latent
+from megatron.schedules.estimate.shape import Experts, Latent, Shape
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import read_text
 
 Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 """What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""
 
 FLAGS: Flags = {
+    "--account-for-embedding-in-pipeline-split": (None, False),
+    "--account-for-loss-in-pipeline-split": (None, False),
+    "--accumulate-allreduce-grads-in-fp32": (None, False),
+    "--add-qkv-bias": (None, False),
     "--attention-dropout": (float, 0.1),
+    "--bf16": (None, False),
+    "--context-parallel-size": (int, 1),
+    "--cross-entropy-fusion-impl": (str, "native"),
+    "--cross-entropy-loss-fusion": (None, False),
+    "--disable-bias-linear": (None, True),
+    "--distributed-backend": (str, "nccl"),
+    "--exp-avg-dtype": (str, "fp32"),
+    "--exp-avg-sq-dtype": (str, "fp32"),
     "--expert-model-parallel-size": (int, 1),
+    "--expert-tensor-parallel-size": (int, None),
     "--ffn-hidden-size": (int, None),
+    "--fp16": (None, False),
+    "--fp32-residual-connection": (None, False),
+    "--global-batch-size": (int, None),
+    "--grad-reduce-in-bf16": (None, False),
     "--group-query-attention": (None, False),
     "--hidden-dropout": (float, 0.1),
     "--hidden-size": (int, None),
     "--kv-channels": (int, None),
     "--kv-lora-rank": (int, 32),
+    "--main-grads-dtype": (str, "fp32"),
     "--make-vocab-size-divisible-by": (int, 128),
+    "--max-position-embeddings": (int, None),
+    "--micro-batch-size": (int, None),
     "--moe-ffn-hidden-size": (int, None),
     "--moe-layer-freq": (moe_freq_type, 1),
     "--moe-router-topk": (int, 2),
+    "--moe-shared-expert-gate": (None, False),
     "--moe-shared-expert-intermediate-size": (int, None),
     "--mtp-num-layers": (int, None),
     "--multi-latent-attention": (None, False),
+    "--no-bias-swiglu-fusion": (None, True),
+    "--no-create-attention-mask-in-dataloader": (None, True),
+    "--no-position-embedding": (None, True),
+    "--no-rope-fusion": (None, True),
+    "--normalization": (str, "LayerNorm"),
     "--num-attention-heads": (int, None),
+    "--num-distributed-optimizer-instances": (int, 1),
     "--num-experts": (int, None),
     "--num-layers": (int, None),
     "--num-query-groups": (int, 1),
+    "--optimizer": (str, "adam"),
+    "--optimizer-cpu-offload": (None, False),
+    "--optimizer-offload-fraction": (float, 1.0),
+    "--padded-vocab-size": (int, None),
+    "--position-embedding-type": (str, "learned_absolute"),
     "--q-lora-rank": (int, None),
     "--qk-head-dim": (int, 128),
+    "--qk-layernorm": (None, False),
     "--qk-pos-emb-head-dim": (int, 64),
+    "--recompute-granularity": (str, None),
+    "--recompute-method": (str, None),
+    "--recompute-modules": (list, None),
+    "--recompute-num-layers": (int, None),
     "--seq-length": (int, None),
+    "--sequence-parallel": (None, False),
+    "--sgd-momentum": (float, 0.9),
     "--swiglu": (None, False),
     "--tensor-model-parallel-size": (int, 1),
     "--transformer-impl": (str, "transformer_engine"),
+    "--use-distributed-optimizer": (None, False),
+    "--use-precision-aware-optimizer": (None, False),
+    "--use-rotary-position-embeddings": (None, False),
     "--v-head-dim": (int, 128),
     "--vocab-size": (int, None),
 }
+# Those that are parsed to another attribute than their own.
+NAMED_OTHERWISE = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
+    "--no-position-embedding": "add_position_embedding",
+    "--no-rope-fusion": "apply_rope_fusion",
+}
+_VARIABLE = re.compile(r"\$(?:(?P<name>\w+)|\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\})")
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 
 
@@ -116,28 +166,57 @@ def padded(words: int, args: Any) -> int:
     return -(-words // multiple) * multiple
 
 
-def read(path: Path) -> Shape:
-    """The model that the flags in the file ``path`` describe; what is no flag of a model's shape is passed over.
+def divisible(words: int, args: Any) -> int:
+    """As many words as stock would have, or the fewest more of which all pipeline ranks have as many."""
+    tensor, ranks = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    multiple = tensor * math.lcm(args.make_vocab_size_divisible_by, ranks)
+    return words if words % (tensor * ranks) == 0 else -(-words // multiple) * multiple
+
+
+def parse(text: str, name: str) -> argparse.Namespace:
+    """What Megatron's parser would make of the flags of a model in ``text``; all else is passed over.
+
+    Variables that ``text`` sets itself, as a shell script does, are put in.
+
+    Args:
+        text: flags, or a shell script with flags.
+        name: of the model or its file, for errors.
 
     Raises:
-        PlanError: in one line, what is wrong with the file.
+        PlanError: in one line, what is wrong with it.
     """
-    text = read_text(path, "model")
     try:
         # As in a shell: lines go on after a backslash, and comments are none of it.
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise PlanError(f"{path}: {str(error).lower()}", "model") from None
+        raise PlanError(f"{name}: {str(error).lower()}", "model") from None
     parser = _Parser(add_help=False, allow_abbrev=False)
-    declare(parser, FLAGS)
+    declare(parser, FLAGS, NAMED_OTHERWISE)
     try:
-        args, _ = parser.parse_known_args(words)
+        args, _ = parser.parse_known_args(_put_in(words))
         check_bounds(args)
+        if args.vocab_size is None and args.padded_vocab_size:
+            args.vocab_size = args.padded_vocab_size
         if missing := [flag for flag in _NEEDED if getattr(args, attribute(flag)) is None]:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        return shape(args, padded(args.vocab_size, args))
+        shape(args, padded(args.vocab_size, args))
+        return args
     except ValueError as error:
-        raise PlanError(f"{path} holds no model in Megatron's flags: {error}", "model") from None
+        raise PlanError(f"{name} holds no model in Megatron's flags: {error}", "model") from None
+
+
+def _put_in(words: Sequence[str]) -> list[str]:
+    """``words`` of a script: arrays without their parentheses, variables with their last value, or its default."""
+    values: dict[str, str] = {}
+    found = []
+    for word in words:
+        word = re.sub(r"^\w+\+?=\(", "", word)  # the first of an array
+        word = word[:-1] if word.count(")") > word.count("(") else word
+        word = _VARIABLE.sub(lambda each: values.get(each["name"] or each["braced"], each["default"] or each[0]), word)
+        if set_here := re.fullmatch(r"(\w+)=(.*)", word):
+            values[set_here[1]] = set_here[2]
+        found.append(word)
+    return found
 
 
 def _with_experts(frequency: int | list[int], layers: int) -> tuple[bool, ...]:

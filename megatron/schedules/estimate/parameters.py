@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.transformer import Latent
+from megatron.schedules.estimate.shape import Latent
 
 
 class Count(NamedTuple):

@@ -22,6 +22,7 @@ from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
 
+from megatron.schedules.estimate.megatron_flags import divisible
 from megatron.schedules.integration import checkpoints, log_line
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
@@ -34,7 +35,6 @@ from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings import settings_of
-from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.arithmetic import shape_of

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.schedules.estimate.device_memory import RankMemory, memory
-from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.megatron_flags import divisible
+from megatron.schedules.estimate.model_build import as_built, rank_memory
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.memory_limit import message_bytes
-from megatron.schedules.integration.flags.model_build import as_built, numbers
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.utils.errors import PlanError
 
@@ -49,21 +47,12 @@ def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
     Raises:
         PlanError: where flags leave the model's sizes to a checkpoint.
     """
-    shape, placement, held = shape_of(args), planner.placement, asked.request.costs.memory
-    counts = asked.request.layers_on(placement)
-    if shape is None or counts is None or held is None:
+    shape, request = shape_of(args), asked.request
+    counts = request.layers_on(planner.placement)
+    if shape is None or counts is None or request.costs.memory is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
-    shared = asked.request.costs.shared_vocabulary
-    if shared:
+    if request.costs.shared_vocabulary:
         shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
     build = as_built(args, shape)
-    found = memory(
-        planner.first,
-        planner.timeline.costs,
-        held,
-        counts,
-        parameters(build).by_stage(counts, placement.rank_of, shared),
-        numbers(args),
-        [count * message_bytes(args) for count in planner.messages],
-    )
+    found = rank_memory(args, build, planner.first, planner.timeline.costs, request, planner.messages)
     return Estimate(found, counts, shape, build.shape.fused)

@@ -56,7 +56,7 @@ def flags_of(prefix: str) -> Mapping[str, str]:
             "stage_weights": "stage_weights",
             "stage_activations": "stage_activations",
             "weight_share": "weight_share",
-            "recompute": "recompute_share",
+            "stock_recompute": "recompute_share",
             "kept": "kept_share",
             "layer_input": "layer_input_share",
             "copy": "copy_time",

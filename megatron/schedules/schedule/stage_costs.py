@@ -118,7 +118,7 @@ class StageCosts:
 
     def least(self, placement: Placement) -> float:
         """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
-        return max(self._least(placement))
+        return max(self.least_by_rank(placement))
 
     def limits(self, placement: Placement, limit: float) -> list[float]:
         """What each rank may hold where an average one may hold ``limit``.
@@ -128,12 +128,12 @@ class StageCosts:
         beyond = self._beyond(placement)
         if not any(beyond):
             return [limit] * placement.ranks
-        both = zip(beyond, self._least(placement), strict=True)
+        both = zip(beyond, self.least_by_rank(placement), strict=True)
         return [min(limit, max(limit - more, least)) if more else limit for more, least in both]
 
     def within(self, placement: Placement, peaks: Sequence[float]) -> float:
         """The least that an average rank must be let hold for ranks to hold ``peaks``."""
-        of_ranks = zip(peaks, self._beyond(placement), self._least(placement), strict=True)
+        of_ranks = zip(peaks, self._beyond(placement), self.least_by_rank(placement), strict=True)
         return max(peak + more * (peak > least) for peak, more, least in of_ranks)
 
     def _beyond(self, placement: Placement) -> list[float]:
@@ -143,7 +143,7 @@ class StageCosts:
         own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
         return [max(0.0, each - sum(own) / placement.ranks) for each in own]
 
-    def _least(self, placement: Placement) -> list[float]:
+    def least_by_rank(self, placement: Placement) -> list[float]:
         """For each rank, the least memory in which one microbatch runs."""
         doing = self.doing(placement)
         spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]

@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.integration.flags.costs import assumed, costs_of, layers_of
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
 from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.flags.memory_limit import MESSAGES, with_memory_limit
+from megatron.schedules.integration.flags.memory_limit import with_memory_limit
 from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.refuse import refuse

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.schedules.estimate.device_memory import model_memory
+from megatron.schedules.estimate.megatron_flags import divisible
+from megatron.schedules.estimate.model_build import as_built, with_model
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.model_build import as_built, numbers, recompute, tokens
-from megatron.schedules.integration.flags.stock_recompute import recomputed_share
-from megatron.schedules.integration.flags.vocabulary import divisible
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, placed_by_hand, wrong_layers
 from megatron.schedules.job.settings import Settings
@@ -50,26 +49,8 @@ def costs_of(args: Any, settings: Settings, stages: int) -> Costs:
     profile, custom = _read(args, settings, shape)
     costs = _times(args, settings, shape, profile, custom)
     if shape is not None:
-        if profile is None or profile.facts.recompute is None:
-            parts = shape.layer(experts=shape.experts is not None)
-            costs = replace(costs, stock_recompute=recomputed_share(args, parts, shape.layers / stages))
-        stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-        memory = model_memory(
-            as_built(args, shape),
-            tokens(args),
-            recompute(args),
-            shared=shared,
-            # Where the planner places layers, it makes room for the parameters that come with them.
-            numbers=numbers(args) if layers == "auto" else None,
-        )
-        memory = memory if profile is None else profile.memory(memory)
-        costs = replace(
-            costs,
-            model=replace(costs.model or shape.loads, stand_in=stand_in),
-            shared_vocabulary=shared,
-            memory=memory,
-            weight_share=memory.weight_share,
-        )
+        build, is_searched = as_built(args, shape), layers == "auto"
+        costs = with_model(costs, args, build, stages, shared=shared, placed=is_searched, profile=profile)
     return costs if custom is None else custom.added_to(costs)
 
 
@@ -132,7 +113,7 @@ def _times(
     if profile is not None:
         return profile.costs(args.pipeline_model_parallel_size)
     given = custom.times if custom is not None else settings.costs.times if settings.costs is not None else None
-    return given or (Costs() if shape is None else Costs(*shape.loads.ratio))
+    return given or (Costs() if shape is None else Costs(*loads(as_built(args, shape)).ratio))
 
 
 def _fault(facts: Facts, args: Any, shape: Shape) -> str:

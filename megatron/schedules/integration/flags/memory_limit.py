@@ -6,16 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from megatron.schedules.estimate.model_build import MESSAGES, message_bytes
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.model_build import number_bytes
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.utils.errors import PlanError
-
-# Most plans hold fewer messages on a rank at once. A plan's own number is known only once it is made; where it is
-# larger, the plan is made again with room for them.
-MESSAGES = 8
 
 
 def with_memory_limit(args: Any, limit: MemoryLimit, request: Request, messages: int = MESSAGES) -> Request:
@@ -28,7 +24,7 @@ def with_memory_limit(args: Any, limit: MemoryLimit, request: Request, messages:
         args: Megatron's, validated or not.
         limit: a fraction or bytes.
         request: for ``adaptive``, its costs and what may be recomputed or offloaded settled.
-        messages: how many a rank may hold at once.
+        messages: how many a rank may hold at once. Where a plan holds more, it is made again with room for them.
 
     Raises:
         PlanError: for too few bytes.
@@ -54,9 +50,3 @@ def _rounded_up(number: float) -> float:
     """To four significant digits, so that what is named works."""
     scale = 10.0 ** (3 - math.floor(math.log10(number)))
     return math.ceil(scale * number) / scale
-
-
-def message_bytes(args: Any) -> float:
-    """One microbatch's hidden states on one rank."""
-    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))

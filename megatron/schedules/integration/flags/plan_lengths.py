@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.schedules.estimate.model_build import as_built
+from megatron.schedules.estimate.times import attention_shares
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job.settings import Settings
@@ -60,4 +62,4 @@ def attention_of(args: Any) -> tuple[float, float]:
     """The shares of an average layer's F and I that attention takes at the full sequence length."""
     shape = shape_of(args)
     assert shape is not None, "checked before"
-    return shape.attention
+    return attention_shares(as_built(args, shape))

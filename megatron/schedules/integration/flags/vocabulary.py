@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-
-def divisible(words: int, args: Any) -> int:
-    """As many words as stock would have, or the fewest more of which all ranks have as many."""
-    tensor, ranks = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    multiple = tensor * math.lcm(args.make_vocab_size_divisible_by, ranks)
-    return words if words % (tensor * ranks) == 0 else -(-words // multiple) * multiple
+from megatron.schedules.estimate.megatron_flags import divisible
 
 
 def indivisible(args: Any) -> str:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.device_memory import Numbers, Recompute
+from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
+from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.times import loads
+from megatron.schedules.estimate.work import Work, layer_work
+from megatron.schedules.measure.profile_facts import Profile
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
+# Most plans hold fewer messages on a rank at once; how many is known once a plan's programs are made.
+MESSAGES = 8
 # Tensors of the parameter's size in single precision that each keeps; of others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
 
@@ -50,6 +61,83 @@ def as_built(args: Any, shape: Shape) -> Build:
         number=number,
         residual=4 if args.fp32_residual_connection else number,
     )
+
+
+def with_model(
+    costs: Costs,
+    args: Any,
+    build: Build,
+    stages: float,
+    *,
+    shared: bool,
+    placed: bool = False,
+    profile: Profile | None = None,
+) -> Costs:
+    """``costs`` with what the parts of ``build`` take and keep, Megatron's recompute included.
+
+    Args:
+        costs: times; their ``model``, where they have one, goes before arithmetic.
+        args: Megatron's, parsed but not validated.
+        build: of them.
+        stages: of the plan, or, where that is searched for, at most.
+        shared: whether all pipeline ranks share the vocabulary.
+        placed: whether the planner places the layers, and makes room for the parameters that come with them.
+        profile: what was measured of the model, if anything.
+    """
+    kept = model_memory(build, tokens(args), recompute(args), shared=shared, numbers=numbers(args) if placed else None)
+    kept = kept if profile is None else profile.memory(kept)
+    again = recomputed_share(args, layer_work(build, experts=any(build.where)), build.shape.layers / stages)
+    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    return replace(
+        costs,
+        model=replace(costs.model or loads(build), stand_in=stand_in),
+        # Measured times have it where it was on.
+        stock_recompute=again if profile is None or profile.facts.recompute is None else costs.stock_recompute,
+        shared_vocabulary=shared,
+        memory=kept,
+        weight_share=kept.weight_share,
+    )
+
+
+def rank_memory(
+    args: Any, build: Build, schedule: Schedule, on_stages: StageCosts, request: Request, messages: Sequence[float]
+) -> tuple[RankMemory, ...]:
+    """What each rank of ``schedule`` holds.
+
+    Args:
+        args, build: the model.
+        schedule, on_stages: the plan, and what it was made for on its placement.
+        request: of the plan; its costs have the model's memory.
+        messages: how many each rank holds at most.
+    """
+    costs, placement = request.costs, schedule.placement
+    counts = request.layers_on(placement)
+    assert costs.memory is not None and counts is not None, "the model is known"
+    sizes = parameters(build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
+    each = message_bytes(args)
+    return memory(schedule, on_stages, costs.memory, counts, sizes, numbers(args), [each * one for one in messages])
+
+
+def recomputed_share(args: Any, work: Work, layers_a_stage: float) -> float:
+    """The part of the forward that I computes once more, as ``--recompute-granularity`` and its like ask.
+
+    Times given with ``--pipeline-costs`` are those without recompute.
+
+    Args:
+        args: Megatron's, validated or not.
+        work: of a decoder layer.
+        layers_a_stage: decoder layers of a stage, of which ``--recompute-method block`` recomputes a number.
+    """
+    found = recompute(args)
+    if found.layers != 0:
+        return 1.0 if found.layers is None else min(1.0, found.layers / max(layers_a_stage, 1.0))
+    return sum(work.share(module) for module in found.modules)
+
+
+def message_bytes(args: Any) -> float:
+    """One microbatch's hidden states on one rank."""
+    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))
 
 
 def number_bytes(args: Any) -> int:

@@ -1,0 +1,138 @@
+"""Models by name or by a file of Megatron's flags: one reader for the command line and the grid search."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.model_build import as_built
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.estimate.work import layer_work, output_layer
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import read_text
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT.
+
+    Args:
+        name: as people say it, or its file's.
+        flags: Megatron's, of which later ones go before earlier ones.
+    """
+
+    name: str
+    flags: str
+
+    @cached_property
+    def args(self) -> argparse.Namespace:
+        """The flags as parsed; a microbatch of one sample, and one GPU for each pipeline rank, where they do not say.
+
+        Raises:
+            PlanError: where they describe no model.
+        """
+        found = megatron_flags.parse(self.flags, self.name)
+        found.micro_batch_size = found.micro_batch_size or 1
+        found.pipeline_model_parallel_size = 1
+        found.world_size = found.tensor_model_parallel_size * found.context_parallel_size
+        return found
+
+    def trained(self, **changes: Any) -> argparse.Namespace:
+        """The flags as parsed, with ``changes``."""
+        found = copy.copy(self.args)
+        vars(found).update(changes)
+        return found
+
+    def of_length(self, tokens: int) -> Model:
+        """The same with samples of so many tokens."""
+        return Model(self.name, f"{self.flags} --seq-length {tokens} --max-position-embeddings {tokens}")
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample."""
+        return int(self.args.seq_length)
+
+    @cached_property
+    def whole(self) -> Build:
+        """The model on a single GPU."""
+        return built(self.trained(tensor_model_parallel_size=1, expert_model_parallel_size=1))
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model, the embedding counted once, as the names of the paper's models count it."""
+        found = parameters(self.whole)
+        return sum(layer.all for layer in found.layers) + found.table.all + found.last.all
+
+    @cached_property
+    def flops_a_token(self) -> float:
+        """Forward and backward without recompute, causal attention counted by half as Megatron's logs count it."""
+        kinds = {experts: layer_work(self.whole, experts=experts).flops for experts in set(self.whole.where)}
+        return 3 * (sum(kinds[each] for each in self.whole.where) + output_layer(self.whole).flops)
+
+
+def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
+    """The build of a model's ``args``; with ``shared`` its vocabulary divides by the pipeline ranks too."""
+    words = megatron_flags.padded(args.vocab_size, args)
+    if shared:
+        words = megatron_flags.divisible(words, args)
+    return as_built(args, megatron_flags.shape(args, words))
+
+
+def gpt(name: str, layers: int, heads: int, hidden: int, sequence: int = 1024, vocabulary: int = 32_000) -> Model:
+    """A GPT in bf16 with two tables of words, as the paper's."""
+    return Model(
+        name,
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
+        f"--max-position-embeddings {sequence} --vocab-size {vocabulary} --untie-embeddings-and-output-weights --bf16",
+    )
+
+
+_LLAMA = (
+    "--group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --seq-length 8192 "
+    "--max-position-embeddings 8192 --vocab-size 128256 --untie-embeddings-and-output-weights --bf16"
+)
+# arXiv 2405.15362, table 3; a vocabulary of 32000 gives the sizes in their names. Meta's Llama 3: arXiv 2407.21783,
+# table 3.
+MODELS = {
+    model.name: model
+    for model in (
+        gpt("9.6B", 30, 40, 5120),
+        gpt("21B", 46, 48, 6144),
+        gpt("38.5B", 62, 56, 7168),
+        gpt("98.5B", 78, 80, 10240),
+        Model(
+            "Llama-3-8B",
+            f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 {_LLAMA}",
+        ),
+        Model(
+            "Llama-3-70B",
+            f"--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 {_LLAMA}",
+        ),
+    )
+}
+
+
+def find_model(model: str) -> Model:
+    """The model of that name, or of that file of flags.
+
+    Raises:
+        PlanError: where there is none, or its flags describe none.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
+        close = difflib.get_close_matches(model, MODELS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
+        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
+    found = Model(model, read_text(Path(model), "model"))
+    _ = found.args  # refused here rather than where it is used
+    return found

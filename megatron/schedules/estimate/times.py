@@ -1,0 +1,167 @@
+"""How long a model's passes take: what they compute and move, by what a device asks for it.
+
+A device is a GPU by name (:mod:`.roofline`), in seconds, or none in particular (:data:`ANY`), where what a GPU does for
+each byte weighs what is moved against what is computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from megatron.schedules.estimate.activations import activations, whole
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.work import Product, Work, layer_work, output_layer
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+
+# Products of attention's backward against its forward: in one kernel, which computes the scores again (arXiv
+# 2205.14135), and where the scores are kept.
+_FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
+# Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
+_MOVED_BY_LOGITS = 18.0, 6.0
+
+
+class PassTimes(NamedTuple):
+    """F, I and W."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+    @property
+    def whole(self) -> float:
+        """All three."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def scaled(self, by: PassTimes) -> PassTimes:
+        """Each times its own factor."""
+        return PassTimes(*(mine * factor for mine, factor in zip(self, by, strict=True)))
+
+
+ONES = PassTimes(1.0, 1.0, 1.0)
+
+
+class Prices(Protocol):
+    """What a device asks for each sort of work."""
+
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
+        """One product of matrices."""
+        ...
+
+    def attention(self, flops: float, *, backward: bool) -> float:
+        """Attention itself."""
+        ...
+
+    def stream(self, size: float, kernels: int = 1) -> float:
+        """Reading or writing ``size`` bytes of memory, by so many kernels."""
+        ...
+
+    def shared(self, size: float, ranks: int) -> float:
+        """Gathering or reducing ``size`` bytes by tensor-parallel ranks."""
+        ...
+
+    def sent(self, size: float) -> float:
+        """Sending ``size`` bytes to experts on other ranks."""
+        ...
+
+
+class _AnyDevice:
+    """A GPU does some 200 multiplications and additions while its memory moves a byte.
+
+    An A100 does 150 and an H100 300 (data sheets).
+    """
+
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
+        return 2.0 * rows * columns * inner
+
+    def attention(self, flops: float, *, backward: bool) -> float:
+        return flops
+
+    def stream(self, size: float, kernels: int = 1) -> float:
+        return 200.0 * size
+
+    def shared(self, size: float, ranks: int) -> float:
+        return 0.0
+
+    def sent(self, size: float) -> float:
+        return 0.0
+
+
+ANY = _AnyDevice()
+
+
+def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: PassTimes = ONES) -> ModelLoads:
+    """What each part of ``build`` takes and keeps for ``tokens`` of a microbatch on one rank.
+
+    Args:
+        build: the model as its ranks have it.
+        prices: the device's.
+        tokens: of a microbatch on one rank.
+        correction: measured over modelled times of a decoder layer.
+    """
+    kept = activations(build)
+    kinds = {
+        experts: layer_times(build, prices, tokens, experts=experts).scaled(correction) for experts in set(build.where)
+    }
+    layers = tuple(
+        Part(split=Load(*kinds[experts], tokens * whole(layer).forward))
+        for experts, layer in zip(build.where, kept.layers, strict=True)
+    )
+    output = output_times(build, prices, tokens)
+    last = Part(whole=Load(*output, tokens * kept.last.forward))
+    for _ in range(build.shape.ahead):
+        # Two streams are joined by a projection before the layer, and its logits are computed beside the model's.
+        joined = _linear(Product(2 * build.shape.hidden, build.shape.hidden / build.tensor), prices, tokens)
+        layer = Load(*kinds[build.where[-1]]).plus(Load(*joined, tokens * kept.ahead.forward))
+        last = last.plus(Part(layer, Load(*output)))
+    looked_up = prices.stream(4.0 * build.shape.hidden * tokens / build.tensor)
+    first = Part(whole=Load(looked_up, looked_up, 0.0, tokens * kept.first.forward))
+    alone, together = kept.words
+    return ModelLoads(first, layers, last, kept_for_output=(tokens * alone, tokens * together))
+
+
+def attention_shares(build: Build) -> tuple[float, float]:
+    """The shares of an average layer's F and I that are attention's, of a sample that is one sequence."""
+    scores, mean = layer_work(build).scores, loads(build).mean
+    return scores / mean.forward, _backward(build) * scores / mean.input_grad
+
+
+def layer_times(build: Build, prices: Prices, tokens: float, *, experts: bool = False) -> PassTimes:
+    """One decoder layer's."""
+    work = layer_work(build, experts=experts)
+    times = [_linear(each, prices, tokens) for each in (*work.attention, *work.mlp)]
+    forward, input_grad, weight_grad = (sum(each) for each in zip(*times, strict=True))
+    scores, (moved_forward, moved_backward) = work.scores * tokens, work.moved
+    forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
+    input_grad += prices.attention(_backward(build) * scores, backward=True)
+    input_grad += prices.stream(moved_backward * tokens, 6)
+    # W's messages are behind its products.
+    messages = _messages(build, work, prices, tokens)
+    return PassTimes(forward + messages, input_grad + messages, weight_grad)
+
+
+def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
+    """The output layer's and the loss's."""
+    forward, input_grad, weight_grad = _linear(output_layer(build), prices, tokens)
+    moved = [prices.stream(each * tokens * build.shape.vocabulary / build.tensor, 0) for each in _MOVED_BY_LOGITS]
+    return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
+
+
+def _linear(product: Product, prices: Prices, tokens: float) -> PassTimes:
+    inner, out, rows, parts = product
+    each = tokens * rows / parts
+    return PassTimes(
+        parts * prices.product(each, out, inner),
+        parts * prices.product(each, inner, out),
+        # Added to gradients in single precision: read and written.
+        parts * prices.product(out, inner, each, bytes_out=8),
+    )
+
+
+def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+    """Two all-gathers and two reduce-scatters each way (arXiv 2205.05198, section 4.2.2), and experts' tokens."""
+    found = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
+    return found + (2 * prices.sent(work.routed * tokens) if work.routed else 0.0)
+
+
+def _backward(build: Build) -> float:
+    return _FUSED_BACKWARD if build.shape.fused else _KEPT_BACKWARD

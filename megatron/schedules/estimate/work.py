@@ -1,0 +1,120 @@
+"""What the parts of a model compute for one token on one tensor-parallel rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.shape import Experts, Latent
+
+
+class Product(NamedTuple):
+    """A linear.
+
+    Args:
+        inner, out: widths of what goes in and of what comes out.
+        rows: for each token of a microbatch.
+        parts: products of their own that share the rows: experts.
+    """
+
+    inner: float
+    out: float
+    rows: float = 1.0
+    parts: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions for a token, forward."""
+        return 2.0 * self.rows * self.inner * self.out
+
+
+class Work(NamedTuple):
+    """A decoder layer's, as arXiv 2205.05198 takes it apart in appendix A.
+
+    Args:
+        attention, mlp: linears of both parts.
+        scores: multiplications and additions of attention itself, forward.
+        moved: bytes that F and I move beside products: norms, dropouts and sums around them, activation functions.
+        routed: bytes sent to experts on other ranks, and again on the way back.
+    """
+
+    attention: tuple[Product, ...]
+    mlp: tuple[Product, ...]
+    scores: float
+    moved: tuple[float, float]
+    routed: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """All of them, forward."""
+        return self.scores + sum(each.flops for each in (*self.attention, *self.mlp))
+
+    def share(self, module: str) -> float:
+        """The part of the forward that is ``module``, by Megatron's name for it; 0 for what is small."""
+        mlp = sum(each.flops for each in self.mlp)
+        return {"core_attn": self.scores, "mlp": mlp, "moe": mlp}.get(module, 0.0) / self.flops
+
+
+def layer_work(build: Build, *, experts: bool = False) -> Work:
+    """One decoder layer's, dense or with experts."""
+    shape, tensor = build.shape, build.tensor
+    linears, scored = _attention(build) if shape.latent is None else _latent(build, shape.latent)
+    inner = float(shape.inner or 4 * shape.hidden)
+    mlp = _linears(build, inner, tensor)
+    if experts and shape.experts is not None:
+        mlp, inner = _experts(build, shape.experts)
+    around = 22.0 * shape.hidden / (tensor if build.sequence_parallel else 1)
+    return Work(
+        attention=linears,
+        mlp=mlp,
+        # Causal: each token looks at half of the sequence on average, once for the scores and once with them.
+        scores=shape.sequence * scored,
+        moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
+        routed=_routed(build, shape.experts) if experts and shape.experts is not None else 0.0,
+    )
+
+
+def output_layer(build: Build) -> Product:
+    """The output layer."""
+    return Product(build.shape.hidden, build.shape.vocabulary / build.tensor)
+
+
+def _attention(build: Build) -> tuple[tuple[Product, ...], float]:
+    hidden, queries = build.shape.hidden, build.queries / build.tensor
+    keys = float(build.groups * build.head)
+    return (Product(hidden, queries + 2 * keys), Product(queries, hidden)), 2 * queries
+
+
+def _latent(build: Build, latent: Latent) -> tuple[tuple[Product, ...], float]:
+    """Down-projections are whole on every tensor-parallel rank."""
+    hidden, heads = build.shape.hidden, build.shape.heads / build.tensor
+    queries, values = heads * (latent.head + latent.position), heads * latent.value
+    if latent.query is None:
+        into: tuple[Product, ...] = (Product(hidden, queries),)
+    else:
+        into = Product(hidden, latent.query), Product(latent.query, queries)
+    return (
+        *into,
+        Product(hidden, latent.key_value + latent.position),
+        Product(latent.key_value, heads * latent.head + values),
+        Product(values, hidden),
+    ), queries + values
+
+
+def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: float = 1.0) -> tuple[Product, ...]:
+    hidden, wide = build.shape.hidden, (2 if build.shape.gated else 1) * inner / tensor
+    return Product(hidden, wide, rows, parts), Product(inner / tensor, hidden, rows, parts)
+
+
+def _experts(build: Build, found: Experts) -> tuple[tuple[Product, ...], float]:
+    """The linears, and the width that one token meets in all of them."""
+    rows = found.chosen * build.expert_tensor / build.tensor
+    linears = _linears(build, found.inner, build.expert_tensor, rows, max(1.0, found.number))
+    if found.shared:
+        linears += _linears(build, found.shared, build.tensor)
+    return linears, found.inner * found.chosen + found.shared
+
+
+def _routed(build: Build, found: Experts) -> float:
+    apart = max(1.0, build.experts / found.number)
+    return 2.0 * build.shape.hidden * found.chosen / build.tensor * (1 - 1 / apart)
