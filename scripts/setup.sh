@@ -106,7 +106,7 @@ if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; the
   isolation=()
 fi
 run_pip install -c "$root/constraints.txt" setuptools
-run_pip install -c "$root/constraints.txt" "${isolation[@]}" -e "${root}[megatron,pictures,dev]"
+run_pip install -c "$root/constraints.txt" "${isolation[@]}" -e "${root}[megatron,pictures,docs,dev]"
 
 # The stamp is written last, and whole: nothing that was cut short looks finished.
 fingerprint >"$stamp.new"

@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "examples/slurm/one_node.sbatch": ["models/3.2B.sh"],
     "examples/slurm/sweep.sh": ["3.2B"],
     "examples/slurm/train.sh": [],
+    "scripts/build_docs.sh": [],
     "scripts/benchmark.sh": [],
     "scripts/benchmark_planning.sh": [],
     "scripts/measure_on_gpu.sh": [],

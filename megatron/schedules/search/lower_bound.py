@@ -13,11 +13,13 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     """No schedule on ``placement`` that holds at most ``limit`` microbatches a rank ends sooner (same unit as costs).
 
     The largest of, for every rank,
+
     - its work, after the forwards that lead to it and before the input gradients that lead on from it;
     - its memory: each microbatch on a stage is held at least as long as its forward, all that comes after it, its
       input and its weight gradient take; these times times what is held must fit under the limit. What may be
       offloaded is away for all that time but for its own copies; what may be recomputed is, for so many microbatches
       as make work and memory press alike;
+
     and of the one chain of passes that a single microbatch is.
     """
     stages = range(placement.stages)

@@ -1,0 +1,112 @@
+"""The documentation site builds without a warning and without torch, and its sections name every page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron.schedules.schedule.kinds import Kind
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {
+    path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*") if path.suffix in (".md", ".rst")
+}
+# Which rooms work without torch and Megatron; the command line's is described by its own help.
+(TORCH_FREE,) = (
+    {module.rpartition(".")[2] for module in contract["source_modules"]}
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    if contract["name"] == "plans, drawings and the command line do without torch and Megatron"
+)
+
+
+def build(target: Path, python_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = (str(python_path), os.environ.get("PYTHONPATH", ""))
+    return subprocess.run(
+        ["bash", "scripts/build_docs.sh", target],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built where torch cannot be imported, as on a machine that has none."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "no").mkdir()
+    (folder / "no" / "torch.py").write_text("raise ImportError('the documentation needs no torch')\n")
+    built = build(folder / "html", folder / "no", DOCS_SOURCE_URL="https://code.example/main")
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    return folder / "html"
+
+
+def toctrees(page: str) -> list[str]:
+    """The pages that the toctrees of ``page`` name, as paths in docs/."""
+    blocks = re.findall(r"```\{toctree\}\n((?:.|\n)*?)```", (DOCS / f"{page}.md").read_text())
+    lines = [line for block in blocks for line in block.splitlines() if line and not line.startswith(":")]
+    named = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]  # with or without a title of its own
+    return [os.path.normpath(os.path.join(os.path.dirname(page), name)) for name in named]
+
+
+@pytest.mark.timeout(600)
+def test_every_page_is_built_without_a_warning(site: Path) -> None:
+    assert {page for page in PAGES if not (site / f"{page}.html").is_file()} == set()
+
+
+def test_every_page_is_named_once_by_a_section() -> None:
+    named = toctrees("index") + toctrees("api/index")
+    assert sorted(named) == sorted(PAGES - {"index"})
+
+
+@pytest.mark.timeout(600)
+def test_links_to_files_of_the_repository_lead_to_the_repository(site: Path) -> None:
+    """On a code host they are relative, ../megatron/...; no file is copied for them."""
+    page = (site / "architecture.html").read_text()
+    assert 'href="https://code.example/main/megatron/schedules/schedule/kinds.py"' in page
+    assert not re.search(r'href="[^":]*\.\./(megatron|tests|examples)/', page)
+    assert not list(site.rglob("_downloads/*/*.py"))
+
+
+@pytest.mark.timeout(600)
+def test_the_readme_of_slurm_is_a_page_with_working_links(site: Path) -> None:
+    assert "Training under SLURM" in (site / "slurm.html").read_text()
+    assert 'href="gpu.html"' in (site / "slurm.html").read_text()
+    assert 'href="slurm.html"' in (site / "gpu.html").read_text()
+
+
+def test_a_link_to_a_file_that_is_gone_fails_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("docs/conf.py", "scripts/build_docs.sh", "scripts/_start.sh"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "docs" / "index.md").write_text("# Page\n\n[gone](../megatron/gone.py)\n")
+    built = subprocess.run(
+        ["bash", "scripts/build_docs.sh"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert built.returncode == 1
+    assert "docs/index.md:3: WARNING: link to a file that does not exist: " in built.stderr
+
+
+@pytest.mark.timeout(600)
+def test_every_room_that_needs_no_torch_is_in_the_api_reference(site: Path) -> None:
+    assert {page.removeprefix("api/") for page in toctrees("api/index")} == TORCH_FREE - {"cli"}
+    assert "megatron.schedules.schedule.simulator.simulate" in (site / "api" / "schedule.html").read_text()
+
+
+def test_the_glossary_explains_every_kind_of_pass() -> None:
+    page = (DOCS / "glossary.md").read_text()
+    assert [kind for kind in Kind if f"\n| **{kind.value}** | " not in page] == []
