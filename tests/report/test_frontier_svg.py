@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.schedules.report.frontier_svg import Mark, Point, draw_frontier
+from megatron.schedules.report.frontier_svg import Found, Mark, Point, draw_frontier
 
 SVG = "{http://www.w3.org/2000/svg}"
 CURVE = [Point(1, 0.7, 0.6), Point(2, 0.28, 0.1), Point(4, 0.07, 0.02), Point(20, 0.01, 0.0)]
@@ -39,6 +39,18 @@ def test_the_curve_is_steps_within_the_plane():
     expected = [x(2), TOP, y(0.28), x(4), y(0.07), RIGHT]  # the first limit lies above, the last one beyond
     assert path(drawn([]), "curve") == pytest.approx(expected, abs=0.06)
     assert path(drawn([]), "bound") == pytest.approx([x(2), y(0.1), x(4), y(0.02)], abs=0.06)
+
+
+def test_no_curve_is_above_one_of_fewer_means_or_of_a_smaller_limit():
+    """Whatever was found: a plan within less memory, or without recompute, is within the limit too."""
+    curve = [Point(2, 0.2, 0.1), Point(3, 0.22, 0.1), Point(4, 0.1, 0.02), Point(5, 0.05, 0.02)]
+    again = [Found(2, 0.15), Found(4, 0.12), Found(6, 0.06)]
+    text = draw_frontier(curve, [], "", "", (10.0, 0.3), {"again": again})
+    root = ElementTree.fromstring(text)
+    plain = [x(2), TOP, y(0.2), x(3), y(0.2), x(4), y(0.1), x(5), y(0.05), RIGHT]
+    assert path(root, "curve") == pytest.approx(plain, abs=0.06)
+    better = [x(2), TOP, y(0.15), x(3), y(0.15), x(4), y(0.1), x(5), y(0.05), x(6), y(0.05), RIGHT]
+    assert path(root, "again") == pytest.approx(better, abs=0.06)
 
 
 def test_every_schedule_in_the_plane_has_its_point():

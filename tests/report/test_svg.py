@@ -13,6 +13,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.simulator import simulate
+from tests.report.fonts import measured
 from tests.report.made import relieved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,6 +63,50 @@ def test_numbers_where_they_fit():
     assert sorted(numbers) == sorted(str(work.microbatch) for _, work in line.schedule.passes())
     crowded = ElementTree.fromstring(draw_svg([timeline("v-half", 4, 200)]))
     assert not [text for group in crowded.iter(f"{SVG}g") for text in group]
+
+
+def numbered(root: ElementTree.Element) -> dict[tuple[float, float], tuple[str, float]]:
+    """By where its middle lies, each number on a cell, and its size."""
+    return {
+        (float(text.get("x", "")), float(text.get("y", "")) - 0.36 * float(group.get("font-size", ""))): (
+            text.text or "",
+            float(group.get("font-size", "")),
+        )
+        for group in root.iter(f"{SVG}g")
+        for text in group
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "n", "costs"),
+    [
+        *(("1f1b", d, n, "1,1,1,0") for d, n in ((4, 8), (4, 32), (8, 32), (2, 100), (16, 64))),
+        *(("v-half", d, n, "1,1.1,0.75,0.05") for d, n in ((4, 8), (4, 12), (2, 24), (8, 32), (16, 64))),
+        ("zb-1p", 4, 32, "1,2,1,0"),
+    ],
+)
+def test_numbers_fit_their_cells_and_a_row_has_all_of_a_kind_or_none(name, d, n, costs):
+    """Whatever the number: where 12 does not fit, neither 9 nor 12 is there."""
+    line = timeline(name, d, n, costs)
+    text = draw_svg([line])
+    root = ElementTree.fromstring(text)
+    labels, rows = numbered(root), {}
+    for path in root.iter(f"{SVG}path"):
+        for match in CELL.finditer(path.get("d", "") if "cell" in path.get("class", "") else ""):
+            left, top, wide, tall, _ = map(float, match.groups())
+            at = min(labels, key=lambda at: abs(at[0] - left - wide / 2) + abs(at[1] - top - tall / 2), default=(0, 0))
+            has = labels.get(at) if abs(at[0] - left - wide / 2) + abs(at[1] - top - tall / 2) < 0.1 else None
+            rows.setdefault((top, path.get("class")), set()).add(has is not None)
+            if has is not None:
+                assert 6 <= has[1] <= 11 and measured(has[0], has[1]) < wide - 0.8, "a cell's border is free"
+    assert all(len(each) == 1 for each in rows.values())
+    assert ("Numbers in cells are microbatches." in text) == bool(labels)
+
+
+def test_the_wide_cells_of_32_microbatches_are_numbered():
+    line = timeline("1f1b", 8, 32)
+    found = sorted(int(number) for number, _ in numbered(ElementTree.fromstring(draw_svg([line]))).values())
+    assert found == sorted(8 * list(range(32))), "each backward, and no forward"
 
 
 def test_headings_have_bubble_and_memory():

@@ -57,6 +57,19 @@ def test_cells_are_coloured_by_kind_and_chunk_and_numbered():
     assert [cell.strip() for cell, _ in cells] == [str(work.microbatch) for work in line.schedule.order[0]]
 
 
+@pytest.mark.parametrize(
+    ("colour", "width", "numbered"), [(False, 270, "B"), (False, 520, "FB"), (True, 140, "B"), (True, 270, "FB")]
+)
+def test_passes_of_one_length_all_have_their_numbers_or_none_has(colour, width, numbered):
+    """Where 12 does not fit, 9 is not there either; without colours there is a space between numbers, too."""
+    line = timeline("1f1b", 4, 32, "2,1.5,2.5,0")  # B takes twice as long as F
+    first, *below = draw_text([line], width, colour).split("\n")[2:]
+    cells = [first.plain[span.start : span.end].strip() for span in first.spans if getattr(span.style, "bgcolor", None)]
+    found = [cell for cell in cells if cell] if colour else below[0].plain.split()
+    order = line.schedule.order[0]
+    assert found == [str(work.microbatch) for work in order if work.kind.value in numbered]
+
+
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize(
     ("name", "d", "n", "width"),

@@ -246,6 +246,30 @@ def test_dark_paper_and_rows_by_rank(opened: Open):
     assert rows[:3] == [[0, "planned"], [0, "measured"], [1, "planned"]]
 
 
+@in_a_browser
+def test_cells_of_one_length_are_labelled_alike_and_no_label_leaves_its_cell(opened: Open):
+    """Whether a microbatch's number has one digit or two: 32 microbatches of W, in a cell for `12` or too narrow."""
+    page = opened(of_plans([timeline("v-half", 4, 32, "1,1,1,0")], "", ""))
+    page.value(
+        "window.said = [], CanvasRenderingContext2D.prototype.fillText = function (text) {"
+        " if (this.textAlign === 'center') said.push([text, this.measureText(text).width]) }"
+    )
+    forms = []
+    for part in (0.7, 0.5, 0.3, 0.25, 0.2, 0.1):
+        page.value(f"said.length = 0, timeline.show(0.2 * page.until, (0.2 + {part}) * page.until)")
+        left, right, start, until = page.value(
+            "(({left, right, from, until}) => [left, right, from, until])(timeline.chart.scale)"
+        )
+        cell = (right - left) / (until - start)  # of one unit of time, as F, I and W take
+        said = [(text, wide) for text, wide in page.value("said") if re.fullmatch(r"[FIW]\d*|\d+", text)]
+        axis = {f"{time}" for time in range(200)}
+        narrow = [(text, wide) for text, wide in said if text not in axis]
+        assert all(wide <= cell for _, wide in narrow)
+        forms.append({re.sub(r"\d+", "0", text)[1:] for text, _ in narrow})
+    assert all(len(form) <= 1 for form in forms), "either letters alone or letters with numbers"
+    assert {"0"} in forms
+
+
 def split_everywhere(line: Timeline) -> Timeline:
     """Each backward in its two parts, the weight gradient right after the input gradient."""
     parts = {Kind.B: (Kind.I, Kind.W)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.planner.adaptive import least_limit
+from megatron.schedules.search.frontier import ladder
 from tools.benchmarks import planning as benchmark_planning
 from tools.benchmarks import planning_table as table
 from tools.benchmarks.planning_cells import Cell, Result, drawn, measure
@@ -127,5 +128,14 @@ def test_the_drawing_has_curves_of_relief(tmp_path):
     drawn_with = benchmark_planning.drawing(frontier, curves, made)
     assert drawn_with.count('class="again"') == drawn_with.count('class="offload"') == 2, "a curve, and its legend"
     assert "with recompute" in drawn_with
+    assert "with recompute or offload, plans without count too." in drawn_with
     without = benchmark_planning.drawing(frontier, {}, made)
     assert "with recompute" not in without and 'class="again"' not in without
+
+
+def test_curves_of_relief_are_measured_at_every_limit_of_the_curve_without():
+    cells = benchmark_planning.cells_of(PEERS, quick=False)
+    for row in cells.relieved.values():
+        ranks, n = row[0].ranks, row[0].microbatches
+        without = [limit for limit in ladder(ranks, n, [1.0], []) if limit <= ranks]
+        assert [cell.up_to * ranks for cell in row] == without

@@ -31,9 +31,9 @@ from tools.benchmarks.planning_cells import Cell, Result, code_version, measure
 
 _PEERS = Path(__file__).with_name("peers.json")
 _DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
-# Memory limits with recompute and offload, of 1F1B's memory; a quick run takes every other one. A copy one way takes
-# so much of the computing of the same layers.
-_RELIEVED, _COPIES = (0.125, 0.1875, 0.25, 0.3125, 0.375, 0.5, 0.625, 0.75, 1.0), (0.25, 0.5)
+# Memory limits with recompute and offload, of 1F1B's memory: those of the frontier without, one each half microbatch; a
+# quick run takes every fourth one. A copy one way takes so much of the computing of the same layers.
+_RELIEVED, _COPIES = tuple(step / (2 * _DRAWN[0]) for step in range(2, 2 * _DRAWN[0] + 1)), (0.25, 0.5)
 _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 
 
@@ -226,7 +226,11 @@ def drawing(found: Result, relieved: dict[str, list[Found]], peers: table.Peers)
     heading = f"Bubble against activation memory: {d} ranks, {n} microbatches, costs {costs}"
     caption = f"1F1B holds {d}. Beyond the edges: {', '.join(beyond)}"
     if relieved:
-        caption += f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing"
+        caption += (
+            f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
+            "Each curve shows the best plan found for a limit or a smaller one; with recompute or offload, plans "
+            "without count too."
+        )
     return draw_frontier(points, marks, heading, caption, most, relieved)
 
 

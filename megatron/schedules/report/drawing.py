@@ -76,8 +76,7 @@ def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | byte
         from megatron.schedules.report.svg import draw_svg
 
         timelines = [view.timeline for view in drawing.shown]
-        caption = f"{drawing.caption} Numbers in cells are microbatches."
-        svg = draw_svg(timelines, caption, gradients=gradients, labels=drawing.labels, unit=drawing.unit)
+        svg = draw_svg(timelines, drawing.caption, gradients=gradients, labels=drawing.labels, unit=drawing.unit)
         return picture(svg, form)
     if form == "html":
         from megatron.schedules.report.timeline_page import timeline_page

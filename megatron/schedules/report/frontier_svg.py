@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -68,6 +69,9 @@ def draw_frontier(
 ) -> str:
     """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
 
+    A plan within a limit is within every larger one, and a plan without recompute and offload is one that may have
+    them: a curve is never above what was found for a smaller limit, nor above the curve without.
+
     Args:
         curve: by ascending memory.
         relieved: the curves "again" and "offload", where they were measured.
@@ -78,9 +82,10 @@ def draw_frontier(
     """
     chart = _Chart(*most)
     chart.axes(unit)
-    chart.lines([point for point in curve if point.memory <= chart.memory])
-    for look, found in relieved.items():
-        chart.steps(look, [each for each in found if each.memory <= chart.memory])
+    plain = [Found(point.memory, point.bubble) for point in curve]
+    chart.bound(curve)
+    for look, found in {"curve": plain, **{look: [*plain, *found] for look, found in relieved.items()}}.items():
+        chart.steps(look, lowest(found))
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
     height = _n(chart.words(heading, caption))
     return (
@@ -90,6 +95,15 @@ def draw_frontier(
         f"<style>{_style()}</style>\n"
         f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(chart.parts) + "\n</svg>\n"
     )
+
+
+def lowest(found: Sequence[Found]) -> list[Found]:
+    """By ascending memory, for each limit the least that was found for it or for a smaller one."""
+    best: dict[float, float] = {}
+    least = math.inf
+    for memory, lost in sorted(found):
+        best[memory] = least = min(least, lost)
+    return [Found(memory, lost) for memory, lost in best.items()]
 
 
 class _Chart:
@@ -113,10 +127,10 @@ class _Chart:
         self.text(_LEFT - 8, _TOP - 10, "bubble", "faint end")
         self.text(_RIGHT, _FLOOR + 32, f"activation memory of the worst rank, {unit}", "faint end")
 
-    def lines(self, curve: Sequence[Point]) -> None:
-        """The curve as steps, from where it enters the plane; the bound from limit to limit."""
-        self.steps("curve", [Found(point.memory, point.bubble) for point in curve])
-        bound = [(self.x(point.memory), self.y(point.bound)) for point in curve if point.bound <= self.bubble]
+    def bound(self, curve: Sequence[Point]) -> None:
+        """A dashed line from limit to limit."""
+        inside = [point for point in curve if point.memory <= self.memory and point.bound <= self.bubble]
+        bound = [(self.x(point.memory), self.y(point.bound)) for point in inside]
         for (x, _), (right, low) in itertools.pairwise(bound):
             self.taken.append((x, low - 3, right, low + 3))
         if bound:
@@ -125,7 +139,11 @@ class _Chart:
 
     def steps(self, look: str, found: Sequence[Found]) -> None:
         """A curve as steps, from where it enters the plane."""
-        inside = [(self.x(each.memory), self.y(each.lost)) for each in found if each.lost <= self.bubble]
+        inside = [
+            (self.x(each.memory), self.y(each.lost))
+            for each in found
+            if each.memory <= self.memory and each.lost <= self.bubble
+        ]
         path, level = "", float(_TOP)
         for (x, y), end in zip(inside, [*(x for x, _ in inside[1:]), _RIGHT], strict=False):
             path += f"V{_n(y)}H{_n(end)}"

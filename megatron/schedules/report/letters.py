@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-_NARROW = frozenset(" !'(),-./:;I J[\\]fijlrt|")
-_CAPITALS = frozenset("&ABCDGHKMNOQRUVXZw#+<=>^~")
+# Widths over the size of the letters, rounded up; digits and most small letters have the usual one.
+_WIDTHS = {0.3: "'ijlIJ", 0.37: " ,./:;\\|f-", 0.42: "()[]t!r", 0.56: '"*_`sz?cL', 0.7: "AVBRXZCK", 0.79: "UHNDG&OQ"}
+_WIDTHS |= {0.87: "w#+<=>^~M", 1.0: "%m@W"}
+_USUAL, _UNKNOWN = 0.64, 1.0
+_OF = {letter: wide for wide, letters in _WIDTHS.items() for letter in letters}
 
 
 def width(text: str, size: float) -> float:
     """Width of ``text`` in letters of ``size``, or a little more."""
-    return size * sum(map(_letter, text))
-
-
-def _letter(letter: str) -> float:
-    if letter in _NARROW:
-        return 0.415
-    if letter in _CAPITALS:
-        return 0.865
-    return 1.0 if letter in "%@Wm" or not letter.isascii() else 0.64
+    return size * sum(_OF.get(letter, _USUAL if letter.isascii() else _UNKNOWN) for letter in text)
 
 
 def lines(text: str, size: float, room: float) -> list[str]:

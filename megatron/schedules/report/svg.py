@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from textwrap import wrap
 from typing import NamedTuple
 
 from megatron.schedules.report import palette
@@ -21,9 +20,10 @@ from megatron.schedules.report.figures import (
     title,
 )
 from megatron.schedules.report.lanes import Lane, copied, lanes
+from megatron.schedules.report.letters import lines, width
 from megatron.schedules.report.markup import markup
 from megatron.schedules.schedule.kinds import KINDS, Kind
-from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
 
 _WIDTH = 960
@@ -33,9 +33,9 @@ _HEADING, _MEMORY, _GAP = 30, 54, 22
 _ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
 _ROW_BEST, _ROW_LEAST = 24, 7
 _THIN = 0.22  # height of a lane of copies over that of a row
-_DIGIT = 0.62  # width of a digit over its font size, with room to spare for the fonts browsers substitute
-_LETTER = 6.4  # width of one, on average, in words of the usual size
-_LINE = 144  # letters in a line
+_DIGIT = 0.64  # width of a digit over its font size, in the widest of the fonts
+_READABLE = 6.0  # the smallest numbers
+_SIZE = 12  # size of words where nothing else is said
 
 # Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
 # reads on any page.
@@ -58,7 +58,7 @@ def draw_svg(
     """Draw ``timelines`` below one another.
 
     Under each schedule stands the activation memory over time of the rank that needs most, with 1F1B's for the same
-    ranks and microbatches as a dashed line. Microbatches are numbered where the numbers fit.
+    ranks and microbatches as a dashed line. Microbatches are numbered where the longest number fits.
 
     Args:
         timelines: at least one, of any sizes; time and memory have one scale throughout.
@@ -72,8 +72,7 @@ def draw_svg(
         sheet.section(timeline, label)
     sheet.axis()
     sheet.legend()
-    if caption:
-        sheet.caption(caption)
+    sheet.caption(caption)
     return sheet.finished()
 
 
@@ -91,16 +90,20 @@ class _Look(NamedTuple):
 class _Cells:
     """The cells of one schedule, gathered by their look, and the numbers on them.
 
+    In one row the cells of a look all have their numbers or none of them has, so that a number that is missing says
+    nothing: where the narrowest of them is too narrow for the schedule's longest number, all go without.
+
     Args:
         sheet: where they will stand; hears of their looks.
-        placement: of the schedule.
-        size: of the numbers.
+        schedule: what is drawn.
+        size: of the numbers, at most.
     """
 
-    def __init__(self, sheet: _Sheet, placement: Placement, size: float) -> None:
-        self._sheet, self._placement, self._size = sheet, placement, size
+    def __init__(self, sheet: _Sheet, schedule: Schedule, size: float) -> None:
+        self._sheet, self._placement, self._size = sheet, schedule.placement, size
+        self._wide = len(str(schedule.microbatches - 1)) * _DIGIT
         self._paths: dict[_Look, list[str]] = {}
-        self._numbers: dict[str, list[str]] = {}
+        self._numbers: dict[tuple[float, _Look], list[tuple[float, float, int]]] = {}
         self._narrowest = math.inf
 
     def add(self, lane: Lane, top: float, height: float) -> None:
@@ -109,13 +112,10 @@ class _Cells:
             left, width = self._sheet.x(start), (end - start) * self._sheet.scale
             self._narrowest = min(self._narrowest, width)
             look = _Look(work.kind, self._placement.chunk_of(work.stage), self._placement.chunks)
-            fill = self._sheet.looks[look] = palette.fill(*look)
+            self._sheet.looks[look] = palette.fill(*look)
             self._paths.setdefault(look, []).append(f"M{_n(left)} {_n(top)}h{_n(width)}v{_n(height)}h{_n(-width)}z")
-            label, size = str(work.microbatch), self._size
-            if 6 <= size < height and len(label) * size * _DIGIT + 1 <= width:
-                self._numbers.setdefault(palette.hexadecimal(palette.ink(fill)), []).append(
-                    f'<text x="{_n(left + width / 2)}" y="{_n(top + height / 2 + size * 0.36)}">{label}</text>'
-                )
+            if height > self._size:
+                self._numbers.setdefault((top + height / 2, look), []).append((left, width, work.microbatch))
 
     def drawn(self) -> Iterator[str]:
         """The paths, and over them the numbers."""
@@ -123,8 +123,19 @@ class _Cells:
         line = 0.8 if self._narrowest > 6 else 0.3 if self._narrowest > 3 else 0
         for look, paths in sorted(self._paths.items()):
             yield f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>'
-        for colour, labels in self._numbers.items():
-            yield f'<g fill="{colour}" font-size="{_n(self._size)}" text-anchor="middle">{"".join(labels)}</g>'
+        # How large the numbers of each row and look may be; one size serves all that can be read.
+        largest = {row: (min(width for _, width, _ in cells) - 1) / self._wide for row, cells in self._numbers.items()}
+        size = min([self._size, *(each for each in largest.values() if each >= _READABLE)])
+        labels: dict[str, list[str]] = {}
+        for (middle, look), cells in self._numbers.items() if size >= _READABLE else ():
+            if largest[middle, look] >= size:
+                labels.setdefault(palette.hexadecimal(palette.ink(self._sheet.looks[look])), []).extend(
+                    f'<text x="{_n(left + width / 2)}" y="{_n(middle + size * 0.36)}">{microbatch}</text>'
+                    for left, width, microbatch in cells
+                )
+        self._sheet.numbered |= bool(labels)
+        for colour, each in labels.items():
+            yield f'<g fill="{colour}" font-size="{_n(size)}" text-anchor="middle">{"".join(each)}</g>'
 
 
 class _Sheet:
@@ -139,6 +150,7 @@ class _Sheet:
         self.y = float(_MARGIN - 6)
         self.parts: list[str] = []
         self.looks: dict[_Look, palette.Rgb] = {}
+        self.numbered = False
 
     def section(self, timeline: Timeline, label: str) -> None:
         """Heading, a row a rank, and the memory of the worst rank."""
@@ -169,7 +181,7 @@ class _Sheet:
         # A label needs some 11 pixels; with lower rows only every second, fourth ... rank has one.
         every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * pitch >= 11)
         height, thin = row - (2 if row > 14 else 1), row * _THIN
-        cells = _Cells(self, schedule.placement, size)
+        cells = _Cells(self, schedule, size)
         for rank in range(schedule.ranks):
             top = self.y + rank * pitch
             computing, *copies = lanes(timeline, rank)
@@ -219,8 +231,8 @@ class _Sheet:
         self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {reference}", "faint end small")
         self.text(_LEFT - 8, level(peak) + 4, number(peak), "figure end")
         # Under the figure where there is room, above it where the curve is low.
-        words = floor if level(peak) < floor - 22 else level(peak) - 9
-        self.text(_LEFT - 8, words - 11, "memory", "faint end small")
+        words = floor if level(peak) < floor - 28 else level(peak) - 10
+        self.text(_LEFT - 8, words - 12, "memory", "faint end small")
         self.text(_LEFT - 8, words, f"rank {rank}", "faint end small")
         self.y = floor
 
@@ -242,8 +254,8 @@ class _Sheet:
         for kind, (meaning, *_) in KINDS.items():
             shades = sorted({colour for look, colour in self.looks.items() if look.kind is kind})
             label = f"{kind} {meaning}"
-            width = 13 * len(shades) + 6 + len(label) * _LETTER + 18
-            if shades and x + width > _WIDTH:
+            wide = 13 * len(shades) + 6 + width(label, _SIZE) + 14
+            if shades and x + wide > _WIDTH:
                 x, self.y = float(_LEFT), self.y + 20
             for colour in shades:
                 self.parts.append(
@@ -252,9 +264,12 @@ class _Sheet:
                 x += 13
             if shades:
                 self.text(x + 6, self.y + 11, label, "faint")
-                x += width - 13 * len(shades)
+                x += wide - 13 * len(shades)
         if self.chunks > 1:
-            self.text(x, self.y + 11, "lighter: later chunk", "faint")
+            words = "lighter: later chunk"
+            if x + width(words, _SIZE) > _WIDTH - _RIGHT:
+                x, self.y = float(_LEFT), self.y + 20
+            self.text(x, self.y + 11, words, "faint")
         self.y += 22
         if self.gradients:
             self.parts.append(f'<path class="flag" d="M{_LEFT + 6} {_n(self.y)}v13m0 -13h-5l5 5"/>')
@@ -263,8 +278,9 @@ class _Sheet:
             self.y += 22
 
     def caption(self, caption: str) -> None:
-        """Plain words, in as many lines as they need."""
-        for line in wrap(caption, _LINE):
+        """Plain words, and what the numbers are, in as many lines as they need."""
+        caption += " Numbers in cells are microbatches." * self.numbered
+        for line in lines(caption, _SIZE, _WIDTH - _LEFT - _RIGHT):
             self.text(_LEFT, self.y + 10, markup(line), "faint")
             self.y += 20
 
@@ -289,7 +305,7 @@ class _Sheet:
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-            f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="12">\n'
+            f'height="{height}" role="img" aria-labelledby="t d" font-family="{palette.FONT}" font-size="{_SIZE}">\n'
             f'<title id="t">{markup(heading)}</title><desc id="d">{markup(described)}</desc>\n'
             f"<style>{self.style()}</style>\n"
             f'<rect class="page" width="{_WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(self.parts) + "\n</svg>\n"

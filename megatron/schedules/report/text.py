@@ -21,8 +21,8 @@ from megatron.schedules.report.figures import (
 )
 from megatron.schedules.report.lanes import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
-from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.printable import printable
 
@@ -35,8 +35,9 @@ _NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
 def draw_text(timelines: Sequence[Timeline], width: int, colour: bool, labels: Sequence[str] = ()) -> Text:
     """Draw ``timelines`` below one another on one time scale, each with its figures.
 
-    Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where that
-    fits. Otherwise a column shows what share of its time is computed (without colours), or of what (with colours).
+    Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where the
+    longest one fits. Otherwise a column shows what share of its time is computed (without colours), or of what (with
+    colours).
 
     Args:
         timelines: at least one, of any sizes.
@@ -127,12 +128,14 @@ class _Frame:
 
     def _lane(self, timeline: Timeline, lane: Lane) -> tuple[Text, str | None]:
         """A row of what runs in ``lane``, and what goes below it."""
-        placement = timeline.schedule.placement
-        return self._cells(placement, lane) if self.cells else (self._shades(placement, lane), None)
+        schedule = timeline.schedule
+        return self._cells(schedule, lane) if self.cells else (self._shades(schedule.placement, lane), None)
 
-    def _cells(self, placement: Placement, lane: Lane) -> tuple[Text, str | None]:
+    def _cells(self, schedule: Schedule, lane: Lane) -> tuple[Text, str | None]:
         """The passes of ``lane``, and below them, where it takes a row of its own, each one's microbatch."""
         row, below, column = Text(), "", 0
+        placement, digits = schedule.placement, len(str(schedule.microbatches - 1))
+        room = digits + (digits > 1 and not self.colour)  # colours part one number from the next
         for work, start, end in lane:
             first, last = self._column(start), self._column(end)
             if first == last:  # a short copy: those that compute have a column at least
@@ -140,16 +143,15 @@ class _Frame:
             row.append(" " * (first - column))
             below += " " * (first - column)
             chunk = placement.chunk_of(work.stage)
-            row.append(self._label(work, chunk, last - first), self._style(work.kind, chunk, placement.chunks))
-            below += _fitted(str(work.microbatch), last - first)
+            # By its length, not by its columns: these are rounded, and passes of one length are to look alike.
+            fits = room <= (end - start) * self.scale + 1e-6
+            numbered = (str(work.microbatch) if fits else "").ljust(last - first)
+            label = numbered if self.colour else _letter(work.kind, chunk) + "-" * (last - first - 1)
+            row.append(label, self._style(work.kind, chunk, placement.chunks))
+            below += numbered
             column = last
         row.append(" " * (self.columns - column))
         return row, None if self.colour else below.rstrip()
-
-    def _label(self, work: Pass, chunk: int, width: int) -> str:
-        if self.colour:
-            return _fitted(str(work.microbatch), width)
-        return _letter(work.kind, chunk) + "-" * (width - 1)
 
     def _shades(self, placement: Placement, lane: Lane) -> Text:
         """A row where a column is longer than a pass: each column a mixture of what runs in it."""
@@ -204,11 +206,6 @@ def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
         return widest, False
     even = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
     return (columns / shortest if even else widest), True
-
-
-def _fitted(label: str, width: int) -> str:
-    """``label`` in ``width`` columns, or nothing of it where it does not fit."""
-    return label.ljust(width) if len(label) <= width else " " * width
 
 
 def _letter(kind: Kind, chunk: int) -> str:

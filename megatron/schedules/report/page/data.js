@@ -42,6 +42,7 @@ class View {
     this.peaks = Array.from({ length: this.ranks }, (_, rank) => this.peakOf(rank));
     this.most = Math.max(...this.peaks);
     this.passes = this.kind.length;
+    this.digits = String(this.microbatch.reduce((most, each) => Math.max(most, each), 0)).length;
     this.findLooks();
   }
 

@@ -79,7 +79,7 @@ class Painter {
     if (letters && height >= 11) this.labels(view, first, last, top, height);
   }
 
-  /** Kind and microbatch where they fit, else one of them. */
+  /** Kind and microbatch, or one of them: what fits where the microbatch has the longest number. */
   labels(view, first, last, top, height) {
     const { context, scale } = this;
     const size = Math.min(11, height - 2);
@@ -91,7 +91,10 @@ class Painter {
       const wide = Math.min(scale.right, scale.x(view.end[i])) - from - 2;
       if (wide < size * 0.7) continue;
       const [letter, number] = [page.kinds[view.kind[i]].letter, String(view.microbatch[i])];
-      const label = [letter + number, number, letter].find((each) => each.length * size * 0.62 <= wide);
+      // A digit is 0.64 of the size wide at most, a letter as wide as W.
+      const digits = 0.64 * view.digits;
+      const fits = [[letter + number, 1 + digits], [number, digits], [letter, 1]].find(([, each]) => each * size <= wide);
+      const label = fits?.[0];
       if (label === undefined) continue;
       const ink = view.colours(view.look[i])[1];
       const x = from + wide / 2 + 0.6;
