@@ -22,9 +22,9 @@ class Request:
         memory_limit: for ``adaptive``, of 1F1B's d microbatches on the rank that holds most.
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
-        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
+        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`.adaptive`.
         recompute, offload: for ``adaptive``, whether activations may be recomputed or offloaded where that makes the
-            plan shorter; :func:`.relief.relieve` settles which, and leaves neither to be settled.
+            plan shorter; :func:`.memory_saving.relieve` settles which, and leaves neither to be settled.
     """
 
     schedule: str
