@@ -124,7 +124,7 @@ class Hall:
 
 
 class Meeter:
-    """A rank's collectives, as :class:`..runtime.collectives.Meetings`; what a chain gives is its own."""
+    """A rank's collectives, as :class:`.collectives.Meetings`; what a chain gives is its own."""
 
     def __init__(self, hall: Hall, device: Device) -> None:
         self._hall, self._device = hall, device

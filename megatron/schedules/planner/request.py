@@ -24,7 +24,7 @@ class Request:
         memory_limit: for ``adaptive``, of 1F1B's d microbatches on the rank that holds most.
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
-        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`..adaptive.plan`.
+        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`.adaptive`.
         decisions: what is settled about the stages.
         partition: whether the layer partition is still to be searched (:func:`.layer_partition.spread_layers`).
         recompute, offload: for ``adaptive``, whether it is still to be searched which stages recompute, and which

@@ -43,7 +43,7 @@ _AHEAD = 2
 
 
 def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program, ...]:
-    """The program of every rank of ``schedule``, a valid one (:func:`planning.validate.validate`).
+    """The program of every rank of ``schedule``, a valid one (:func:`.validation.validate`).
 
     Receives of a channel stand in the order of its sends. The reduction of a stage's gradients starts once they are
     complete, after what is then sent. Hops within a rank need no action. Forward-only schedules lower too. Time is

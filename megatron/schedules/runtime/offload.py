@@ -1,8 +1,9 @@
 """Activations that are away on the host between O and L: what a forward saved, copied there and back.
 
-What autograd saves in chosen parts of a stage's forward goes through hooks (:mod:`.away`). When the forward has ended
-its copy to the host begins. At O's place the device waits for the copy's end and lets go of what was copied. At L's
-place it takes memory again, and the copy back begins; I waits for that. So nothing is let go of while a copy reads it.
+What autograd saves in chosen parts of a stage's forward goes through hooks (:mod:`.saved_tensors`). When the forward
+has ended its copy to the host begins. At O's place the device waits for the copy's end and lets go of what was copied.
+At L's place it takes memory again, and the copy back begins; I waits for that. So nothing is let go of while a copy
+reads it.
 """
 
 from __future__ import annotations

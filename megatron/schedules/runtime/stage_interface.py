@@ -58,7 +58,7 @@ class Stages(Protocol):
     def offload(self, stage: int, microbatch: int) -> None:
         """O: the copy to the host ends before what the device does from now on, and what was copied is let go of.
 
-        That copy begins as F ends, which learns from :meth:`Program.offloads` that there will be this.
+        That copy begins as F ends, which learns from :meth:`.Program.offloads` that there will be this.
         """
         raise ProgramError("these stages offload nothing")
 
@@ -82,7 +82,7 @@ class Stages(Protocol):
         """This rank's part in the collective ``op``: a chain of calls that wait for other ranks, and what is between.
 
         Called in the thread that runs the program when the collective is posted, and may read data. What it returns is
-        called once, without autograd and possibly in another thread (:mod:`.meetings`); it gives what the collective
+        called once, without autograd and possibly in another thread (:mod:`.collectives`); it gives what the collective
         brings to this rank, None where that is nothing. It must not touch what a pass may be changing.
         """
         raise ProgramError("these stages share no vocabulary")

@@ -2,8 +2,8 @@
 
 Left alone such a job sits on its GPUs until a watchdog of the backend's gives up, ten minutes later and naming a
 collective. A thread that sleeps nearly always looks, some dozens of times within the limit, whether the host has come
-to another step (:mod:`.place`), and does no more. Only where it has not for the whole limit is the device asked how far
-it is.
+to another step (:mod:`.position`), and does no more. Only where it has not for the whole limit is the device asked how
+far it is.
 
 A rank that stands in a pass of its own speaks first: of all the others, each of which waits for somebody, it knows
 best. They give it an eighth of the limit.

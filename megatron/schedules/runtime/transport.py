@@ -1,6 +1,6 @@
 """Transport: messages between pipeline ranks over torch.distributed, a process group for each direction.
 
-Collectives of all ranks of a pipeline go over a group of their own (:mod:`.meetings`).
+Collectives of all ranks of a pipeline go over a group of their own (:mod:`.collectives`).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Result(StrEnum):
 
 
 class Share(StrEnum):
-    """The parts of a stage's activations that come and go as one; :class:`.costs.StageCosts` has their sizes."""
+    """The parts of a stage's activations that come and go as one; :class:`.StageCosts` has their sizes."""
 
     FORWARD = "from F until I"
     WEIGHTS = "from I until W"

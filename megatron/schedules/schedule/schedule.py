@@ -20,7 +20,7 @@ _GOT_READY_BY = {kind: need.kinds[0] for kind, row in KINDS.items() for need in 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order. Times follow from costs (:mod:`.simulate`), messages from lowering.
+    """What each rank computes, in order. Times follow from costs (:mod:`.simulator`), messages from lowering.
 
     Args:
         name: the name it was asked for by.

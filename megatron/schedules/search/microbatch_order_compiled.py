@@ -14,7 +14,7 @@ from megatron.schedules.search.microbatch_order import Places, Work
 
 @cache
 def compiled_climb() -> Callable[..., tuple[float, float]]:
-    """:func:`.search.climb`, compiled for arrays; the first call on a machine takes some seconds."""
+    """:func:`.microbatch_order.climb`, compiled for arrays; the first call on a machine takes some seconds."""
     import numba
 
     ints, floats = numba.int64[::1], numba.float64[::1]

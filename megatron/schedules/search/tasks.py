@@ -126,7 +126,7 @@ class Tasks:
 
     @cached_property
     def arrays(self) -> Instance:
-        """The same for the compiled function, see :func:`.adaptive.compiled.compiled`."""
+        """The same for the compiled function, see :func:`.compiled.compiled`."""
         import numpy as np
 
         found: list[Any] = [np.asarray(each) for each in self._fields]

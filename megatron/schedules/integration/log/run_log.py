@@ -96,7 +96,7 @@ class RunLog:
 
     Args:
         planner: knows what was planned.
-        args: the job's; :attr:`curr_iteration` and :attr:`log_interval` say which iterations are logged.
+        args: the job's; ``curr_iteration`` and ``log_interval`` say which iterations are logged.
 
     Attributes:
         slow: tells which ranks have become slow.
@@ -113,7 +113,7 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """See :class:`.watcher.CallWatcher`."""
+        """See :class:`.iteration_watcher.CallWatcher`."""
         self._recording = self._due()
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
@@ -124,7 +124,7 @@ class RunLog:
         return (self._recorder,)
 
     def end(self) -> None:
-        """See :class:`.watcher.CallWatcher`."""
+        """See :class:`.iteration_watcher.CallWatcher`."""
         if self._recording:
             self._recorder.end()
         self._peak.end()
