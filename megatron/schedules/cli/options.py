@@ -10,15 +10,16 @@ from typing import Any
 
 import click
 
-from megatron.schedules.estimate.models import MODELS, find_model
-from megatron.schedules.estimate.times import loads as of_build
+from megatron.schedules.cli.model import PipelinedModel
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.measure.profile_facts import Profile
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
-from megatron.schedules.planner.registry import Request, check_parts, with_own_relief, with_parts
+from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief, with_parts
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.model_loads import ModelLoads
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
@@ -275,31 +276,39 @@ class Ask:
         shares: dict[str, Any] = {
             part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
-        loads = None if model is None else of_build(find_model(model).whole)
-        measured = _times(costs, costs_file, d, loads)
-        # What was measured of the ends goes before what is reckoned.
-        loads = measured.model or loads
-        if layers is not None and loads is None:
+        self.model = None if model is None else PipelinedModel(model, d, n, shared=vocabulary_parallel)
+        self._measured, self._profile = _times(costs, costs_file, d, self.model)
+        known = self._measured.model is not None or self.model is not None
+        if layers is not None and not known:
             raise PlanError(
                 "--layers goes with --model, or a --costs-file with the model's ends: what does a layer cost?"
             )
-        if vocabulary_parallel and loads is None:
+        if vocabulary_parallel and not known:
             raise PlanError(
                 "--vocabulary-parallel goes with --model, or a --costs-file with the model's ends: what does its "
                 "output layer cost?"
             )
         self._spreads = layers == "auto"
-        self.costs = replace(
-            measured,
-            model=loads,
-            layers=None if layers in (None, "even", "auto") else _counts(layers),
-            shared_vocabulary=vocabulary_parallel,
-            copy=_copy_time(offload, offload_shared, offload_one_way, measured.copy),
-            one_way=offload_one_way,
-            stage_weights=numbers("--stage-weights", stage_weights),
-            stage_activations=numbers("--stage-activations", stage_activations),
+        # Shares of memory that are given go before the model's bytes.
+        self.instead_of_bytes = [FLAGS[part] for part in shares] + ["--stage-activations"] * bool(stage_activations)
+        self._given = {
+            "layers": None if layers in (None, "even", "auto") else _counts(layers),
+            "shared_vocabulary": vocabulary_parallel,
+            "copy": _copy_time(offload, offload_shared, offload_one_way, self._measured.copy),
+            "one_way": offload_one_way,
+            "stage_weights": numbers("--stage-weights", stage_weights),
+            "stage_activations": numbers("--stage-activations", stage_activations),
+            **({"memory": None} if self.instead_of_bytes else {}),
             **shares,
-        )
+        }
+        self.costs = self._costs(d)
+
+    def _costs(self, stages: int) -> Costs:
+        """What a plan of so many stages is made for."""
+        found = self._measured
+        if self.model is not None:
+            found = self.model.costs(found, stages, self._profile, placed=self._spreads)
+        return replace(found, **self._given)
 
     def request(self, name: str) -> Request:
         """Schedule ``name`` at this size, under these costs and this limit."""
@@ -308,8 +317,21 @@ class Ask:
             choices = chunk_choices(self.chunks or max(asked.chunk_choices))
             limit, seconds = self.memory_limit, self.search_seconds
             asked = replace(asked, chunk_choices=choices, memory_limit=limit, search_seconds=seconds)
-            return replace(asked, recompute=self._again, offload=self._offload)
-        return with_own_relief(asked if self.chunks is None else replace(asked, chunks=self.chunks))
+            asked = replace(asked, recompute=self._again, offload=self._offload)
+            return replace(asked, costs=self._costs(stages(asked)))
+        asked = asked if self.chunks is None else replace(asked, chunks=self.chunks)
+        return with_own_relief(replace(asked, costs=self._costs(stages(asked))))
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether memory is known in bytes."""
+        return self.model is not None and not self.instead_of_bytes
+
+    def memory(self, name: str, timeline: Timeline) -> tuple[RankMemory, ...]:
+        """What each rank holds in the plan of schedule ``name``; nothing where that is not known in bytes."""
+        if self.model is None or not self.knows_bytes:
+            return ()
+        return self.model.ranks(timeline, self.planned[name].costs)
 
     def timeline(self, name: str) -> Timeline:
         """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
@@ -353,17 +375,20 @@ def _counts(layers: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def _times(costs: str | None, file: Path | None, ranks: int, loads: ModelLoads | None) -> Costs:
-    if file is None and costs is None and loads is not None:
-        return Costs(*loads.ratio)
+def _times(
+    costs: str | None, file: Path | None, ranks: int, model: PipelinedModel | None
+) -> tuple[Costs, Profile | None]:
+    """Times as they were given, and the profile that has them, if one has."""
+    if file is None and costs is None and model is not None:
+        return model.times, None
     if file is None:
-        return Costs.parse("1,1,1,0" if costs is None else costs)
+        return Costs.parse("1,1,1,0" if costs is None else costs), None
     if costs is not None:
         raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
     try:
         profile = read_profile(file)
     except PlanError as error:
         raise PlanError(str(error), "costs_file") from None
-    if loads is not None and len(loads.layers) != profile.facts.layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.facts.layers}")
-    return profile.costs(ranks)
+    if model is not None and model.layers != profile.facts.layers:
+        raise PlanError(f"--model has {model.layers} layers, and {file} was measured for {profile.facts.layers}")
+    return profile.costs(ranks), profile

@@ -10,9 +10,7 @@ from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, positive
-
-_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
+from megatron.schedules.utils.parsing import integer, size
 
 
 def supposes(args: Any) -> bool:
@@ -51,12 +49,7 @@ def device_memory(args: Any) -> float | None:
         return None
     if not supposes(args):
         raise PlanError(f"{flag} goes with {FLAGS['dry_run']}, which is missing")
-    unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
-    if unit is None:
-        raise PlanError(f"{flag} {text!r} has no unit: write it such as 80GiB")
-    value = positive(flag, text[: -len(unit)].strip(), "a size such as 80GiB")
-    assert value is not None
-    return value * _UNITS[unit]
+    return size(flag, text)
 
 
 def _one_replica(args: Any) -> int:
