@@ -54,6 +54,8 @@ def test_layers_may_be_placed_for_the_shortest_plan(capsys):
     assert sum(auto["layers"]) == 32
     written = ",".join(map(str, auto["layers"]))
     again = planned(capsys, "--model", "Llama-3-8B", "--layers", written, schedule="1f1b")
+    # As in a job, room for the parameters that come with layers is made where the planner places them.
+    assert auto["stage_costs"].pop("standing") != again["stage_costs"].pop("standing", [])
     assert again == auto
 
 
@@ -117,3 +119,69 @@ def test_what_is_shared_must_be_known(capsys, tmp_path: Path):
     file.write_text(FLAGS.strip() + " --mtp-num-layers 1\n")
     flags = ["plan", "--schedule", "v-zb", *SIZE, "--model", str(file), "--vocabulary-parallel"]
     assert_refused(flags, "--vocabulary-parallel: the vocabulary cannot be shared with multi-token prediction", capsys)
+
+
+def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main(["compare", *SIZE, "--format", "json", *flags]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_memory_is_compared_with_a_devices_for_every_schedule(capsys):
+    rows = compared(capsys, "--model", "Llama-3-8B", "--device-memory", "75GiB")
+    parts = ("weights", "gradients", "optimizer", "activations", "messages")
+    for row in rows:
+        if "reason" not in row:
+            assert sum(row[f"{part}_bytes"] for part in parts) == pytest.approx(row["together_bytes"])
+            assert row["fits"] == (row["together_bytes"] <= 75 * 2**30)
+    fits = {row["schedule"]: row["fits"] for row in rows if "fits" in row}
+    assert fits["v-min"] and not fits["zb-2p"]
+    assert len(fits) > 8
+
+
+def test_memory_is_that_of_the_files_parallel_sizes_and_micro_batch(capsys, tmp_path: Path):
+    file = tmp_path / "model.sh"
+    held = {}
+    for flags in ("", "--tensor-model-parallel-size 2", "--micro-batch-size 2", "--global-batch-size 32"):
+        file.write_text(f"{FLAGS.strip()} --bf16 --use-distributed-optimizer {flags}\n")
+        rows = compared(capsys, "--model", str(file), "--schedule", "1f1b", "--device-memory", "80GiB")
+        held[flags] = rows[0]
+    plain, tensor, larger, data = held.values()
+    # Norms, and biases behind rows, are whole on both ranks.
+    assert tensor["weights_bytes"] == pytest.approx(plain["weights_bytes"] / 2, rel=0.01)
+    assert larger["activations_bytes"] == pytest.approx(2 * plain["activations_bytes"])
+    assert larger["weights_bytes"] == plain["weights_bytes"]
+    # 8 microbatches of one sample: 32 samples make four data-parallel ranks.
+    assert data["optimizer_bytes"] == pytest.approx(plain["optimizer_bytes"] / 4)
+    assert data["activations_bytes"] == plain["activations_bytes"]
+
+
+def test_a_table_says_what_its_bytes_are_of(capsys):
+    model = ["--model", "Llama-3-8B", "--schedule", "v-half"]
+    assert main(["compare", *SIZE, *model, "--device-memory", "80 GiB"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split()[-7:] == [
+        *("weights", "gradients", "optimizer", "activations", "messages", "together", "fits")
+    ]
+    assert "compared with 80.00 GiB" in text
+    assert "micro batch 1, tensor 1, context 1, data 1 parallel, bf16, without distributed optimizer" in text
+    assert main(["compare", *SIZE, *model]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[-1] == "activations"
+    assert main(["compare", *SIZE, "--schedule", "v-half"]) == 0
+    assert "GiB" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--device-memory", "80GiB"], "--device-memory compares the bytes of --model, which is missing"),
+        (["--model", "9.6B", "--device-memory", "80"], "--device-memory '80' has no unit: write it such as 80GiB"),
+        (["--model", "9.6B", "--device-memory", "0GiB"], "--device-memory 0 is not above zero"),
+        (
+            ["--model", "9.6B", "--device-memory", "80GiB", "--weight-share", "0.5"],
+            "--device-memory compares the bytes of --model, and --weight-share goes before them: leave one of the two",
+        ),
+    ],
+)
+def test_bytes_that_are_not_known_are_not_compared(capsys, flags: list[str], said: str):
+    assert_refused(["compare", *SIZE, *flags], said, capsys)

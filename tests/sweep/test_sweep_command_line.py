@@ -35,6 +35,7 @@ MODEL = ["--model", "small.sh"]
 SMALL = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 5000"
 # What a flag goes with: it is tried with these, too.
 COMPANY = {
+    "--device-memory": MODEL,
     "--layers": MODEL,
     "--vocabulary-parallel": MODEL,
     "--costs": ["--save-memory", "offload"],

@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 
 import click
 
-from megatron.schedules.estimate.models import MODELS, find_model
-from megatron.schedules.estimate.times import loads as of_build
+from megatron.schedules.cli.model import PipelinedModel
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
+from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
-from megatron.schedules.planner.registry import Request, check_parts, with_own_relief, with_parts
+from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief, with_parts
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.model_loads import ModelLoads
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
@@ -166,29 +167,35 @@ class Ask:
         check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
-        loads = None if model is None else of_build(find_model(model).whole)
-        measured = _measured(costs, d, loads)
-        self.is_measured = measured.profile is not None
-        # What was measured of the ends goes before what is reckoned.
-        loads = measured.costs.model or loads
-        if layers is not None and loads is None:
+        self.model = None if model is None else PipelinedModel(model, d, n, shared=vocabulary_parallel)
+        self._measured = _measured(costs, d, self.model)
+        self.is_measured = self._measured.profile is not None
+        known = self._measured.costs.model is not None or self.model is not None
+        if layers is not None and not known:
             raise PlanError("--layers goes with --model, or a profile with the model's ends: what does a layer cost?")
-        if vocabulary_parallel and loads is None:
+        if vocabulary_parallel and not known:
             raise PlanError(
                 "--vocabulary-parallel goes with --model, or a profile with the model's ends: what does its output "
                 "layer cost?"
             )
-        self._memory_limit = _fraction(limit, measured.profile)
-        self._partition = spread == "auto"
+        self._partition, self._is_shared = spread == "auto", vocabulary_parallel
         self._decisions = Decisions(layers=spread if isinstance(spread, tuple) else None)
-        found = replace(
-            measured.costs,
-            model=loads,
-            shared_vocabulary=vocabulary_parallel,
-        )
-        self.costs = _with_copies(
-            found if measured.custom is None else measured.custom.added_to(found), self._saving, d, measured.profile
-        )
+        self._limit, custom = limit, self._measured.custom
+        # Shares of memory that are given go before the model's bytes.
+        self.instead_of_bytes = [] if custom is None else [FLAGS["costs"] + f" $.{name}" for name in custom.of_memory]
+        self.costs = self._costs(d)
+        if limit is not None and limit.is_measured:
+            raise PlanError(f"--memory-limit {limit.text} is for training, which measures it: give 0.5 or 20GiB")
+
+    def _costs(self, stages: int) -> Costs:
+        """What a plan of so many stages is made for."""
+        found, profile, custom = self._measured.costs, self._measured.profile, self._measured.custom
+        if self.model is not None:
+            found = self.model.costs(found, stages, profile, placed=self._partition)
+        found = replace(found, shared_vocabulary=self._is_shared)
+        if self.instead_of_bytes:
+            found = replace(found, memory=None)
+        return _with_copies(found if custom is None else custom.added_to(found), self._saving, self.ranks, profile)
 
     def request(self, schedule: values.ScheduleChoice) -> Request:
         """``schedule`` at this size, under these costs and this limit."""
@@ -201,16 +208,35 @@ class Ask:
             decisions=self._decisions,
             partition=self._partition,
         )
-        if schedule.name == "adaptive":
-            return replace(
-                asked,
-                chunk_choices=chunk_choices(schedule.chunks or max(asked.chunk_choices)),
-                memory_limit=self._memory_limit,
-                search_seconds=self._search_seconds,
-                recompute=self._saving.recompute,
-                offload=self._saving.offload,
-            )
-        return with_own_relief(asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks))
+        if schedule.name != "adaptive":
+            asked = asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks)
+            return with_own_relief(replace(asked, costs=self._costs(stages(asked))))
+        asked = replace(
+            asked,
+            chunk_choices=chunk_choices(schedule.chunks or max(asked.chunk_choices)),
+            search_seconds=self._search_seconds,
+            recompute=self._saving.recompute,
+            offload=self._saving.offload,
+        )
+        asked = replace(asked, costs=self._costs(stages(asked)))
+        if self._limit is None:
+            return asked
+        size, held = self._limit.size, _rank_bytes(asked.costs, self.ranks, self._measured.profile)
+        if self.model is not None or size is None or held is None:
+            message = 0.0 if self.model is None else self.model.message_bytes
+            return with_memory_limit(FLAGS["memory_limit"], self._limit, asked, message)
+        return replace(asked, memory_limit=size / (held * self.ranks))
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether memory is known in bytes."""
+        return self.model is not None and not self.instead_of_bytes
+
+    def memory(self, schedule: values.ScheduleChoice, timeline: Timeline) -> tuple[RankMemory, ...]:
+        """What each rank holds in the plan of ``schedule``; nothing where that is not known in bytes."""
+        if self.model is None or not self.knows_bytes:
+            return ()
+        return self.model.ranks(timeline, self.planned[schedule.text])
 
     def timeline(self, schedule: values.ScheduleChoice) -> Timeline:
         """``schedule``, timed. Where that takes a while, standard error says how far it is."""
@@ -227,29 +253,16 @@ class Ask:
         return simulate(found, request.costs_on(found.placement))
 
 
-def _fraction(limit: values.MemoryLimit | None, profile: Profile | None) -> float | None:
-    """``limit`` as a fraction of 1F1B's activation memory."""
-    if limit is None:
-        return None
-    if limit.is_measured:
-        raise PlanError(f"--memory-limit {limit.text} is for training, which measures it: give a fraction such as 0.5")
-    if limit.size is None:
-        return limit.fraction
-    if profile is None or not profile.layer_bytes:
-        raise PlanError(f"--memory-limit {limit.text} needs a profile in --costs that counted bytes: give a fraction")
-    return limit.size / (profile.layer_bytes * profile.facts.layers)
-
-
 def _with_copies(costs: Costs, saving: values.MemorySaving, ranks: int, profile: Profile | None) -> Costs:
     """``costs`` with the time of a copy, which offloading needs."""
     if saving.gbps is not None:
-        if profile is None or not profile.layer_bytes:
+        held = _rank_bytes(costs, ranks, profile)
+        if held is None:
             raise PlanError(
-                f"--save-memory offload={saving.gbps:g} needs bytes, from a cost profile in --costs: give that, or "
-                "offload and copy_time in a --costs FILE.json (docs/costs.md)"
+                f"--save-memory offload={saving.gbps:g} needs bytes, from --model or a profile in --costs: give "
+                "one of these, or offload and copy_time in a --costs FILE.json (docs/costs.md)"
             )
-        held = profile.layer_bytes * profile.facts.layers / (2 * ranks)
-        time = copy_time(CopyRates(*[saving.gbps] * 3), held, both_ways=True)
+        time = copy_time(CopyRates(*[saving.gbps] * 3), held / 2, both_ways=True)
         return replace(costs, copy=time or 0.0)
     if saving.offload and not costs.copy:
         raise PlanError(
@@ -259,9 +272,16 @@ def _with_copies(costs: Costs, saving: values.MemorySaving, ranks: int, profile:
     return costs
 
 
-def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measured:
+def _rank_bytes(costs: Costs, ranks: int, profile: Profile | None) -> float | None:
+    """Activations of a microbatch in an average rank's layers, in bytes."""
+    if costs.memory is not None:
+        return costs.memory.of_rank(ranks)
+    return profile.layer_bytes * profile.facts.layers / ranks if profile and profile.layer_bytes else None
+
+
+def _measured(text: str | None, ranks: int, model: PipelinedModel | None) -> _Measured:
     choice = values.costs_choice("--costs", text)
-    usual = Costs() if loads is None else Costs(*loads.ratio)
+    usual = Costs() if model is None else model.times
     if choice is None:
         return _Measured(usual)
     if choice.file is None:
@@ -269,6 +289,6 @@ def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measur
     found = read_costs(choice.file)
     if isinstance(found, CustomCosts):
         return _Measured(found.times or usual, custom=found)
-    if loads is not None and len(loads.layers) != found.facts.layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {text} was measured for {found.facts.layers}")
+    if model is not None and model.layers != found.facts.layers:
+        raise PlanError(f"--model has {model.layers} layers, and {text} was measured for {found.facts.layers}")
     return _Measured(found.costs(ranks), profile=found)

@@ -13,6 +13,7 @@ import click
 import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.cli.options import FLAGS, Ask, schedule_flag, size_flags
+from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.adaptive import bound
@@ -22,13 +23,14 @@ from megatron.schedules.planner.registry import NAMES, Request, describe
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
+from megatron.schedules.report.figures import amount, as_form, counted, figures, number, percent, title
+from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer
+from megatron.schedules.utils.parsing import integer, size
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
@@ -107,6 +109,9 @@ def _plan(
     else:
         footer = _how_good(timeline, planned) if is_adaptive else ""
         footer += _where(planned.decisions.layers) + _relieved(planned.decisions)
+        if held := ask.memory(asked, timeline):
+            most = max(rank.activations for rank in held)
+            footer += f"Activations: {amount(most)} on the rank that holds most; {ask.model}.\n"
         drawing = of_plans([timeline], _caption(ask), _unit(ask))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
@@ -121,24 +126,40 @@ def _plan(
     help="text to read here; markdown for documents; csv and json, unrounded, for programs; svg, png and pdf show each "
     f"schedule's bubble against its memory. {_form_help} text.",
 )
-def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **size: Any) -> None:
+@click.option(
+    "--device-memory",
+    metavar="SIZE",
+    help="With --model: the memory of one GPU, such as 80GiB. Shows what the rank that holds most holds of weights, "
+    "gradients, optimizer, activations and messages, and whether that fits.",
+)
+def _compare(
+    schedules: Sequence[str], form: str | None, output: Path | None, device_memory: str | None, **sizes: Any
+) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
-    ask = Ask(schedules, NAMES, **size)
+    room = None if device_memory is None else size("--device-memory", device_memory)
+    ask = Ask(schedules, NAMES, **sizes)
+    if room is not None and not ask.knows_bytes:
+        instead = "".join(f"and {flag} goes before them: leave one of the two out" for flag in ask.instead_of_bytes[:1])
+        missing = "which is missing" if ask.model is None else instead
+        raise PlanError(f"--device-memory compares the bytes of --model, {missing}")
     baseline = ask.timeline(ScheduleChoice("1f1b", "1f1b")).makespan
     rows = []
     for asked in ask.schedules:
         try:
-            found = figures(ask.timeline(asked))
+            timeline = ask.timeline(asked)
         except PlanError as error:
             rows.append(table.Row(asked.text, str(error)))
         else:
-            rows.append(table.Row(asked.text, found, baseline / found.makespan))
+            found, held = figures(timeline), ask.memory(asked, timeline)
+            memory, fits = _held(held, room) if held else ({}, None)
+            rows.append(table.Row(asked.text, found, baseline / found.makespan, memory, fits))
     if form in ("svg", *PICTURES):
         emit(picture(draw_comparison(rows, _caption(ask)), form), output)
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
-    emit(write[form](rows), output)
+    note = f"\n{_counted_for(ask, room)}\n" if form in ("text", "markdown") and ask.knows_bytes else ""
+    emit(write[form](rows) + note, output)
 
 
 @_program.command("draw", epilog=_SCHEDULES)
@@ -181,6 +202,21 @@ def _draw(
     ask = Ask(schedules, ["1f1b", "v-half"], **size)
     drawing = of_plans([ask.timeline(asked) for asked in ask.schedules], _caption(ask), _unit(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
+
+
+def _held(ranks: Sequence[RankMemory], room: float | None) -> tuple[dict[str, float], bool | None]:
+    """Bytes by part on the rank that holds most, of activations alone without a device; and whether they fit."""
+    if room is None:
+        return {"activations": max(rank.activations for rank in ranks)}, None
+    most = max(ranks, key=lambda rank: rank.device)
+    parts = ("weights", "gradients", "optimizer", "activations", "messages")
+    return {part: getattr(most, part) for part in parts} | {"together": most.device}, most.device <= room
+
+
+def _counted_for(ask: Ask, room: float | None) -> str:
+    """What bytes are of."""
+    of = "Activations, in GiB," if room is None else f"Memory, compared with {room / 2**30:.2f} GiB,"
+    return f"{of} of the rank that holds most: {ask.model}. Not counted: {NOT_COUNTED}."
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:

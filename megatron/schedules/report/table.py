@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron.schedules.report.figures import Figures, number, percent
 from megatron.schedules.utils.errors import one_line
@@ -21,11 +21,15 @@ class Row:
         name: the schedule's name.
         result: its figures, or one line saying why it cannot be planned.
         throughput: microbatches a second over those of 1F1B; None where there are no figures.
+        memory: bytes of each part on the rank that holds most; empty where they are not known.
+        fits: whether all of them fit the device; None where nobody asked.
     """
 
     name: str
     result: Figures | str
     throughput: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)
+    fits: bool | None = None
 
 
 _HEADINGS = (
@@ -106,6 +110,8 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                     "recomputed": found.recomputed,
                     "useful": found.useful,
                     "copying": found.copying,
+                    **{f"{part}_bytes": held for part, held in row.memory.items()},
+                    **({} if row.fits is None else {"fits": row.fits}),
                 }
             )
     return records
@@ -114,7 +120,10 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
     """Headings in two lines, and the cells below them; a row without figures has its reason alone."""
     relief = any(not isinstance(row.result, str) and row.result.relief for row in rows)
-    return (*_HEADINGS, *(_RELIEF if relief else ())), [_cells(row, relief) for row in rows]
+    parts = dict.fromkeys(part for row in rows for part in row.memory)
+    heads = [*_HEADINGS, *(_RELIEF if relief else ()), *((part, "GiB") for part in parts)]
+    heads += [("fits", "")] if any(row.fits is not None for row in rows) else []
+    return heads, [_cells(row, relief) for row in rows]
 
 
 def _cells(row: Row, relief: bool) -> list[str]:
@@ -130,6 +139,8 @@ def _cells(row: Row, relief: bool) -> list[str]:
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",
         *([percent(found.recomputed, 1), percent(found.copying, 1)] if relief else []),
+        *(f"{held / 2**30:.2f}" for held in row.memory.values()),
+        *([] if row.fits is None else ["yes" if row.fits else "no"]),
     ]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.schedules.utils.errors import PlanError
 
 # A CSV of a million passes has some ten.
+_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
 _MOST_MIB = 32
 # Of a number; one with more stands for any that is too large.
 _MOST_DIGITS = 100
@@ -98,6 +99,16 @@ def not_negative(flag: str, text: str | None, what: str) -> float | None:
     if value < 0:
         raise PlanError(f"{flag} {text} is below zero: {what} is needed")
     return value
+
+
+def size(flag: str, text: str) -> float:
+    """The bytes given for ``flag``."""
+    unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
+    if unit is None:
+        raise PlanError(f"{flag} {text!r} has no unit: write it such as 80GiB")
+    value = positive(flag, text[: -len(unit)].strip(), "a size such as 80GiB")
+    assert value is not None
+    return value * _UNITS[unit]
 
 
 def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:

@@ -8,14 +8,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.bounds import check_bounds
-from megatron.schedules.estimate.model_build import MESSAGES
+from megatron.schedules.estimate.model_build import MESSAGES, message_bytes
 from megatron.schedules.integration.flags.costs import assumed, costs_of, layers_of
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
 from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.flags.memory_limit import with_memory_limit
 from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
 from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
 from megatron.schedules.integration.flags.refuse import refuse
@@ -23,6 +22,7 @@ from megatron.schedules.integration.flags.replan import check_replan, with_first
 from megatron.schedules.integration.flags.settings import check_unscheduled, settings_of
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
@@ -127,7 +127,7 @@ def _planned_within(args: Any, settings: Settings, request: Request) -> tuple[Re
         if held <= max(room, MESSAGES):
             break
         room = held
-        request = with_memory_limit(args, limit, request, room)
+        request = with_memory_limit(FLAGS["memory_limit"], limit, request, message_bytes(args), room)
         schedule = planned(request)
     return request, schedule
 
@@ -210,7 +210,7 @@ def _request(args: Any, settings: Settings) -> Request:
         return request
     if settings.measures_limit:
         return with_first_limit(request)
-    return with_memory_limit(args, settings.memory_limit, request)
+    return with_memory_limit(FLAGS["memory_limit"], settings.memory_limit, request, message_bytes(args))
 
 
 def _chunk_choices(args: Any, settings: Settings, most: int) -> tuple[int, ...]:

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from megatron.schedules.estimate.model_build import MESSAGES, message_bytes
-from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.utils.errors import PlanError
 
 
-def with_memory_limit(args: Any, limit: MemoryLimit, request: Request, messages: int = MESSAGES) -> Request:
+def with_memory_limit(
+    flag: str, limit: MemoryLimit, request: Request, message_bytes: float, messages: int = MESSAGES
+) -> Request:
     """``request`` with ``limit`` as a fraction of what 1F1B holds with d microbatches at once.
 
     GiB are activations as the dry run counts them: what messages and Megatron's own recompute hold beside a plan's
     activations is set aside.
 
     Args:
-        args: Megatron's, validated or not.
+        flag: that says it.
         limit: a fraction or bytes.
         request: for ``adaptive``, its costs and what may be recomputed or offloaded settled.
-        messages: how many a rank may hold at once. Where a plan holds more, it is made again with room for them.
+        message_bytes: one microbatch's hidden states on one rank.
+        messages: how many of these a rank may hold at once. Where a plan holds more, it is made again with room for
+            them.
 
     Raises:
         PlanError: for too few bytes.
     """
-    flag, memory = FLAGS["memory_limit"], request.costs.memory
+    memory = request.costs.memory
     if limit.size is None:
         return replace(request, memory_limit=limit.fraction)
     if memory is None:
         raise PlanError(f"{flag} {limit.text} needs the model's sizes: give their flags")
     of_1f1b = request.ranks * memory.of_rank(request.ranks)
-    set_aside = messages * message_bytes(args) + memory.most_passing
+    set_aside = messages * message_bytes + memory.most_passing
     fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request)
     if fraction < least:
         smallest = _rounded_up((least * of_1f1b + set_aside) / 2**30)

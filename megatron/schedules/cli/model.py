@@ -1,0 +1,68 @@
+"""The model of ``--model`` as the ranks of a pipeline have it, and what they hold."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.model_build import MESSAGES, message_bytes, rank_memory, with_model
+from megatron.schedules.estimate.models import built, find_model
+from megatron.schedules.estimate.times import loads
+from megatron.schedules.measure.profile_facts import Profile
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.simulator import Timeline
+
+
+class PipelinedModel:
+    """A model cut into a pipeline.
+
+    Args:
+        model: its name, or a file of Megatron's flags.
+        ranks: of the pipeline.
+        microbatches: of an iteration.
+        shared: whether all ranks share its vocabulary.
+    """
+
+    def __init__(self, model: str, ranks: int, microbatches: int, *, shared: bool) -> None:
+        args = find_model(model).trained(pipeline_model_parallel_size=ranks)
+        samples, batch = args.micro_batch_size * microbatches, args.global_batch_size or 0
+        self._data = batch // samples if batch and batch % samples == 0 else 1
+        args.world_size = math.prod((args.tensor_model_parallel_size, args.context_parallel_size, ranks, self._data))
+        self._args, self._build = args, built(args, shared=shared)
+        self._shared = shared
+        self.layers = self._build.shape.layers
+
+    @property
+    def times(self) -> Costs:
+        """F, I and W by the model's arithmetic."""
+        return Costs(*loads(self._build).ratio)
+
+    def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
+        """``costs`` with what the parts of the model take and keep; see :func:`.model_build.with_model`."""
+        build, args = self._build, self._args
+        return with_model(costs, args, build, stages, shared=self._shared, placed=placed, profile=profile)
+
+    @property
+    def message_bytes(self) -> float:
+        """One microbatch's hidden states on one rank."""
+        return message_bytes(self._args)
+
+    def ranks(self, timeline: Timeline, request: Request) -> tuple[RankMemory, ...]:
+        """What each rank holds in a plan.
+
+        Args:
+            timeline: the plan.
+            request: what it was made for, its costs of :meth:`costs`.
+        """
+        schedule = timeline.schedule
+        return rank_memory(self._args, self._build, schedule, timeline.costs, request, [MESSAGES] * schedule.ranks)
+
+    def __str__(self) -> str:
+        """What the bytes are counted for."""
+        args = self._args
+        sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size, "data": self._data}
+        parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        shared = "with" if args.use_distributed_optimizer else "without"
+        return f"micro batch {args.micro_batch_size}, {parallel} parallel, {numbers}, {shared} distributed optimizer"

@@ -1,0 +1,86 @@
+"""The command line's ``--model`` and a job's dry run: one model, the same figures."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.schedules.cli.program import main
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.early import _parser
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.memory_estimate import estimated
+
+FULL = "--recompute-granularity full --recompute-method"
+EXPERTS = """--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 50000 --swiglu
+    --max-position-embeddings 2048 --num-experts 8 --moe-layer-freq 2 --expert-model-parallel-size 2 --bf16
+    --use-distributed-optimizer --global-batch-size 16"""
+# Flags of a model; the schedule, and flags of the command line with those of a job that mean the same.
+CASES = {
+    "a GPT": (MODELS["9.6B"].flags + " --num-layers 32", "1f1b", "", ""),
+    "tensor and sequence parallel": (
+        f"{MODELS['Llama-3-8B'].flags} --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2",
+        "v-half",
+        "",
+        "",
+    ),
+    "full recompute": (f"{MODELS['Llama-3-8B'].flags} {FULL} uniform --recompute-num-layers 2", "zb-1p", "", ""),
+    "full recompute of a layer a stage": (
+        f"{MODELS['Llama-3-8B'].flags} {FULL} block --recompute-num-layers 1",
+        "v-zb",
+        "",
+        "",
+    ),
+    "selective recompute, scores kept": (
+        f"{MODELS['Llama-3-70B'].flags} --transformer-impl local --recompute-granularity selective",
+        "v-min",
+        "",
+        "",
+    ),
+    "experts, expert parallel": (EXPERTS, "v-zb", "", ""),
+    "a vocabulary that all ranks share": (
+        MODELS["Llama-3-8B"].flags,
+        "v-half",
+        "--vocabulary-parallel",
+        "--pipeline-vocabulary-parallel",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "schedule", "ours", "jobs"), CASES.values(), ids=CASES)
+def test_the_command_line_says_of_a_model_what_a_dry_run_says(
+    flags: str, schedule: str, ours: str, jobs: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "model.sh"
+    file.write_text(flags)
+    size = ["--pipeline-size", "4", "--microbatches", "8", "--model", str(file), *ours.split(), "--format", "json"]
+    assert main(["plan", "--schedule", schedule, *size]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main(["compare", "--schedule", schedule, "--device-memory", "80GiB", *size]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+
+    job = shlex.split(f"{flags} {jobs} --pipeline-model-parallel-size 4 --pipeline-schedule {schedule}")
+    args, _ = _parser().parse_known_args(job)
+    args.micro_batch_size = args.micro_batch_size or 1
+    data = (args.global_batch_size or 8) // 8
+    args.global_batch_size = 8 * args.micro_batch_size * data
+    args.world_size = 4 * args.tensor_model_parallel_size * data
+    monkeypatch.setattr("megatron.schedules.integration.flags.check.refusal", lambda *_: None)
+    asked = check(args)
+    assert asked is not None
+    planner = Planner(asked)
+    found = estimated(args, asked, planner)
+    assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(planner.timeline.peaks))
+    assert plan["figures"]["makespan"] == pytest.approx(planner.timeline.makespan)
+    assert tuple(plan["layers"]) == found.counts
+    # Of messages the command line knows no more than that there are eight at most.
+    most = max((rank._replace(messages=0.0) for rank in found.ranks), key=lambda rank: rank.device)
+    for part in ("weights", "gradients", "optimizer", "activations"):
+        assert row[f"{part}_bytes"] == pytest.approx(getattr(most, part)), part
+    assert row["messages_bytes"] >= most.messages
+    assert row["fits"] == (row["together_bytes"] <= 80 * 2**30)
