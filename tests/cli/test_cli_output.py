@@ -19,7 +19,7 @@ from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused
 from tests.terminal import on_a_terminal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 # One for each form that has a writer of its own.
 CALLS = {

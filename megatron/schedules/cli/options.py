@@ -17,13 +17,12 @@ from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.planner.adaptive import chunk_choices
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
-from megatron.schedules.planner.registry import Request, check_parts, with_own_relief, with_parts
+from megatron.schedules.planner.registry import Request, check_parts, with_parts
+from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import ModelLoads
-from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
@@ -271,7 +270,6 @@ class Ask:
         chunks_too = "" if self.chunks is None else f" and --chunks {self.chunks}"
         check_size(d, n, self.chunks, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
-        self.planned: dict[str, Request] = {}  # with layers placed and relief settled
         self._again, self._offload = recompute == "auto", offload is not None
         texts = {"weight_share": weight_share, "stock_recompute": recompute, "kept": kept}
         if self._again:
@@ -321,21 +319,12 @@ class Ask:
             limit, seconds = self.memory_limit, self.search_seconds
             asked = replace(asked, chunk_choices=choices, memory_limit=limit, search_seconds=seconds)
             return replace(asked, recompute=self._again, offload=self._offload)
-        return with_own_relief(asked if self.chunks is None else replace(asked, chunks=self.chunks))
+        return asked if self.chunks is None else replace(asked, chunks=self.chunks)
 
-    def timeline(self, name: str) -> Timeline:
-        """Schedule ``name``, timed. Where that takes a while, standard error says how far it is."""
-        request = self.request(name)
-        if request.partition:
-            with shown(f"placing layers for {name}", sys.stderr) as progress:
-                request = kept_spread(request, progress)
-        if request.recompute or request.offload:
-            with shown(f"choosing what to relieve in {name}", sys.stderr) as progress:
-                request = kept_relief(request, progress)
+    def plan(self, name: str) -> Plan:
+        """The plan of schedule ``name``. Where that takes a while, standard error says how far it is."""
         with shown(f"planning {name}", sys.stderr) as progress:
-            schedule = kept_plan(request, progress)
-        self.planned[name] = request
-        return simulate(schedule, request.costs_on(schedule.placement))
+            return make_plan(self.request(name), progress)
 
 
 def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured: float) -> float:

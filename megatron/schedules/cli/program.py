@@ -14,16 +14,13 @@ import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.cli.options import FLAGS, Ask, size_flags
 from megatron.schedules.measure.recorded_run import read_recorded
-from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
+from megatron.schedules.report.figures import counted, figures, number, percent, title
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer
 
@@ -94,17 +91,14 @@ def _plan(
     columns = _drawn_as(form, width, gradients)
     ask = Ask([] if schedule is None else [schedule], ["file"], **size)
     (name,) = ask.names
-    timeline = ask.timeline(name)
+    plan = ask.plan(name)
     if form == "csv":
-        emit(to_csv(timeline.schedule), output)
+        emit(plan.to_csv(), output)
     elif form == "json":
-        least = bound(ask.planned[name]) if name == "adaptive" else None
-        found = as_form(figures(timeline), least)
-        emit(to_text(PlanForm.of(timeline, ask.request(name), ask.planned[name], found)) + "\n", output)
+        emit(plan.to_json(), output)
     else:
-        footer = _how_good(timeline, ask) if name == "adaptive" else ""
-        footer += _where(ask.planned[name].decisions.layers) + _relieved(ask.planned[name].decisions)
-        drawing = of_plans([timeline], _caption(ask), _unit(size))
+        footer = _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
+        drawing = of_plans([plan.timeline], _caption(ask), _unit(size))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -121,11 +115,11 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, ("text", "markdown", "csv", "json"))
     ask = Ask(schedules, NAMES, **size)
-    baseline = ask.timeline("1f1b").makespan
+    baseline = ask.plan("1f1b").iteration_time
     rows = []
     for name in ask.names:
         try:
-            found = figures(ask.timeline(name))
+            found = figures(ask.plan(name).timeline)
         except PlanError as error:
             rows.append(table.Row(name, str(error)))
         else:
@@ -172,7 +166,7 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     ask = Ask(schedules, ["1f1b", "v-half"] if size["schedule_file"] is None else ["file"], **size)
-    drawing = of_plans([ask.timeline(name) for name in ask.names], _caption(ask), _unit(size))
+    drawing = of_plans([ask.plan(name).timeline for name in ask.names], _caption(ask), _unit(size))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -189,10 +183,11 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     return asked
 
 
-def _how_good(timeline: Timeline, ask: Ask) -> str:
+def _how_good(plan: Plan) -> str:
     """How far from the best possible an adaptive plan is at most."""
-    least = bound(ask.planned["adaptive"])
-    by_name = timeline.schedule.name
+    least, timeline, by_name = plan.lower_bound, plan.timeline, plan.schedule.name
+    if least is None:
+        return ""
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
     bubble = "" if timeline.costs.relieved else f", a bubble of {percent(1 - timeline.ideal / least)}"
     return (

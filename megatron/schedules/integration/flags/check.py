@@ -27,8 +27,9 @@ from megatron.schedules.integration.flags.replan import check_replan, measures_l
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
-from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages, with_own_relief
+from megatron.schedules.planner.plan_cache import takes_long
+from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages
+from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.decisions import Decisions
@@ -108,51 +109,30 @@ def _checked(args: Any) -> Planned | None:
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
     request = _request(args)
     _check_layers(args)
-    if request.partition:
-        request = spread(request)
-    if request.recompute or request.offload:
-        request = settled(request)
-    request, schedule = _planned_within(args, request)
-    host_bytes = check_host(args, request.costs, max(taken(schedule, request.costs_on(schedule.placement))))
-    if why := refusal(args, schedule):
+    plan = _made_within(args, made(request))
+    host_bytes = check_host(args, plan.request.costs, max(taken(plan.schedule, plan.costs)))
+    if why := refusal(args, plan.schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, request) + _relief(request, host_bytes))
+    return Planned(plan.request, plan.schedule, assumed(args, plan.request) + _savings(plan.decisions, host_bytes))
 
 
-def _planned_within(args: Any, request: Request) -> tuple[Request, Schedule]:
-    """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
-    schedule, room = planned(request), 0
-    while request.schedule == "adaptive" and is_in_gib(args):
-        programs = lower(schedule, request.costs_on(schedule.placement))
-        held = max(program.messages_held for program in programs)
+def _made_within(args: Any, plan: Plan) -> Plan:
+    """``plan``, or where its limit is in GiB one that leaves room for as many messages as its ranks hold."""
+    room = 0
+    while plan.request.schedule == "adaptive" and is_in_gib(args):
+        held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
         if held <= max(room, MESSAGES):
             break
         room = held
-        request = with_memory_limit(args, request, room)
-        schedule = planned(request)
-    return request, schedule
+        plan = made(with_memory_limit(args, plan.request, room))
+    return plan
 
 
-@lru_cache(maxsize=2)
-def spread(request: Request) -> Request:
-    """The request with its layers placed; the first rank says how far the search for that is."""
-    with shown("placing layers", sys.stdout if is_first() else None) as progress:
-        return kept_spread(request, progress)
-
-
-@lru_cache(maxsize=2)
-def settled(request: Request) -> Request:
-    """The request with what is recomputed and offloaded; the first rank says how far the search for that is."""
-    limit_in_microbatches(request)  # refused before anything is announced
-    with shown("choosing what to relieve", sys.stdout if is_first() else None) as progress:
-        return kept_relief(request, progress)
-
-
-def _relief(request: Request, host_bytes: float) -> str:
-    """What a job says of it."""
+def _savings(decisions: Decisions, host_bytes: float) -> str:
+    """What a job says of recompute and offload."""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
     said = {"recomputed": "% of the layers done again", "offloaded": f"% of the layers' activations offloaded{host}"}
-    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.decisions.mean_savings.items())
+    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in decisions.mean_savings.items())
 
 
 def _check_layers(args: Any) -> None:
@@ -169,7 +149,7 @@ def _check_layers(args: Any) -> None:
 
 
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
-def planned(request: Request) -> Schedule:
+def made(request: Request) -> Plan:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
@@ -181,7 +161,7 @@ def planned(request: Request) -> Schedule:
         sys.stdout.write(f"{what}: {printable(said)}\n")
         sys.stdout.flush()
     with shown(what, sys.stdout if is_first() else None) as progress:
-        return kept_plan(request, progress)
+        return make_plan(request, progress)
 
 
 def stall_seconds(args: Any) -> float:
@@ -222,7 +202,7 @@ def _request(args: Any) -> Request:
     number = stages(request)
     decisions, searched = Decisions(layers=layers_of(args, number)), placed_by_planner(args)
     request = replace(request, costs=costs_of(args, number), decisions=decisions, partition=searched)
-    request = with_own_relief(with_relief(args, request))
+    request = with_relief(args, request)
     if request.schedule != "adaptive":
         return request
     return with_first_limit(request) if measures_limit(args) else with_memory_limit(args, request)
