@@ -10,8 +10,8 @@ from megatron.schedules.cli import options
 from megatron.schedules.cli.program import main
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner import plan_cache
-from megatron.schedules.planner.plan_cache import kept_plan
 from megatron.schedules.planner.registry import NAMES
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.text_forms import from_csv
 from tests.measure.custom import custom_costs
 from tests.refused import assert_refused
@@ -83,7 +83,7 @@ def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
 def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, capsys, tmp_path):
     asked = []
     monkeypatch.setattr(
-        options, "kept_plan", lambda request, progress: asked.append(request) or kept_plan(request, progress)
+        options, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
     )
     by_stage = {"stage_weights": [1.5, 1, 1, 1.2, *[1] * 28], "stage_activations": [2, *[1] * 31]}
     if "3" in name:

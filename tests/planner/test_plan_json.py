@@ -16,7 +16,6 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to_text
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.report.figures import as_form, figures
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.schedule import Schedule
@@ -133,7 +132,7 @@ def test_figures_follow_from_the_json_alone(name: str, tmp_path: Path, capsys, m
 def document_of(timeline: Timeline, costs: Costs) -> str:
     schedule = timeline.schedule
     request = Request(schedule.name, schedule.ranks, schedule.microbatches, costs)
-    return to_text(PlanForm.of(timeline, request, request, as_form(figures(timeline))))
+    return to_text(PlanForm.of(timeline, request, request))
 
 
 @examples(100)

@@ -12,8 +12,8 @@ from megatron.schedules.estimate.device_memory import model_memory
 from megatron.schedules.estimate.models import built, gpt
 from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief
 from megatron.schedules.planner.registry import Request
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
@@ -127,7 +127,7 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
             kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
             weight_share=1.0 if granularity is None else layer.weights / layer.full,
         )
-        order = kept_plan(Request("1f1b", d, n, costs))
+        order = make_plan(Request("1f1b", d, n, costs)).schedule
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
         again, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
         yield Entry("megatron-core", "1F1B", relief, None, order, seconds, again, 0.0, start)
@@ -150,18 +150,18 @@ def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
                 offload=offload,
             )
             if limit >= least_limit(asked):
-                yield _of_ours(kept_relief(asked) if recompute or offload else asked, relief)
+                yield _of_ours(asked, relief)
 
 
-def _of_ours(request: Request, relief: str) -> Entry:
+def _of_ours(asked: Request, relief: str) -> Entry:
     from tools.benchmarks.relief_ranks import start_ours
 
-    order = kept_plan(request)
-    start = start_ours(order, request.costs_on(order.placement), RANK_BYTES)
+    plan = make_plan(asked)
+    request, order = plan.request, plan.schedule
+    start = start_ours(order, plan.costs, RANK_BYTES)
     name = request.schedule if request.memory_limit is None else f"{request.schedule} {request.memory_limit:g}"
-    savings, seconds = request.decisions.mean_savings, replace(request, costs=_in_seconds(request.costs))
-    again, offloaded = (savings.get(each, 0.0) for each in ("recomputed", "offloaded"))
-    on_stages = seconds.costs_on(order.placement)
+    on_stages = replace(request, costs=_in_seconds(request.costs)).costs_on(order.placement)
+    again, offloaded = (plan.decisions.mean_savings.get(each, 0.0) for each in ("recomputed", "offloaded"))
     return Entry("ours", name, relief, request.memory_limit, order, on_stages, again, offloaded, start)
 
 

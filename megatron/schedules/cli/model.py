@@ -9,9 +9,8 @@ from megatron.schedules.estimate.model_build import MESSAGES, message_bytes, ran
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.measure.profile_facts import Profile
-from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import Plan
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.simulator import Timeline
 
 
 class PipelinedModel:
@@ -48,15 +47,10 @@ class PipelinedModel:
         """One microbatch's hidden states on one rank."""
         return message_bytes(self._args)
 
-    def ranks(self, timeline: Timeline, request: Request) -> tuple[RankMemory, ...]:
-        """What each rank holds in a plan.
-
-        Args:
-            timeline: the plan.
-            request: what it was made for, its costs of :meth:`costs`.
-        """
-        schedule = timeline.schedule
-        return rank_memory(self._args, self._build, schedule, timeline.costs, request, [MESSAGES] * schedule.ranks)
+    def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """What each rank holds in ``plan``, made for costs of :meth:`costs`."""
+        schedule = plan.schedule
+        return rank_memory(self._args, self._build, schedule, plan.costs, plan.request, [MESSAGES] * schedule.ranks)
 
     def __str__(self) -> str:
         """What the bytes are counted for."""

@@ -20,12 +20,11 @@ from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
-from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief, with_parts
+from megatron.schedules.planner.registry import Request, check_parts, stages, with_parts
+from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
@@ -166,7 +165,6 @@ class Ask:
         chunks_too = "" if most is None else f" and {most} chunks in --schedule"
         check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
         self.ranks, self.microbatches = d, n
-        self.planned: dict[str, Request] = {}  # with layers placed and relief settled
         self.model = None if model is None else PipelinedModel(model, d, n, shared=vocabulary_parallel)
         self._measured = _measured(costs, d, self.model)
         self.is_measured = self._measured.profile is not None
@@ -210,7 +208,7 @@ class Ask:
         )
         if schedule.name != "adaptive":
             asked = asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks)
-            return with_own_relief(replace(asked, costs=self._costs(stages(asked))))
+            return replace(asked, costs=self._costs(stages(asked)))
         asked = replace(
             asked,
             chunk_choices=chunk_choices(schedule.chunks or max(asked.chunk_choices)),
@@ -232,25 +230,14 @@ class Ask:
         """Whether memory is known in bytes."""
         return self.model is not None and not self.instead_of_bytes
 
-    def memory(self, schedule: values.ScheduleChoice, timeline: Timeline) -> tuple[RankMemory, ...]:
-        """What each rank holds in the plan of ``schedule``; nothing where that is not known in bytes."""
-        if self.model is None or not self.knows_bytes:
-            return ()
-        return self.model.ranks(timeline, self.planned[schedule.text])
+    def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """What each rank holds in ``plan``; nothing where that is not known in bytes."""
+        return self.model.ranks(plan) if self.model is not None and self.knows_bytes else ()
 
-    def timeline(self, schedule: values.ScheduleChoice) -> Timeline:
-        """``schedule``, timed. Where that takes a while, standard error says how far it is."""
-        request, name = self.request(schedule), schedule.name
-        if request.partition:
-            with shown(f"placing layers for {name}", sys.stderr) as progress:
-                request = kept_spread(request, progress)
-        if request.recompute or request.offload:
-            with shown(f"choosing what to relieve in {name}", sys.stderr) as progress:
-                request = kept_relief(request, progress)
-        with shown(f"planning {name}", sys.stderr) as progress:
-            found = kept_plan(request, progress)
-        self.planned[schedule.text] = request
-        return simulate(found, request.costs_on(found.placement))
+    def plan(self, schedule: values.ScheduleChoice) -> Plan:
+        """The plan of ``schedule``. Where that takes a while, standard error says how far it is."""
+        with shown(f"planning {schedule.name}", sys.stderr) as progress:
+            return make_plan(self.request(schedule), progress)
 
 
 def _with_copies(costs: Costs, saving: values.MemorySaving, ranks: int, profile: Profile | None) -> Costs:

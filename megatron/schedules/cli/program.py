@@ -16,19 +16,16 @@ from megatron.schedules.cli.options import FLAGS, Ask, schedule_flag, size_flags
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.measure.recorded_run import read_recorded
-from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.plan_json import PlanForm, to_text
-from megatron.schedules.planner.registry import NAMES, Request, describe
+from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import amount, as_form, counted, figures, number, percent, title
+from megatron.schedules.report.figures import amount, counted, figures, number, percent, title
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer, size
 
@@ -99,20 +96,17 @@ def _plan(
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
     ask = Ask([schedule], [], **size)
-    (asked,) = ask.schedules
-    timeline, planned, is_adaptive = ask.timeline(asked), ask.planned[schedule], asked.name == "adaptive"
+    plan = ask.plan(ask.schedules[0])
     if form == "csv":
-        emit(to_csv(timeline.schedule), output)
+        emit(plan.to_csv(), output)
     elif form == "json":
-        found = as_form(figures(timeline), bound(planned) if is_adaptive else None)
-        emit(to_text(PlanForm.of(timeline, ask.request(asked), planned, found)) + "\n", output)
+        emit(plan.to_json(), output)
     else:
-        footer = _how_good(timeline, planned) if is_adaptive else ""
-        footer += _where(planned.decisions.layers) + _relieved(planned.decisions)
-        if held := ask.memory(asked, timeline):
+        footer = _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
+        if held := ask.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {ask.model}.\n"
-        drawing = of_plans([timeline], _caption(ask), _unit(ask))
+        drawing = of_plans([plan.timeline], _caption(ask), _unit(ask))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -143,15 +137,15 @@ def _compare(
         instead = "".join(f"and {flag} goes before them: leave one of the two out" for flag in ask.instead_of_bytes[:1])
         missing = "which is missing" if ask.model is None else instead
         raise PlanError(f"--device-memory compares the bytes of --model, {missing}")
-    baseline = ask.timeline(ScheduleChoice("1f1b", "1f1b")).makespan
+    baseline = ask.plan(ScheduleChoice("1f1b", "1f1b")).iteration_time
     rows = []
     for asked in ask.schedules:
         try:
-            timeline = ask.timeline(asked)
+            plan = ask.plan(asked)
         except PlanError as error:
             rows.append(table.Row(asked.text, str(error)))
         else:
-            found, held = figures(timeline), ask.memory(asked, timeline)
+            found, held = figures(plan.timeline), ask.memory(plan)
             memory, fits = _held(held, room) if held else ({}, None)
             rows.append(table.Row(asked.text, found, baseline / found.makespan, memory, fits))
     if form in ("svg", *PICTURES):
@@ -200,7 +194,7 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     ask = Ask(schedules, ["1f1b", "v-half"], **size)
-    drawing = of_plans([ask.timeline(asked) for asked in ask.schedules], _caption(ask), _unit(ask))
+    drawing = of_plans([ask.plan(asked).timeline for asked in ask.schedules], _caption(ask), _unit(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -234,10 +228,11 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
     return asked
 
 
-def _how_good(timeline: Timeline, planned: Request) -> str:
+def _how_good(plan: Plan) -> str:
     """How far from the best possible an adaptive plan is at most."""
-    least = bound(planned)
-    by_name = timeline.schedule.name
+    least, timeline, by_name = plan.lower_bound, plan.timeline, plan.schedule.name
+    if least is None:
+        return ""
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
     bubble = "" if timeline.costs.relieved else f", a bubble of {percent(1 - timeline.ideal / least)}"
     return (

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.schedule.host_memory import taken
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, Passing
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory, activation_bytes
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
@@ -192,27 +189,3 @@ def memory(
         rank._replace(activations=held, host=rank.host + unit * away)
         for rank, held, away in zip(ranks, activations, host, strict=True)
     )
-
-
-def activation_bytes(
-    schedule: Schedule, costs: StageCosts, model: ModelMemory, counts: Sequence[int]
-) -> tuple[float, ...]:
-    """The most activation bytes that each rank holds at once, Megatron's recompute inside a backward pass included.
-
-    Args:
-        schedule, costs: the plan and what it was made for.
-        model: what ``costs`` were made of.
-        counts: decoder layers of each stage.
-    """
-    unit, passing = model.of_rank(schedule.ranks), model.passing(counts)
-    return tuple(_peak(row, costs, unit, passing) for row in schedule.order)
-
-
-def _peak(row: Sequence[Pass], costs: StageCosts, unit: float, passing: Sequence[Passing]) -> float:
-    most = before = 0.0
-    for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
-        whole_backward, half = passing[stage]
-        beside = {Kind.B: whole_backward, Kind.I: half}.get(kind, 0.0)
-        most = max(most, unit * before + beside, unit * after + (beside if kind is Kind.I else 0.0))
-        before = after
-    return most

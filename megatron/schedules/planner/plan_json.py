@@ -91,6 +91,25 @@ class FiguresForm(Form, frozen=True, kw_only=True):
     copying: Portion | UnsetType = UNSET
     lower_bound: Quantity | UnsetType = UNSET
 
+    @staticmethod
+    def of(timeline: Timeline, lower_bound: float | None = None) -> FiguresForm:
+        """What ``timeline`` comes to, with the bound of an adaptive plan."""
+        maybe = {
+            "recomputed": timeline.recomputed,
+            "useful": timeline.useful if timeline.recomputed else 0.0,
+            "copying": timeline.copying,
+            "lower_bound": lower_bound,
+        }
+        return FiguresForm(
+            makespan=timeline.makespan,
+            bubble=timeline.bubble,
+            span_bubble=timeline.span_bubble,
+            peak_memory=timeline.peak,
+            peak_memory_by_rank=timeline.peaks,
+            memory_of_1f1b=timeline.peak / timeline.schedule.ranks,
+            **{name: each for name, each in maybe.items() if each},
+        )
+
 
 class PlanForm(Form, frozen=True, kw_only=True):
     """A plan: the order of the passes on every rank, what they cost, and the figures that follow.
@@ -122,14 +141,14 @@ class PlanForm(Form, frozen=True, kw_only=True):
     order: tuple[tuple[str, ...], ...]
 
     @staticmethod
-    def of(timeline: Timeline, asked: Request, planned: Request, figures: FiguresForm) -> PlanForm:
+    def of(timeline: Timeline, asked: Request, planned: Request, lower_bound: float | None = None) -> PlanForm:
         """A plan as it is written.
 
         Args:
             timeline: the plan under the costs it was planned for.
             asked: what was asked for.
-            planned: the same with layers placed and relief settled.
-            figures: of the timeline.
+            planned: the same with its decisions settled.
+            lower_bound: of an adaptive plan's iteration time.
         """
         schedule, decided = ScheduleForm.of(timeline.schedule), planned.decisions
         layers = planned.layers_on(timeline.schedule.placement)
@@ -144,7 +163,7 @@ class PlanForm(Form, frozen=True, kw_only=True):
             layers=UNSET if layers is None else layers,
             redone=UNSET if decided.recomputed is None else decided.recomputed,
             offloaded=UNSET if decided.offloaded is None else decided.offloaded,
-            figures=figures,
+            figures=FiguresForm.of(timeline, lower_bound),
             order=schedule.order,
         )
 

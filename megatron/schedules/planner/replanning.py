@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -66,7 +66,7 @@ def propose(request: Request, current: Schedule) -> Proposal:
     """
     costs = request.costs_on(current.placement)
     now = simulate(current, costs)
-    found = simulate(plan(replace(request, placement=current.placement)), costs)
+    found = make_plan(replace(request, placement=current.placement)).timeline
     before, after = Expected(now.makespan, now.bubble), Expected(found.makespan, found.bubble)
     limit = request.memory_limit
     too_much = limit is not None and now.limit > limit * request.ranks + _ROUNDING

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.schedules.planner.plan_json import FiguresForm
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.printable import printable_name
 
@@ -57,25 +56,6 @@ class Figures:
         return again + ((("copying", self.copying),) if self.copying else ())
 
 
-def as_form(found: Figures, lower_bound: float | None = None) -> FiguresForm:
-    """``found`` as a plan's JSON has them; with the bound of an adaptive plan."""
-    maybe = {
-        "recomputed": found.recomputed,
-        "useful": found.useful if found.recomputed else 0.0,
-        "copying": found.copying,
-        "lower_bound": lower_bound,
-    }
-    return FiguresForm(
-        makespan=found.makespan,
-        bubble=found.bubble,
-        span_bubble=found.span_bubble,
-        peak_memory=found.peak,
-        peak_memory_by_rank=found.peaks,
-        memory_of_1f1b=found.share,
-        **{name: each for name, each in maybe.items() if each},
-    )
-
-
 def figures(timeline: Timeline) -> Figures:
     """Read the figures off ``timeline``."""
     schedule = timeline.schedule
@@ -85,9 +65,8 @@ def figures(timeline: Timeline) -> Figures:
         microbatches=schedule.microbatches,
         chunks=schedule.placement.chunks,
         makespan=timeline.makespan,
-        # Rounding removes the -1e-16 of a schedule without any idle time, which would print as -0.00 %.
-        bubble=round(timeline.bubble, 12) + 0.0,
-        span_bubble=round(timeline.span_bubble, 12) + 0.0,
+        bubble=timeline.bubble,
+        span_bubble=timeline.span_bubble,
         peaks=timeline.peaks,
         share=timeline.peak / reference_memory(timeline),
         useful=timeline.useful,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
+
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class LayerMemory(NamedTuple):
@@ -207,3 +213,27 @@ class ModelMemory:
     def _known(self) -> dict[tuple[int, int, int, int], StageMemory]:
         """Stages added up before: searches ask for the same ones again and again."""
         return {}
+
+
+def activation_bytes(
+    schedule: Schedule, costs: StageCosts, model: ModelMemory, counts: Sequence[int]
+) -> tuple[float, ...]:
+    """The most activation bytes that each rank holds at once, Megatron's recompute inside a backward pass included.
+
+    Args:
+        schedule, costs: the plan and what it was made for.
+        model: what ``costs`` were made of.
+        counts: decoder layers of each stage.
+    """
+    unit, passing = model.of_rank(schedule.ranks), model.passing(counts)
+    return tuple(_peak(row, costs, unit, passing) for row in schedule.order)
+
+
+def _peak(row: Sequence[Pass], costs: StageCosts, unit: float, passing: Sequence[Passing]) -> float:
+    most = before = 0.0
+    for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
+        whole_backward, half = passing[stage]
+        beside = {Kind.B: whole_backward, Kind.I: half}.get(kind, 0.0)
+        most = max(most, unit * before + beside, unit * after + (beside if kind is Kind.I else 0.0))
+        before = after
+    return most

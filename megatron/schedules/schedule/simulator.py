@@ -71,13 +71,13 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """1 - ideal / makespan: the share of the ranks' time that is idle, whatever is copied meanwhile."""
-        return 1 - self.ideal / self.makespan
+        return max(0.0, 1 - self.ideal / self.makespan)  # no rounding below none
 
     @cached_property
     def span_bubble(self) -> float:
         """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
         rows = zip(self._busy, self.start, self.end, strict=True)
-        return max(1 - busy / (ends[-1] - starts[0]) for busy, starts, ends in rows)
+        return max(0.0, *(1 - busy / (ends[-1] - starts[0]) for busy, starts, ends in rows))
 
     @cached_property
     def recomputed(self) -> float:

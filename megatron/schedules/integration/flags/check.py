@@ -25,8 +25,9 @@ from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
-from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief
+from megatron.schedules.planner.plan_cache import takes_long
+from megatron.schedules.planner.registry import Request, check_parts, stages
+from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.decisions import Decisions
@@ -105,53 +106,32 @@ def _checked(args: Any, search_seconds: float | None) -> Planned | None:
     if settings.measures_limit and dry_run is None:  # refused before a search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
     _check_layers(args, settings)
-    request = _request(args, settings)
-    if request.partition:
-        request = spread(request)
-    if request.recompute or request.offload:
-        request = settled(request)
-    request, schedule = _planned_within(args, settings, request)
-    held = max(taken(schedule, request.costs_on(schedule.placement)))
-    host_bytes = check_host(request.costs, held, request.ranks, is_dry=dry_run is not None)
-    if why := refusal(args, settings, schedule):
+    plan = _made_within(args, settings, made(_request(args, settings)))
+    held = max(taken(plan.schedule, plan.costs))
+    host_bytes = check_host(plan.request.costs, held, plan.request.ranks, is_dry=dry_run is not None)
+    if why := refusal(args, settings, plan.schedule):
         raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, settings, request) + _relief(request, host_bytes))
+    said = assumed(args, settings, plan.request) + _savings(plan.decisions, host_bytes)
+    return Planned(plan.request, plan.schedule, said)
 
 
-def _planned_within(args: Any, settings: Settings, request: Request) -> tuple[Request, Schedule]:
-    """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
-    schedule, room, limit = planned(request), 0, settings.memory_limit
-    while request.schedule == "adaptive" and limit is not None and limit.size is not None:
-        programs = lower(schedule, request.costs_on(schedule.placement))
-        held = max(program.messages_held for program in programs)
+def _made_within(args: Any, settings: Settings, plan: Plan) -> Plan:
+    """``plan``, or where its limit is in GiB one that leaves room for as many messages as its ranks hold."""
+    room, limit = 0, settings.memory_limit
+    while plan.request.schedule == "adaptive" and limit is not None and limit.size is not None:
+        held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
         if held <= max(room, MESSAGES):
             break
         room = held
-        request = with_memory_limit(FLAGS["memory_limit"], limit, request, message_bytes(args), room)
-        schedule = planned(request)
-    return request, schedule
+        plan = made(with_memory_limit(FLAGS["memory_limit"], limit, plan.request, message_bytes(args), room))
+    return plan
 
 
-@lru_cache(maxsize=2)
-def spread(request: Request) -> Request:
-    """The request with its layers placed; the first rank says how far the search for that is."""
-    with shown("placing layers", sys.stdout if is_first() else None) as progress:
-        return kept_spread(request, progress)
-
-
-@lru_cache(maxsize=2)
-def settled(request: Request) -> Request:
-    """The request with what is recomputed and offloaded; the first rank says how far the search for that is."""
-    limit_in_microbatches(request)  # refused before anything is announced
-    with shown("choosing what to relieve", sys.stdout if is_first() else None) as progress:
-        return kept_relief(request, progress)
-
-
-def _relief(request: Request, host_bytes: float) -> str:
-    """What a job says of it."""
+def _savings(decisions: Decisions, host_bytes: float) -> str:
+    """What a job says of recompute and offload."""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
     said = {"recomputed": "% of the layers done again", "offloaded": f"% of the layers' activations offloaded{host}"}
-    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.decisions.mean_savings.items())
+    return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in decisions.mean_savings.items())
 
 
 def _check_layers(args: Any, settings: Settings) -> None:
@@ -166,7 +146,7 @@ def _check_layers(args: Any, settings: Settings) -> None:
 
 
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
-def planned(request: Request) -> Schedule:
+def made(request: Request) -> Plan:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
@@ -178,7 +158,7 @@ def planned(request: Request) -> Schedule:
         sys.stdout.write(f"{what}: {printable(said)}\n")
         sys.stdout.flush()
     with shown(what, sys.stdout if is_first() else None) as progress:
-        return kept_plan(request, progress)
+        return make_plan(request, progress)
 
 
 def _request(args: Any, settings: Settings) -> Request:
@@ -205,7 +185,7 @@ def _request(args: Any, settings: Settings) -> Request:
         decisions=Decisions(layers=layers_of(args, settings, number)),
         partition=settings.layers == "auto",
     )
-    request = with_own_relief(with_relief(args, settings, request))
+    request = with_relief(args, settings, request)
     if request.schedule != "adaptive" or settings.memory_limit is None:
         return request
     if settings.measures_limit:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.schedules.estimate.device_memory import activation_bytes
-from megatron.schedules.integration.flags.check import Planned, planned
+from megatron.schedules.integration.flags.check import Planned, made
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.forward_only import forward_only
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
@@ -18,6 +17,7 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -184,7 +184,7 @@ class Planner:
         if evaluating:
             return forward_only(self.placement, num_microbatches, request.costs, request.decisions)
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = planned(request)
+            self._schedules[num_microbatches] = made(request).schedule
         return self._schedules[num_microbatches]
 
     def summary(self) -> str:

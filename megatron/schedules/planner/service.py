@@ -1,0 +1,125 @@
+"""The one way from a request to a plan: layer partition, then recompute and offload, then the schedule.
+
+What takes long is found once only for an equal request, see :mod:`.plan_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.schedules.planner.adaptive import bound, search_seconds
+from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
+from megatron.schedules.planner.plan_json import PlanForm, to_text
+from megatron.schedules.planner.registry import with_own_relief
+from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.model_memory import activation_bytes
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.schedule.text_forms import to_csv
+from megatron.schedules.utils.progress import Parts, Progress, unheard
+
+# What a layer partition takes beside the whole search of adaptive, in seconds of a usual core.
+_PARTITION_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to a request.
+
+    Args:
+        asked: the request as it was made.
+        request: the same with all that was to be searched settled.
+        schedule: the order of the passes.
+    """
+
+    asked: Request
+    request: Request
+    schedule: Schedule
+
+    @property
+    def decisions(self) -> Decisions:
+        """What is settled about the stages."""
+        return self.request.decisions
+
+    @cached_property
+    def costs(self) -> StageCosts:
+        """What the stages cost, by which the plan was made."""
+        return self.request.costs_on(self.schedule.placement)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each pass starts and ends."""
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def iteration_time(self) -> float:
+        """Time from 0 to the last end on any rank (makespan), in the unit of the costs."""
+        return self.timeline.makespan
+
+    @property
+    def bubble(self) -> float:
+        """The part of the iteration time in which an average rank computes nothing."""
+        return self.timeline.bubble
+
+    @property
+    def peak_memory(self) -> float:
+        """Peak activation memory of the worst rank, as a fraction of 1F1B's."""
+        return self.timeline.peak / self.schedule.ranks
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Peak activation memory of the worst rank in bytes; None where the model's sizes are not known."""
+        memory, counts = self.request.costs.memory, self.request.layers_on(self.schedule.placement)
+        if memory is None or counts is None:
+            return None
+        return max(activation_bytes(self.schedule, self.costs, memory, counts))
+
+    @cached_property
+    def lower_bound(self) -> float | None:
+        """No schedule within the memory limit has a shorter iteration; None where there was no limit."""
+        return bound(self.request) if self.request.schedule == "adaptive" else None
+
+    def to_csv(self) -> str:
+        """The order of the passes, a row for each rank, as torch.distributed.pipelining reads it."""
+        return to_csv(self.schedule)
+
+    def to_json(self) -> str:
+        """All that the plan's times, memory and bubble follow from, see docs/plan-json.md."""
+        return to_text(PlanForm.of(self.timeline, self.asked, self.request, self.lower_bound)) + "\n"
+
+
+def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
+    """The plan for ``asked``.
+
+    Args:
+        asked: what is asked for.
+        progress: hears how far the planning is, whatever it consists of.
+
+    Raises:
+        PlanError: in one line, what is wrong with the request or why there is no such plan.
+    """
+    request, steps = with_own_relief(asked), _searches(asked)
+    parts = Parts(progress, sum(seconds for _, seconds in steps) + search_seconds(asked))
+    for search, seconds in steps:
+        request = search(request, parts.begin(seconds))
+    schedule = kept_plan(request, parts.begin(search_seconds(asked)))
+    parts.end()
+    return Plan(asked, request, schedule)
+
+
+_Search = Callable[[Request, Progress], Request]
+
+
+def _searches(asked: Request) -> list[tuple[_Search, float]]:
+    """What is to be searched before the schedule, in this order, and the seconds that each takes, about."""
+    seconds = search_seconds(asked)
+    found: list[tuple[_Search, float]] = []
+    if asked.partition:
+        found.append((kept_spread, _PARTITION_SECONDS + seconds))
+    if asked.recompute or asked.offload:
+        found.append((kept_relief, seconds * (3 if asked.recompute and asked.offload else 1)))
+    return found
