@@ -214,6 +214,7 @@ def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
 def test_the_file_names_the_sizes_as_ever():
     """Profiles of jobs that ran before are still read."""
     seen = {Share.WEIGHTS: 1.0, Share.VOCABULARY: 2.0, Share.AGAIN: 3.0, Share.AWAY: 4.0}
+    assert seen.keys() == SEEN_BY.keys()
     written = json.loads(to_text(profile(v_shape(4), *(replace(each, sizes=seen) for each in V))))
     assert written["version"] == 2
     sizes = {name: size for name, size in written["stages"][0].items() if name.endswith("_bytes")}

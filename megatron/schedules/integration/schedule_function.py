@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
-from megatron.schedules.integration.lengths.background import LengthsBeside, Sizes, in_loaders_order
+from megatron.schedules.integration.lengths.background import LengthsBeside, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.log.iteration_watcher import CallWatcher
@@ -38,8 +38,47 @@ from megatron.schedules.runtime.position import Place
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.recompute import Again
 from megatron.schedules.runtime.stall_watch import StallWatch
-from megatron.schedules.runtime.transport import MessageSpec
+from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+
+
+class _Measuring(NamedTuple):
+    """What a call measures of itself.
+
+    Args:
+        peak: the most that its activations hold.
+        profiled: what its passes take and hold.
+    """
+
+    peak: PeakMemory | None = None
+    profiled: Watching | None = None
+
+    @property
+    def meter(self) -> ActivationMeter | None:
+        """What counts tensors."""
+        if self.profiled is not None:
+            return self.profiled.meter
+        return None if self.peak is None else self.peak.meter
+
+
+class _Bound(NamedTuple):
+    """What one pass leaves to another, of all that the model's modules know of the schedule.
+
+    Args:
+        store: the weight gradients that wait for W.
+        again: the forwards that wait for R; None without any R.
+        offloads: what is away between O and L; None without any O.
+    """
+
+    store: WeightGradients
+    again: Again | None
+    offloads: Offloads | None
+
+    def assert_empty(self) -> None:
+        """Nothing is left when all passes are done."""
+        for each in self:
+            if each is not None:
+                each.assert_empty()
 
 
 class ScheduleFunction:
@@ -115,6 +154,9 @@ class ScheduleFunction:
     ) -> list[Any]:
         """One step (or one evaluation step). Arguments as stock's schedule functions; ``p2p_communicator`` is not used.
 
+        Takes the program, begins what is measured, tells the model's modules where to keep what later passes need, runs
+        all passes, hands the losses to the last rank, and finishes gradients and measurements.
+
         Returns:
             The losses of all microbatches on the last pipeline rank, an empty list on the others, as stock does.
 
@@ -128,75 +170,48 @@ class ScheduleFunction:
         chunks: Sequence[torch.nn.Module] = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
-        timers = config.timers
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
-        planned = None
-        if not forward_only:
-            self.between()
-            if self._lengths is not None:
-                planned = self._lengths.begin(iterators, Sizes(num_microbatches, seq_length, micro_batch_size))
-        program = planned and planned.program
-        program = program or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+        sizes = Sizes(num_microbatches, seq_length, micro_batch_size)
+        sent = sizes._replace(sequence=decoder_seq_length or seq_length)
         cp_size = parallel_state.get_context_parallel_world_size()
         call = ScheduleCall(
             forward_step_func, iterators, num_microbatches, forward_only, collect_non_loss_data, first_val_step, cp_size
         )
-        measured, meter = None, None
-        if self._measure_next and not forward_only:
-            parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
-            measured = PeakMemory(parameters, counted=self._counted)
-            meter = measured.meter
-        profiled = None if self.profiler is None or forward_only else self.profiler.begin(program, chunks, meter)
-        meter = meter if profiled is None else profiled.meter
-        offloads = self._begun_offloads(chunks, program, meter)
-        store = self._bound_store(chunks, meter)
-        spec = _message_spec(config, decoder_seq_length or seq_length, micro_batch_size, cp_size)
-        exchange = None
-        if self._messages.meeting_group is not None:
-            words = micro_batch_size, (decoder_seq_length or seq_length) // cp_size
-            exchange = Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
-        again = self._bound_again(chunks, program) if program.has_again else None
-        stages = MegatronStages(program, chunks, config, call, store, self._running, meter, exchange, again, offloads)
+        planned = None if forward_only else self._begun_training(iterators, sizes)
+        program = planned and planned.program
+        program = program or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
+        measuring = self._begun_measuring(program, chunks, forward_only=forward_only)
+        bound = self._bound(program, chunks, measuring.meter)
+        spec = _message_spec(config, sent, cp_size)
+        stages = MegatronStages(
+            program,
+            chunks,
+            config,
+            call,
+            bound.store,
+            self._running,
+            measuring.meter,
+            self._exchange(spec, sent, cp_size),
+            bound.again,
+            bound.offloads,
+        )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
-        last_rank = self._group.size() - 1
         with self._place.under_way():
-            try:
-                with events_in(timers), self._late_checks.at_the_end():
-                    watchers = () if forward_only else self._watchers
-                    own_plan = planned and planned.timeline
-                    watching = [observer for watcher in watchers for observer in watcher.begin(program, own_plan)]
-                    run(program, stages, transport, [*self._watching(profiled, offloads), *watching], self._place)
-                    for watcher in watchers:
-                        watcher.end()
-                    stages.finish()
-            finally:
-                stages.close()
-            store.assert_empty()
-            if again is not None:
-                again.assert_empty()
-            if offloads is not None:
-                offloads.assert_empty()
-
-            losses, tokens = stages.losses, stages.tokens
-            if self._planner.last_stage_rank != last_rank:
-                losses, tokens = self._relay(losses, tokens)
-                if config.mtp_num_layers and not forward_only:
-                    mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+            observers = self._watching(measuring.profiled, bound.offloads)
+            with closing(stages), events_in(config.timers), self._late_checks.at_the_end():
+                self._run(program, stages, transport, observers, () if forward_only else self._watchers, planned)
+            bound.assert_empty()
+            losses, tokens = self._on_last_rank(stages, config, forward_only=forward_only)
             if not forward_only:
                 self._finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
-            if meter is not None:
-                self._store = None  # the next one counts nothing
-            if measured is not None:
-                self._report(measured)
-            if profiled is not None and self.profiler is not None:
-                self.profiler.end()
-            if timers is not None:
-                timers("forward-backward").stop()
+            self._end_measuring(measuring)
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
         if planned is not None:
             losses = in_loaders_order(losses, planned.order)
-        return losses if self._rank == last_rank else []
+        return losses if self._rank == self._group.size() - 1 else []
 
     def count_next_call(self) -> None:
         """Count tensor by tensor, and report, what the next training call holds: :attr:`peak_activation_bytes`."""
@@ -206,6 +221,72 @@ class ScheduleFunction:
     def host_bytes(self) -> int:
         """Host memory that activations have been copied to, of this rank."""
         return 0 if self._offloads is None else self._offloads.host_bytes
+
+    def _begun_training(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
+        """A training call begins; how it is planned for its microbatches' lengths, None where it is not."""
+        self.between()
+        return None if self._lengths is None else self._lengths.begin(iterators, sizes)
+
+    def _begun_measuring(
+        self, program: Program, chunks: Sequence[torch.nn.Module], *, forward_only: bool
+    ) -> _Measuring:
+        """What is measured in this call."""
+        if forward_only:
+            return _Measuring()
+        peak = None
+        if self._measure_next:
+            peak = PeakMemory((each for chunk in chunks for each in chunk.parameters()), counted=self._counted)
+        meter = None if peak is None else peak.meter
+        return _Measuring(peak, None if self.profiler is None else self.profiler.begin(program, chunks, meter))
+
+    def _end_measuring(self, measuring: _Measuring) -> None:
+        if measuring.meter is not None:
+            self._store = None  # the next one counts nothing
+        if measuring.peak is not None:
+            self._report(measuring.peak)
+        if measuring.profiled is not None and self.profiler is not None:
+            self.profiler.end()
+
+    def _bound(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> _Bound:
+        """What keeps things for later passes, known to the model's modules."""
+        offloads = self._begun_offloads(chunks, program, meter)
+        store = self._bound_store(chunks, meter)
+        return _Bound(store, self._bound_again(chunks, program) if program.has_again else None, offloads)
+
+    def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int) -> Exchange | None:
+        """Where all ranks share the vocabulary, what they exchange."""
+        if self._messages.meeting_group is None:
+            return None
+        words = sizes.rows, sizes.sequence // cp_size
+        return Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
+
+    def _run(
+        self,
+        program: Program,
+        stages: MegatronStages,
+        transport: Transport,
+        observers: Sequence[Observer],
+        watchers: Sequence[CallWatcher],
+        planned: Planned | None,
+    ) -> None:
+        """All passes and messages, which ``watchers`` hear of."""
+        own_plan = planned and planned.timeline
+        watching = [observer for watcher in watchers for observer in watcher.begin(program, own_plan)]
+        run(program, stages, transport, [*observers, *watching], self._place)
+        for watcher in watchers:
+            watcher.end()
+        stages.finish()
+
+    def _on_last_rank(
+        self, stages: MegatronStages, config: Any, *, forward_only: bool
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Losses and tokens where stock has them, wherever the last stage is."""
+        if self._planner.last_stage_rank == self._group.size() - 1:
+            return stages.losses, stages.tokens
+        losses, tokens = self._relay(stages.losses, stages.tokens)
+        if config.mtp_num_layers and not forward_only:
+            mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
+        return losses, tokens
 
     def _watching(self, profiled: Watching | None, offloads: Offloads | None) -> list[Observer]:
         """Who is told of this call's actions; and of its copies."""
@@ -289,10 +370,10 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def _message_spec(config: Any, seq_length: int, micro_batch_size: int, cp_size: int) -> MessageSpec:
+def _message_spec(config: Any, sizes: Sizes, cp_size: int) -> MessageSpec:
     """Every message is one microbatch's hidden states, as stock's are; variable lengths change the first two sizes."""
-    length = seq_length // cp_size
+    length = sizes.sequence // cp_size
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()
     device = torch.empty(0, device="cuda").device
-    return MessageSpec((length, micro_batch_size, config.hidden_size), config.pipeline_dtype, device)
+    return MessageSpec((length, sizes.rows, config.hidden_size), config.pipeline_dtype, device)

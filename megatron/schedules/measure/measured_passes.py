@@ -56,7 +56,7 @@ def rank_measured(
     for (stage, kind, _), start, end in (*computing, *copies):
         took[stage, kind].append(end - start)
     changed: dict[StageKind, list[float]] = defaultdict(list)
-    again = {(work.stage, work.microbatch): change for work, change in changes if work.kind is Kind.R}
+    again = {(work.stage, work.microbatch): change for work, change in changes if KINDS[work.kind].spares}
     held: dict[int, list[float]] = defaultdict(list)
     for (stage, kind, m), change in changes:
         changed[stage, kind].append(change)

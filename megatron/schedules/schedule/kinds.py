@@ -214,6 +214,8 @@ PARTS = frozenset(part for parts in WHOLES for part in parts)
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
 # What a schedule may have of any stage and microbatch, to hold less.
 RELIEF = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
+# The shares that it makes less.
+RELIEVED = tuple(share for share in Share if any(share in KINDS[kind].spares + KINDS[kind].gives for kind in RELIEF))
 # What every rank does with every microbatch where all of them share the vocabulary.
 OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
 # What there is without a backward.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, Doing, Kind, Share, stages_doing
+from megatron.schedules.schedule.kinds import KINDS, RELIEF, RELIEVED, Doing, Kind, Share, stages_doing
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
@@ -148,8 +148,8 @@ class StageCosts:
         doing = self.doing(placement)
         spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
-        passing = self._sum((Share.AGAIN, Share.AWAY))
-        stays = self._sum([share for share in (Share.AGAIN, Share.AWAY) if share not in spared])
+        passing = self._sum(RELIEVED)
+        stays = self._sum([share for share in RELIEVED if share not in spared])
         found = []
         for rank in range(placement.ranks):
             # That of the output layer is there from the last stage's F until its I, and perhaps longer.
