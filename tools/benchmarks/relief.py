@@ -17,7 +17,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread
-from tools.benchmarks.relief_section import section
+from tools.benchmarks.relief_section import claims, section
 
 if TYPE_CHECKING:
     from megatron.schedules.runtime.activation_meter import ActivationMeter
@@ -192,4 +192,4 @@ def _of_ours(request: Request, relief: str) -> Entry:
     return Entry("ours", name, relief, request.memory_limit, order, _in_seconds(request.costs), start)
 
 
-PART = Part("relief", "Recompute and offload in the plan", measure, section)
+PART = Part("relief", "Recompute and offload", measure, claims, section)
