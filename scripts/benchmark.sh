@@ -4,6 +4,7 @@
 #     bash scripts/benchmark.sh                      everything, in under two hours on 2 cores
 #     bash scripts/benchmark.sh --quick              a sample of every part, to .benchmark/quick
 #     bash scripts/benchmark.sh emulated --json      one part, a JSON object a row
+#     bash scripts/benchmark.sh page                 only writes the page again, from docs/benchmarks.json
 #
 # After scripts/setup.sh, .venv/bin/python -m tools.benchmarks --help lists the parts, and with a part, its flags.
 set -euo pipefail

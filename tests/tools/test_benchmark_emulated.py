@@ -12,7 +12,7 @@ import click
 import pytest
 
 from tools.benchmarks import emulated, lengths_section, relief, relief_section
-from tools.benchmarks.emulated_section import KEY, section
+from tools.benchmarks.emulated_section import KEY, claims, section
 
 ENGINES = {
     "megatron-core": {"1F1B", "interleaved"},
@@ -69,7 +69,8 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
         assert row["simulated_seconds_without_hops"] <= row["simulated_seconds"]
         assert 1 <= row["memory"] <= 2.5
         assert 0 <= row["hop_seconds"] <= 0.001 and 0 <= row["hop_seconds_beforehand"] <= 0.001
-    assert "V-ZB" not in section(rows)  # of a size that the claim is not about
+    assert len(claims(rows)) == 2  # of a size that the claims about V-ZB, V-Half and adaptive are not about
+    assert "ours v-zb" in section(rows)
 
 
 def test_what_is_relieved_runs_and_holds_what_is_planned(job):
@@ -88,7 +89,9 @@ def test_what_is_relieved_runs_and_holds_what_is_planned(job):
     everything, full, core, other = (max(row["measured_bytes"]) for row in stock)
     assert full < core < everything and full < other < everything
     assert all(row["time_over_stock_1f1b"] > 0 for row in stock)
-    assert "not held" in relief_section.section([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
+    claims = relief_section.claims([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
+    assert "not held" in [claim.verdict for claim in claims]
+    assert "| ours adaptive 0.375 | recompute |" in relief_section.section(rows)
 
 
 def test_iterations_of_different_lengths_run_as_planned_for_both(job):
@@ -104,10 +107,21 @@ def test_iterations_of_different_lengths_run_as_planned_for_both(job):
     assert emulated[1]["simulated_seconds"] < emulated[0]["simulated_seconds"]
     over_work = {"usual_mean": 1.4, "usual_worst": 1.6, "planned_mean": 1.1, "planned_worst": 1.2}
     good = [*({**row, **over_work} for row in simulated), *({**row, "error": 0.01} for row in emulated)]
-    assert "not held" not in lengths_section.section(good)
-    for worse in ({"planned_mean": 1.4}, {"processor_seconds_worst": 1.2}, {"planned_worst": 1.5}):
-        assert lengths_section.section([{**good[0], **worse}, *good[1:]]).count("not held") == 1
-    assert lengths_section.section([*good[:-1], {**good[-1], "error": -0.04}]).count("not held") == 1
+    assert missed(good) == []
+    for worse, what in (
+        ({"planned_mean": 1.4}, "saves at least 7%"),
+        ({"processor_seconds_worst": 1.2}, "under a second"),
+        ({"planned_worst": 1.5}, "the worst iteration's time"),
+    ):
+        (line,) = missed([{**good[0], **worse}, *good[1:]])
+        assert what in line
+    (line,) = missed([*good[:-1], {**good[-1], "error": -0.04}])
+    assert "the simulated time" in line
+    assert "| packed, median 2,000 | 16 |" in lengths_section.section(good)
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    return [claim.text for claim in lengths_section.claims(rows) if claim.verdict != "held"]
 
 
 @pytest.mark.parametrize("costs", ["1,1", "1,1,x", "1,1,0", "1,1,1,0.05"])
@@ -145,10 +159,6 @@ def rows(**changed: dict[str, Any]) -> list[dict[str, Any]]:
     return list((made | changed).values())
 
 
-def verdicts(text: str) -> list[bool]:
-    return ["**held**" in line for line in text.splitlines() if line.startswith("- ")]
-
-
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
@@ -161,4 +171,9 @@ def verdicts(text: str) -> list[bool]:
     ],
 )
 def test_a_claim_that_fails_says_so(changed: dict[str, Any], expected: list[bool]):
-    assert verdicts(section(rows(**changed))) == expected
+    assert [claim.verdict == "held" for claim in claims(rows(**changed))] == expected
+
+
+def test_the_page_says_which_schedule_is_the_fastest_how_often():
+    assert "Fastest: ours v-zb in 1." in section(rows())
+    assert "Fastest: torch ZBV in 1." in section(rows(zbv=row("torch", "ZBV", 1.95, 8)))

@@ -6,6 +6,7 @@ import pytest
 
 from tools.benchmarks import apart, memory, memory_relief, split
 from tools.benchmarks.memory import Peaks, memory_row
+from tools.benchmarks.parts import Claim
 from tools.benchmarks.split import Pair, layer_row
 
 
@@ -28,20 +29,25 @@ def test_a_ratio_is_the_median_of_pairs_and_not_of_parts():
 
 
 @pytest.mark.parametrize(
-    ("ratios", "said"),
+    ("ratios", "found", "verdict"),
     [
-        ((1.01, 1.03), "1.010 to 1.030, 2 of 2 layers within, **held**"),
-        ((1.01, 1.031), "1.010 to 1.031, 1 of 2 layers within, **not held** by hidden 512, sequence 256 (1.031)"),
+        ((1.01, 1.03), "1.010 to 1.030, 2 of 2 layers within", "held"),
+        ((1.01, 1.031), "1.010 to 1.031, 1 of 2 layers within, not hidden 512, sequence 256 (1.031)", "not held"),
     ],
 )
-def test_the_worst_layer_decides(ratios, said):
-    assert said in split.section([layer(ratio) for ratio in ratios])
+def test_the_worst_layer_decides(ratios, found, verdict):
+    rows = [layer(ratio) for ratio in ratios]
+    (claim,) = split.claims(rows)
+    assert (claim.found, claim.verdict) == (found, verdict)
+    assert "| hidden 512, sequence 256 |" in split.section(rows)
 
 
-@pytest.mark.parametrize(("most", "said"), [(100.0, "100, **held**"), (100.6, "101, **not held**")])
-def test_the_slowest_engine_decides(most, said):
-    section = split.section([engine(20), engine(most)])
-    assert said in section and "I + W" not in section
+@pytest.mark.parametrize(("most", "found", "verdict"), [(100.0, "100", "held"), (100.6, "101", "not held")])
+def test_the_slowest_engine_decides(most, found, verdict):
+    rows = [engine(20), engine(most)]
+    (claim,) = split.claims(rows)
+    assert (claim.found, claim.verdict) == (found, verdict)
+    assert "I + W" not in split.section(rows)
 
 
 def peaks(*planned: float, whole: float = 4, one: int = 1000, times: float = 1.0) -> list[Peaks]:
@@ -56,23 +62,24 @@ def test_bytes_are_compared_rank_by_rank():
     assert (row["ratio"], row["planned_ratio"]) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize(("times", "said"), [(1.09, "**held**"), (1.11, "**not held**"), (0.89, "**not held**")])
-def test_the_worst_rank_decides(times, said):
+@pytest.mark.parametrize(("times", "verdict"), [(1.09, "held"), (1.11, "not held"), (0.89, "not held")])
+def test_the_worst_rank_decides(times, verdict):
     exact = memory_row("1f1b", 4, peaks(4, 3), peaks(4))
     row = memory_row("v-zb", 4, peaks(4, 4, times=times), peaks(4))
-    line = next(line for line in memory.section([exact, row]).splitlines() if line.startswith("Every rank"))
-    assert said in line and "v-zb, 4 ranks" in line
+    claim = next(claim for claim in memory.claims([exact, row]) if claim.text.startswith("Every rank"))
+    assert claim.verdict == verdict and "v-zb, 4 ranks" in claim.found
 
 
 @pytest.mark.parametrize(("schedule", "held", "missed"), [("v-half", 0.70, 0.71), ("v-min", 0.55, 0.56)])
 def test_shares_of_1f1b_are_claimed_at_eight_ranks(schedule, held, missed):
-    def section(share: float, size: int) -> str:
-        return memory.section([memory_row(schedule, size, peaks(8 * share, whole=8 * share), peaks(8, whole=8))])
+    def claims(share: float, size: int) -> list[Claim]:
+        rows = [memory_row(schedule, size, peaks(8 * share, whole=8 * share), peaks(8, whole=8))]
+        return [claim for claim in memory.claims(rows) if claim.text == text]
 
-    claim = f"{schedule} holds at most {held:.2f} of 1F1B's worst rank at 8 ranks"
-    assert f"{claim}: {held:.3f}, planned {held:.3f}, **held**" in section(held, 8)
-    assert f"{claim}: {missed:.3f}, planned {missed:.3f}, **not held**" in section(missed, 8)
-    assert claim not in section(held, 4)
+    text = f"`{schedule}` holds at most {held:.2f} of 1F1B's activations at 8 ranks"
+    assert claims(held, 8) == [Claim(text, f"{held:.3f}, planned {held:.3f}", "held")]
+    assert claims(missed, 8) == [Claim(text, f"{missed:.3f}, planned {missed:.3f}", "not held")]
+    assert claims(held, 4) == []
 
 
 def three(quick: bool, say):
@@ -98,13 +105,15 @@ def test_rows_come_from_another_process(capfd):
 
 
 def test_relieved_plans_have_their_own_verdicts():
-    def section(times: float, said: float) -> list[str]:
+    def claims(times: float, said: float) -> list[Claim]:
         held = [memory_relief.Held(2, round(2000 * times), 1.5, said, 1500)] * 4
         rows = [memory_row("1f1b", 4, peaks(4), peaks(4)), memory_relief.relief_row("0.5", "offload", 1000, held)]
-        lines = memory.section(rows).splitlines()
-        return [line for line in lines if line.startswith(("Every rank holds what is planned with", "Host memory"))]
+        assert "| 50.0% | " in memory.section(rows)
+        device, host = memory.claims(rows)[-2:]
+        assert "every rank holds what is planned" in device.text and "host memory" in host.text
+        return [device, host]
 
-    for line in section(1.04, 1450):
-        assert line.endswith("**held**") and "offload within 50.0%" in line
-    for line in section(0.94, 1400):
-        assert line.endswith("**not held**")
+    for claim in claims(1.04, 1450):
+        assert claim.verdict == "held" and "offload within 50.0%" in claim.found
+    for claim in claims(0.94, 1400):
+        assert claim.verdict == "not held"

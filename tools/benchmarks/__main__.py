@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.schedules.cli.ending import run
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import write_text
 from tools.benchmarks import emulated, lengths, memory, recording, relief, split, tables, vocabulary
-from tools.benchmarks.parts import Kept, Part, Row, Say
+from tools.benchmarks.parts import Kept, Part, Row, Say, claims_table
 
 PARTS = (
     emulated.PART,
@@ -48,16 +49,28 @@ def _run(part: Part, rows: Callable[[Say], Iterable[Row]], quick: bool, as_json:
     if as_json:
         return
     if not whole:
+        click.echo(claims_table([(part, found)]))
         click.echo(part.section(found))
         return
     kept = Kept(_SAMPLE if quick else _PAGE)
-    page = kept.folder / "benchmarks.md"
-    try:
+    with _whole_files():
         kept.keep(part, found, shlex.join(["bash", "scripts/benchmark.sh", *sys.argv[1:]]))
-        write_text(page, kept.page(PARTS))
+        _write(kept)
+    _say(f"it has a new section: {part.title}")
+
+
+def _write(kept: Kept) -> None:
+    page = kept.folder / "benchmarks.md"
+    write_text(page, kept.page(PARTS))
+    _say(f"wrote {page}")
+
+
+@contextmanager
+def _whole_files() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise PlanError(f"cannot write {error.filename}: {error.strerror}") from None
-    _say(f"{page} has a new section: {part.title}")
 
 
 @click.group(invoke_without_command=True)
@@ -94,6 +107,13 @@ def _plain(part: Part, text: str | None) -> None:
 
 for _module in (relief, vocabulary, lengths, split, memory, recording):
     _plain(_module.PART, _module.__doc__)
+
+
+@main.command("page")
+def _page() -> None:
+    """Write docs/benchmarks.md from the recorded data, without measuring anything."""
+    with _whole_files():
+        _write(Kept(_PAGE))
 
 
 @main.command("tables", help=tables.__doc__)

@@ -16,7 +16,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
-from tools.benchmarks.emulated_section import KEY, section
+from tools.benchmarks.emulated_section import KEY, claims, section
 from tools.benchmarks.parts import Part, Row, Say, Spread
 
 if TYPE_CHECKING:
@@ -145,4 +145,4 @@ def fitted(measured: Sequence[tuple[Callable[[float], float], float]], most: flo
     return round((low + high) / 2, 6)
 
 
-PART = Part("emulated", "Emulated throughput", measure, section)
+PART = Part("emulated", "Throughput", measure, claims, section)

@@ -1,10 +1,11 @@
-"""What was measured of the emulated iterations, as Markdown: what was claimed and whether it held, then the tables."""
+"""The throughput of emulated iterations as claims and Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from tools.benchmarks.parts import Row, markdown_table
+from tools.benchmarks.parts import Claim, Row, markdown_table, span, verdict
 
 KEY = (8, 16, "1,1.1,0.75")
 """Pipeline size, microbatches and costs of the setting that single claims are about."""
@@ -22,28 +23,21 @@ EQUALS = {
 """Our schedules that others have too."""
 
 _HOW = """\
-Real processes over gloo, one a rank, on the machine named above, before its other processes where the system allows
-that; a pass sleeps so long that it takes its time from call to return, on average over its kind, 20 ms where its cost
-is 1. Costs F,I,W are those of half a rank's layers. Ours runs its own engine and transport; megatron-core (1F1B and
-interleaved) and torch.distributed.pipelining run their own functions, stages and messages, all of them in turn in the
-same processes. Times are medians of the repetitions, from the moment when all ranks begin to the last one's end, and in
-brackets the shortest and the longest. The simulator is given the P2P latency, one number a setting, fitted to our
-schedules by least squares; it also holds what torch and Python take to post a message. Adaptive, at half of 1F1B's
-memory and at all of it, is planned for a P2P latency measured beforehand, by one iteration of each of ours that has a
-name."""
+Every rank is a process and sends real messages over gloo. A pass sleeps, 20 ms where its cost is 1. megatron-core,
+torch.distributed.pipelining and our engine run in turn in the same processes, each with its own code. Costs F,I,W are
+those of half a rank's layers. Times are medians, with the shortest and the longest in brackets. The simulator gets one
+P2P latency per setting, fitted to our schedules. `adaptive X` plans within X of 1F1B's memory."""
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The whole section, without its heading."""
-    text = ["\n".join(f"- {claim}" for claim in _claims(rows)), _HOW, _latencies(rows)]
-    key = [row for row in rows if _setting(row) == KEY]
-    if key:
+    """The setting that single claims are about, then all settings in short."""
+    text = [_HOW]
+    if key := [row for row in rows if _setting(row) == KEY]:
         text += [f"### {_named(KEY)}", _in_full(key)]
-    for costs in dict.fromkeys(row["costs"] for row in rows):
-        these = [row for row in rows if row["costs"] == costs]
-        text += [f"### Costs {costs}: speed-up over stock 1F1B", _compact(these, _speedup)]
-        text += [f"### Costs {costs}: longer than simulated, with latency", _compact(these, _error)]
-    return "\n\n".join(text) + "\n"
+    sizes = sorted({_setting(row)[:2] for row in rows})
+    named = ", ".join(f"d={d} n={n}" for d, n in sizes)
+    text += ["### Speed-up over stock 1F1B, all settings", f"From the least to the most of {named}. {_fastest(rows)}"]
+    return "\n\n".join([*text, _in_short(rows)]) + "\n"
 
 
 def _setting(row: Row) -> tuple[int, int, str]:
@@ -59,36 +53,37 @@ def _who(row: Row) -> str:
     return f"{row['engine']} {row['schedule']}"
 
 
-def _verdict(claim: str, found: str, held: bool) -> str:
-    return f"{claim}: {found}, **{'held' if held else 'not held'}**"
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About the simulator, the setting ``KEY``, and the schedules that others have too."""
+    return list(_claims(rows))
 
 
-def _claims(rows: Sequence[Row]) -> Iterator[str]:
+def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
     ours = [row for row in rows if row["engine"] == "ours"]
     if ours:
         worst = max(ours, key=lambda row: abs(row["error"]))
-        yield _verdict(
-            f"Ours measured within {WITHIN:.0%} of the simulator everywhere",
-            f"{worst['error']:+.1%} at worst ({worst['schedule']} at {_named(_setting(worst))})",
-            abs(worst["error"]) <= WITHIN,
+        yield Claim(
+            f"Our schedules take the simulated time, within {WITHIN:.0%}",
+            f"{worst['error']:+.1%} at worst ({worst['schedule']}, {_named(_setting(worst))})",
+            verdict(abs(worst["error"]) <= WITHIN),
         )
     key = {(row["engine"], row["schedule"]): row for row in rows if _setting(row) == KEY}
     for schedule, what, least, share in (
-        ("v-zb", "V-ZB at least 1.30 x stock 1F1B", 1.3, 1.0),
-        ("v-half", "V-Half above stock 1F1B at 5/8 of its memory", 1.0, 5 / 8),
-        ("adaptive 0.5", "Adaptive at 4/8 of 1F1B's memory at or above stock 1F1B", 1.0, 4 / 8),
+        ("v-zb", "`v-zb` is at least 1.30 x as fast as stock 1F1B at its memory", 1.3, 1.0),
+        ("v-half", "`v-half` is faster than stock 1F1B at 5/8 of its memory", 1.0, 5 / 8),
+        ("adaptive 0.5", "`adaptive` at half of 1F1B's memory is at least as fast as stock 1F1B", 1.0, 4 / 8),
     ):
         if row := key.get(("ours", schedule)):
             speedup, held = row["speedup_over_stock_1f1b"], row["memory"] / key[STOCK_1F1B]["memory"]
             enough = speedup > least if schedule == "v-half" else speedup >= least
             found = f"{speedup:.3f} x at {held:.3f} of its memory"
-            yield _verdict(f"{what} at {_named(KEY)}", found, enough and held <= share)
+            yield Claim(f"{what} (d={KEY[0]}, n={KEY[1]})", found, verdict(enough and held <= share))
     if pairs := list(_beside_equals(rows)):
         worst_by, mine, theirs = max(pairs, key=lambda pair: pair[0])
-        yield _verdict(
-            f"No schedule of ours slower than its equal elsewhere, by more than {NOISE:.0%}",
-            f"{worst_by:+.1%} at worst ({mine['schedule']} beside {_who(theirs)} at {_named(_setting(mine))})",
-            worst_by <= NOISE,
+        yield Claim(
+            f"No schedule of ours is slower than the same one elsewhere, by more than {NOISE:.0%}",
+            f"{worst_by:+.1%} at worst ({mine['schedule']} and {_who(theirs)}, {_named(_setting(mine))})",
+            verdict(worst_by <= NOISE),
         )
 
 
@@ -101,39 +96,33 @@ def _beside_equals(rows: Sequence[Row]) -> Iterator[tuple[float, Row, Row]]:
                 yield mine["seconds"] / theirs["seconds"] - 1, mine, theirs
 
 
-def _latencies(rows: Sequence[Row]) -> str:
-    latencies = {_setting(row): (row["hop_seconds_beforehand"], row["hop_seconds"]) for row in rows}
-    table = [[_named(setting), *(f"{each * 1e3:.2f}" for each in both)] for setting, both in latencies.items()]
-    return markdown_table(["setting", "latency beforehand, ms", "fitted latency, ms"], table).strip()
-
-
 def _in_full(rows: Sequence[Row]) -> str:
-    heads = ["", "seconds", "simulated", "without latency", "error", "over stock 1F1B", "memory, microbatches"]
+    heads = ["", "seconds", "simulator's error", "over stock 1F1B", "memory, microbatches"]
     table = []
     for row in rows:
         seconds = f"{row['seconds']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
-        simulated = (f"{row[key]:.3f}" for key in ("simulated_seconds", "simulated_seconds_without_hops"))
         last = f"{row['speedup_over_stock_1f1b']:.3f}", f"{row['memory']:g}"
-        table.append([_who(row), seconds, *simulated, f"{row['error']:+.1%}", *last])
+        table.append([_who(row), seconds, f"{row['error']:+.1%}", *last])
     return markdown_table(heads, table).strip()
 
 
-def _compact(rows: Sequence[Row], cell: Callable[[Row, Row], str]) -> str:
-    """A line for each schedule, a column for each size."""
-    sizes = list(dict.fromkeys((row["pipeline_size"], row["microbatches"]) for row in rows))
-    found = {(row["pipeline_size"], row["microbatches"], _who(row)): row for row in rows}
-    base = {size: found[(*size, " ".join(STOCK_1F1B))] for size in sizes}
+def _in_short(rows: Sequence[Row]) -> str:
+    """A line for each schedule, a column for each set of costs."""
+    costs = list(dict.fromkeys(row["costs"] for row in rows))
     table = []
     for who in dict.fromkeys(map(_who, rows)):
-        cells = [cell(found[(*size, who)], base[size]) if (*size, who) in found else "" for size in sizes]
-        table.append([who, *cells])
-    return markdown_table(["", *(f"d={d}, n={n}" for d, n in sizes)], table).strip()
+        of_who = [row for row in rows if _who(row) == who]
+        worst = max((row["error"] for row in of_who), key=abs)
+        table.append([who, *(_least_and_most(of_who, each) for each in costs), f"{worst:+.1%}"])
+    return markdown_table(["", *(f"costs {each}" for each in costs), "simulator's worst error"], table).strip()
 
 
-def _speedup(row: Row, base: Row) -> str:
-    least, most = base["seconds"] / row["high"], base["seconds"] / row["low"]
-    return f"{row['speedup_over_stock_1f1b']:.3f} ({least:.3f}-{most:.3f})"
+def _fastest(rows: Sequence[Row]) -> str:
+    """How often each schedule is the fastest of its setting."""
+    settings = dict.fromkeys(map(_setting, rows))
+    best = (min((row for row in rows if _setting(row) == each), key=lambda row: row["seconds"]) for each in settings)
+    return f"Fastest: {', '.join(f'{who} in {times}' for who, times in Counter(map(_who, best)).most_common())}."
 
 
-def _error(row: Row, base: Row) -> str:
-    return f"{row['error']:+.1%}"
+def _least_and_most(rows: Sequence[Row], costs: str) -> str:
+    return span([row["speedup_over_stock_1f1b"] for row in rows if row["costs"] == costs], ".3f")

@@ -19,7 +19,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted
-from tools.benchmarks.lengths_section import section
+from tools.benchmarks.lengths_section import claims, section
 from tools.benchmarks.parts import Part, Row, Say, Spread
 
 if TYPE_CHECKING:
@@ -191,4 +191,4 @@ def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, hop: fl
     return simulate(planned.schedule, replace(own, loads=loads.in_order(planned.order))).makespan
 
 
-PART = Part("lengths", "Microbatches of different lengths", measure, section)
+PART = Part("lengths", "Microbatches of different lengths", measure, claims, section)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools.benchmarks import memory_relief
 from tools.benchmarks.apart import rows_apart, tell_megatron
-from tools.benchmarks.parts import Part, Row, Say, markdown_table
+from tools.benchmarks.parts import Claim, Part, Row, Say, markdown_table, verdict
 
 MOST_ERROR = 0.10
 # The most of 1F1B's worst rank, at eight ranks.
@@ -149,48 +149,62 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
     return seen[0]
 
 
-def section(rows: Sequence[Row]) -> str:
-    """The claims, then every schedule's worst rank; then the same of plans that recompute or offload."""
-    relieved = [row for row in rows if "relief" in row]
-    text = _schedules([row for row in rows if "relief" not in row])
-    return "\n".join([text, "### With recompute and offload\n", memory_relief.section(relieved)]) if relieved else text
-
-
-def _schedules(rows: Sequence[Row]) -> str:
-    text = []
-    if rows:
-        worst = max(rows, key=lambda row: abs(row["worst_error"]))
-        where = f"{worst['schedule']}, {worst['pipeline_size']} ranks"
-        text.append(
-            f"Every rank holds what is planned, within {100 * MOST_ERROR:.0f} %: at worst "
-            f"{100 * worst['worst_error']:+.1f} % ({where}), {_verdict(abs(worst['worst_error']) <= MOST_ERROR)}\n"
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About the plan's bytes and the shares of 1F1B's; then the same with recompute and offload."""
+    schedules, relieved = _apart(rows)
+    found = []
+    if schedules:
+        worst = max(schedules, key=lambda row: abs(row["worst_error"]))
+        found.append(
+            Claim(
+                f"Every rank holds the planned activation memory, within {MOST_ERROR:.0%}",
+                f"{worst['worst_error']:+.1%} at worst ({worst['schedule']}, {worst['pipeline_size']} ranks)",
+                verdict(abs(worst["worst_error"]) <= MOST_ERROR),
+            )
         )
-    for row in rows:
+    for row in schedules:
         most = MOST_SHARES.get(row["schedule"])
         if most is not None and row["pipeline_size"] == _CLAIMED_SIZE:
-            text.append(
-                f"{row['schedule']} holds at most {most:.2f} of 1F1B's worst rank at {_CLAIMED_SIZE} ranks: "
-                f"{row['ratio']:.3f}, planned {row['planned_ratio']:.3f}, {_verdict(row['ratio'] <= most)}\n"
+            found.append(
+                Claim(
+                    f"`{row['schedule']}` holds at most {most:.2f} of 1F1B's activations at {_CLAIMED_SIZE} ranks",
+                    f"{row['ratio']:.3f}, planned {row['planned_ratio']:.3f}",
+                    verdict(row["ratio"] <= most),
+                )
             )
-    text.append(
-        "Training of a small GPT with twice as many microbatches as ranks; bytes are those that autograd and waiting "
-        "weight gradients hold, each storage once. Planned is the plan's number of microbatches times the bytes of "
-        "one, which the same job measures on each rank beforehand, with a single microbatch in the pipeline; what I "
-        "gives back ahead of W is measured on one layer alone.\n"
-    )
-    heads = ("schedule", "ranks", "worst rank, KiB", "planned, KiB", "worst error of a rank", "of 1F1B's", "planned")
-    return "\n".join([*text, markdown_table(heads, [_cells(row) for row in rows])])
+    return found + (memory_relief.claims(relieved) if relieved else [])
 
 
-def _verdict(held: bool) -> str:
-    return "**held**" if held else "**not held**"
+def section(rows: Sequence[Row]) -> str:
+    """How it was measured, and every schedule's worst rank; then the same with recompute and offload."""
+    schedules, relieved = _apart(rows)
+    text = [_HOW, _table(schedules)]
+    return "\n\n".join([*text, memory_relief.section(relieved)] if relieved else text)
+
+
+def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    return [row for row in rows if "relief" not in row], [row for row in rows if "relief" in row]
+
+
+_HOW = """\
+Training of a small GPT with twice as many microbatches as ranks. Counted are the bytes that autograd and waiting weight
+gradients hold on the worst rank, relative to 1F1B's worst rank."""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """A line for each schedule; measured and planned for each number of ranks."""
+    sizes = list(dict.fromkeys(row["pipeline_size"] for row in rows))
+    found = {(row["schedule"], row["pipeline_size"]): row for row in rows}
+    heads = [f"{what}, {size} ranks" for size in sizes for what in ("measured", "planned")]
+    table = []
+    for schedule in dict.fromkeys(row["schedule"] for row in rows):
+        at = [found.get((schedule, size)) for size in sizes]
+        table.append([schedule, *(cell for row in at for cell in (_cells(row) if row else ["", ""]))])
+    return markdown_table(["", *heads], table).strip()
 
 
 def _cells(row: Row) -> list[str]:
-    worst = max(range(len(row["measured_bytes"])), key=row["measured_bytes"].__getitem__)
-    figures = [f"{row[name][worst] / 1024:.0f}" for name in ("measured_bytes", "planned_bytes")]
-    shares = [f"{100 * row[name]:.1f} %" for name in ("ratio", "planned_ratio")]
-    return [row["schedule"], str(row["pipeline_size"]), *figures, f"{100 * row['worst_error']:+.1f} %", *shares]
+    return [f"{row['ratio']:.1%}", f"{row['planned_ratio']:.1%}"]
 
 
-PART = Part("memory", "Memory", measure, section)
+PART = Part("memory", "Activation memory", measure, claims, section)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tools.benchmarks.apart import tell_megatron
-from tools.benchmarks.parts import Row, Say, markdown_table
+from tools.benchmarks.parts import Claim, Row, Say, markdown_table, verdict
 
 WITHIN = 0.05
 RANKS = 4
@@ -112,47 +112,46 @@ def _train(model: Sequence[str], limit: str, relief: str) -> Held:
     return seen[0]
 
 
-def section(rows: Sequence[Row]) -> str:
-    """The claims, then every plan's worst rank."""
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About bytes on the device and on the host."""
     worst = max(rows, key=lambda row: abs(row["worst_error"]))
-    text = [
-        f"Every rank holds what is planned with recompute and offload, within {100 * WITHIN:.0f} %: at worst "
-        f"{100 * worst['worst_error']:+.1f} % ({_named(worst)}), {_verdict(abs(worst['worst_error']) <= WITHIN)}\n",
-        *_host([row for row in rows if any(row["host_bytes"])]),
-        "The same training under `adaptive` with a memory limit and `--pipeline-save-memory` `recompute`, `offload` "
-        f"with {_GBPS} GB/s, or `both`; passes are told to take {_COSTS} ms. Planned is the plan in bytes of a "
-        "microbatch that 1F1B holds in an average rank's decoder layers. Of the host each rank takes blocks, which it "
-        "uses again; what a rank says before the start is the model's arithmetic.\n",
-    ]
-    heads = ["within 1F1B's", "by", "worst rank, KiB", "planned, KiB", "worst error of a rank"]
-    heads += ["host of a rank, KiB", "planned, KiB", "said before, KiB"]
-    return "\n".join([*text, markdown_table(heads, [_cells(row) for row in rows])])
-
-
-def _host(rows: Sequence[Row]) -> Iterator[str]:
-    """Of those that offload."""
-    if rows:
-        off = {_named(row): row["said_host_bytes"] / max(row["host_bytes"]) - 1 for row in rows}
-        worst = max(off, key=lambda name: abs(off[name]))
-        yield (
-            f"Host memory said before the start is what the rank with most takes, within {100 * WITHIN:.0f} %: at "
-            f"worst {100 * off[worst]:+.1f} % ({worst}), {_verdict(abs(off[worst]) <= WITHIN)}\n"
+    found = [
+        Claim(
+            f"With recompute and offload every rank holds what is planned, within {WITHIN:.0%}",
+            f"{worst['worst_error']:+.1%} at worst ({_named(worst)})",
+            verdict(abs(worst["worst_error"]) <= WITHIN),
         )
+    ]
+    offloaded = [row for row in rows if any(row["host_bytes"])]
+    if off := {_named(row): row["said_host_bytes"] / max(row["host_bytes"]) - 1 for row in offloaded}:
+        name = max(off, key=lambda name: abs(off[name]))
+        found.append(
+            Claim(
+                f"A job takes as much host memory as it says before it starts, within {WITHIN:.0%}",
+                f"{off[name]:+.1%} at worst ({name})",
+                verdict(abs(off[name]) <= WITHIN),
+            )
+        )
+    return found
+
+
+def section(rows: Sequence[Row]) -> str:
+    """A line for each limit."""
+    how = (
+        f"With recompute, offload ({_GBPS} GB/s) or both, `adaptive` on four ranks within a fraction of 1F1B's memory: "
+        "measured device memory over planned, on the rank that is furthest off, and KiB on the host that takes most."
+    )
+    reliefs = list(dict.fromkeys(str(row["relief"]) for row in rows))
+    found = {(row["limit"], row["relief"]): row for row in rows}
+    table = []
+    for limit in dict.fromkeys(row["limit"] for row in rows):
+        at = [found.get((limit, relief)) for relief in reliefs]
+        device = ["" if row is None else f"{row['worst_error']:+.1%}" for row in at]
+        host = ["" if row is None else f"{max(row['host_bytes']) / 1024:.0f}" for row in at]
+        table.append([f"{limit:.1%}", *device, *host])
+    heads = [f"{what}, {relief}" for what in ("device", "host") for relief in reliefs]
+    return f"{how}\n\n{markdown_table(['within', *heads], table)}"
 
 
 def _named(row: Row) -> str:
     return f"{row['relief']} within {row['limit']:.1%}"
-
-
-def _verdict(held: bool) -> str:
-    return "**held**" if held else "**not held**"
-
-
-def _cells(row: Row) -> list[str]:
-    pairs = [("measured_bytes", "planned_bytes"), ("host_bytes", "planned_host_bytes")]
-    cells = []
-    for measured, planned in pairs:
-        worst = max(range(len(row[measured])), key=row[measured].__getitem__)
-        cells.append([f"{row[name][worst] / 1024:.0f}" for name in (measured, planned)])
-    said = f"{row['said_host_bytes'] / 1024:.0f}"
-    return [f"{row['limit']:.1%}", row["relief"], *cells[0], f"{100 * row['worst_error']:+.1f} %", *cells[1], said]

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,8 +15,29 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.utils.output_files import write_text
 
+_INTRODUCTION = """\
+What this package claims, whether it held when it was measured, and the tables that show it. Every figure is compared
+with a baseline of the same run. Nothing here ran on a GPU. [benchmarks.json](benchmarks.json) has all measurements,
+more than are shown here. `bash scripts/benchmark.sh NAME` measures one part again, without NAME all; with `page` it
+only writes this page from the recorded data. The planner alone: [benchmarks-planning.md](benchmarks-planning.md). `d`
+is the number of pipeline ranks, `n` of microbatches; other words are in the [glossary](glossary.md)."""
+
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
+
+
+class Claim(NamedTuple):
+    """One claim, and what the measurements say of it.
+
+    Args:
+        text: what should hold.
+        found: the figures that decide it.
+        verdict: ``held``, ``not held``, or in between.
+    """
+
+    text: str
+    found: str
+    verdict: str
 
 
 class Part(NamedTuple):
@@ -25,13 +47,15 @@ class Part(NamedTuple):
         name: its subcommand.
         title: its heading on the page.
         measure: all its rows, a sample where its first argument is true; the second is told what goes on.
-        section: its rows as Markdown, without the heading.
+        claims: what its rows should show.
+        section: how it was measured and its tables, as Markdown without the heading.
         drawing: its rows as an SVG, which the section shows as ``images/NAME.svg``.
     """
 
     name: str
     title: str
     measure: Callable[[bool, Say], Iterator[Row]]
+    claims: Callable[[Sequence[Row]], list[Claim]]
     section: Callable[[Sequence[Row]], str]
     drawing: Callable[[Sequence[Row]], str] | None = None
 
@@ -64,6 +88,27 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
+def verdict(held: bool) -> str:
+    """In words."""
+    return "held" if held else "not held"
+
+
+def span(values: Sequence[float], form: str) -> str:
+    """From the least to the most."""
+    return f"{min(values):{form}}-{max(values):{form}}" if values else ""
+
+
+def claims_table(parts: Sequence[tuple[Part, Sequence[Row]]]) -> str:
+    """A line for each claim of each part, with a link to the part's section."""
+    lines = ["| claim | measured | verdict | details |", "| --- | --- | --- | --- |"]
+    for part, rows in parts:
+        link = f"[{part.name}](#{re.sub(r'[^a-z0-9 -]', '', part.title.lower()).replace(' ', '-')})"
+        for claim in part.claims(rows):
+            said = claim.verdict if claim.verdict == "held" else f"**{claim.verdict}**"
+            lines.append(f"| {claim.text} | {claim.found} | {said} | {link} |")
+    return "\n".join(lines)
+
+
 def machine() -> str:
     """The processor's name and how many of its cores there are."""
     name = platform.processor() or "a CPU of unknown name"
@@ -92,15 +137,15 @@ class Kept:
             write_text(images / f"{part.name}.svg", part.drawing(rows))
 
     def page(self, parts: Sequence[Part]) -> str:
-        """All that was measured, as Markdown."""
-        text = [
-            "# Benchmarks",
-            "Made by `bash scripts/benchmark.sh`, every figure beside its baseline from the same run; the rows are in "
-            "[benchmarks.json](benchmarks.json). How good the planner is by itself: "
-            "[benchmarks-planning.md](benchmarks-planning.md).",
-        ]
-        for part in parts:
-            if found := self.parts.get(part.name):
-                text += [f"## {part.title}", f"{found['date']}, {found['machine']}; `{found['command']}`"]
-                text.append(part.section(found["rows"]).strip())
+        """The claims and the tables that show them, as Markdown."""
+        found = [(part, self.parts[part.name]) for part in parts if part.name in self.parts]
+        measured: dict[str, list[str]] = {}
+        for part, kept in found:
+            measured.setdefault(f"{kept['date']}, {kept['machine']}", []).append(part.name)
+        runs = [f"Measured on {where}: {', '.join(names)}." for where, names in measured.items()]
+        text = ["# Benchmarks", _INTRODUCTION, *runs, "## Claims"]
+        text.append(claims_table([(part, kept["rows"]) for part, kept in found]))
+        for part, kept in found:
+            text += [f"## {part.title}", f"`{kept['command']}`"]
+            text.append(part.section(kept["rows"]).strip())
         return "\n\n".join(text) + "\n"

@@ -1,61 +1,56 @@
-"""What was measured of recompute and offload in the plan, as Markdown: claims, then a table for each size."""
+"""Recompute and offload in the plan, measured: claims and a Markdown table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tools.benchmarks.parts import Row, markdown_table
+from tools.benchmarks.parts import Claim, Row, markdown_table, verdict
 
 WITHIN, WITHIN_BYTES, NOISE = 0.03, 0.05, 0.01
 """Of the simulator's time, and of the planned bytes; what two timings of the same order may differ by."""
 
 _HOW = """\
-As above, real processes and messages, a latency fitted to ours, and costs F,I,W,P2P 1,1.1,0.75,0.05; a pass takes
-{milliseconds:.0f} ms where its cost is 1. Forwards keep real tensors, {mebibytes:g} MiB of a microbatch on a rank,
-whose contents the backward looks at. Those that go to the host are copied by the run time's own copies, at the
-bandwidth at which one way takes a quarter of the computing, and the run time's own R makes tensors again. Which and
-when the plan has chosen, within 1/4 and 3/8 of 1F1B's memory. Stock's 1F1B runs beside them in the same processes;
-where it recomputes, it does so in its backward, one of a rank's {layers} layers at a time. Its selective recompute is
-that of a layer 4096 wide with 32 heads and sequences of 2048 tokens: of attention's core where its scores are kept,
-which are most of what the layer holds, and of MLP and norms where attention is one kernel that keeps no scores; so all
-of memory is not the same number of bytes for these two. Bytes are those of the worst rank at its peak, counted tensor
-by tensor in an iteration of its own, over those of the 1F1B that keeps all; beyond the plan are messages, as inputs of
-what is done again. Times are over that 1F1B's, medians of {repetitions}, in brackets the shortest and the longest."""
+Measured as in "Throughput", costs F,I,W,P2P 1,1.1,0.75,0.05, {milliseconds:.0f} ms where the cost is 1. Forwards keep
+real tensors, {mebibytes:g} MiB per microbatch and rank. Copying them one way takes a quarter of the computing. Stock
+1F1B recomputes one of {layers} layers at a time. Time and the worst rank's peak memory are relative to the stock 1F1B
+that keeps everything."""
+
+_SAVING = {"nothing": "none", "R": "recompute", "O, L": "offload", "R, O, L": "both"}
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The whole section, without its heading."""
-    text = ["\n".join(f"- {claim}" for claim in _claims(rows))]
-    text.append(_HOW.format(**rows[0]["emulated"], repetitions=rows[0]["repetitions"]))
-    for d, n in dict.fromkeys((row["pipeline_size"], row["microbatches"]) for row in rows):
-        these = [row for row in rows if (row["pipeline_size"], row["microbatches"]) == (d, n)]
-        text += [f"### d={d}, n={n}, {these[0]['seconds']:.2f} s an iteration of stock 1F1B", _table(these)]
-    return "\n\n".join(text) + "\n"
+    """How it was measured, and a table."""
+    return "\n\n".join([_HOW.format(**rows[0]["emulated"]), _table(rows)]) + "\n"
 
 
-def _claims(rows: Sequence[Row]) -> Iterator[str]:
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About the simulator, the planned bytes, and stock's own recompute."""
+    return list(_claims(rows))
+
+
+def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
     ours = [row for row in rows if row["engine"] == "ours"]
     worst = max(ours, key=lambda row: abs(row["error"]))
-    yield _verdict(
-        f"Ours measured within {WITHIN:.0%} of the simulator everywhere",
+    yield Claim(
+        f"With recompute and offload, our schedules take the simulated time, within {WITHIN:.0%}",
         f"{worst['error']:+.1%} at worst ({_named(worst)})",
-        abs(worst["error"]) <= WITHIN,
+        verdict(abs(worst["error"]) <= WITHIN),
     )
     off = {_named(row): max(map(_bytes_off, row["measured_bytes"], row["planned_bytes"]), key=abs) for row in ours}
     name = max(off, key=lambda name: abs(off[name]))
-    yield _verdict(
-        f"Bytes of every rank of ours within {WITHIN_BYTES:.0%} of the plan",
+    yield Claim(
+        f"With recompute and offload, every rank holds the planned bytes, within {WITHIN_BYTES:.0%}",
         f"{off[name]:+.1%} at worst ({name})",
-        abs(off[name]) <= WITHIN_BYTES,
+        verdict(abs(off[name]) <= WITHIN_BYTES),
     )
     relieved = [row for row in ours if row["limit"] is not None and row["relief"] != "nothing"]
     full = {_size(row): row for row in rows if row["relief"] == "full recompute"}
     slowest = max(relieved, key=lambda row: row["seconds"] / full[_size(row)]["seconds"])
     ratio = slowest["seconds"] / full[_size(slowest)]["seconds"]
-    yield _verdict(
+    yield Claim(
         "Recompute or offload in the plan takes less time than stock 1F1B with full recompute",
         f"{ratio:.3f} x at worst ({_named(slowest)})",
-        ratio < 1,
+        verdict(ratio < 1),
     )
     times = {(_size(row), row["limit"], row["relief"]): row["seconds"] for row in relieved}
     both = {
@@ -64,10 +59,10 @@ def _claims(rows: Sequence[Row]) -> Iterator[str]:
         if row["relief"] == "R, O, L"
     }
     name = max(both, key=both.__getitem__)
-    yield _verdict(
-        f"Both together no slower than the faster of the two, by more than {NOISE:.0%}",
+    yield Claim(
+        f"Recompute and offload together are not slower than the faster of the two, by more than {NOISE:.0%}",
         f"{both[name]:+.1%} at worst ({name})",
-        both[name] <= NOISE,
+        verdict(both[name] <= NOISE),
     )
 
 
@@ -79,25 +74,25 @@ def _size(row: Row) -> tuple[int, int]:
     return row["pipeline_size"], row["microbatches"]
 
 
+def _who(row: Row) -> tuple[str, str, str]:
+    return row["engine"], row["schedule"], row["relief"]
+
+
 def _named(row: Row) -> str:
-    return f"{row['schedule']}, {row['relief']}, at d={row['pipeline_size']}, n={row['microbatches']}"
-
-
-def _verdict(claim: str, found: str, held: bool) -> str:
-    return f"{claim}: {found}, **{'held' if held else 'not held'}**"
+    return f"{row['schedule']}, {_SAVING.get(row['relief'], row['relief'])}, d={row['pipeline_size']}"
 
 
 def _table(rows: Sequence[Row]) -> str:
-    heads = ["", "relief", "time over stock 1F1B", "error of the simulator", "bytes over 1F1B's", "planned"]
-    heads += ["of the forward done again", "of the layers offloaded"]
-    base = rows[0]
+    """A line for each schedule and way to save memory, time and memory for each size."""
+    sizes = list(dict.fromkeys(map(_size, rows)))
+    base = {size: next(row for row in rows if _size(row) == size)["seconds"] for size in sizes}
+    found = {(_size(row), *_who(row)): row for row in rows}
+    named = [f"d={d}" for d, _ in sizes]
+    heads = ["", "memory saving", *(f"time, {each}" for each in named), *(f"memory, {each}" for each in named)]
     table = []
-    for row in rows:
-        spread = f"({row['low'] / base['seconds']:.3f}-{row['high'] / base['seconds']:.3f})"
-        shares = [f"{row[name]:.0%}" if row[name] else "" for name in ("again", "offloaded")]
-        ours = row["engine"] == "ours"
-        planned = f"{max(row['planned_bytes']) / max(base['planned_bytes']):.1%}" if ours else ""
-        time = f"{row['time_over_stock_1f1b']:.3f} {spread}"
-        cells = [time, f"{row['error']:+.1%}", f"{row['held']:.1%}", planned]
-        table.append([f"{row['engine']} {row['schedule']}", row["relief"], *cells, *shares])
+    for engine, schedule, relief in dict.fromkeys(_who(row) for row in rows):
+        at = [found.get((size, engine, schedule, relief)) for size in sizes]
+        times = ["" if row is None else f"{row['seconds'] / base[_size(row)]:.3f}" for row in at]
+        memory = ["" if row is None else f"{row['held']:.1%}" for row in at]
+        table.append([f"{engine} {schedule}", _SAVING.get(relief, relief), *times, *memory])
     return markdown_table(heads, table).strip()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.apart import rows_apart, tell_megatron
-from tools.benchmarks.parts import Part, Row, Say, Spread, markdown_table
+from tools.benchmarks.parts import Claim, Part, Row, Say, Spread, markdown_table, verdict
 
 MOST_RATIO, MOST_MICROSECONDS = 1.03, 100.0
 
@@ -179,41 +179,57 @@ class _Idle:
     def reduce_gradients(self, stage: int) -> None: ...
 
 
-def section(rows: Sequence[Row]) -> str:
-    """Both claims, then the figures they rest on."""
-    layers = [row for row in rows if row["what"] == "layer"]
-    engines = [row for row in rows if row["what"] == "engine"]
-    text = []
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About the split of a layer's backward, and about the engine."""
+    layers, engines = _apart(rows)
+    found = []
     if layers:
         worst, best = (pick(row["ratio"] for row in layers) for pick in (max, min))
         beyond = [f"{_layer_name(row)} ({row['ratio']:.3f})" for row in layers if row["ratio"] > MOST_RATIO]
-        where = f" by {', '.join(beyond)}" if beyond else ""
-        text.append(
-            f"I + W take at most {MOST_RATIO} of the whole backward of a decoder layer: {best:.3f} to {worst:.3f}, "
-            f"{len(layers) - len(beyond)} of {len(layers)} layers within, {_verdict(not beyond)}{where}\n\n"
-            "Whole and split by turns in one process; the ratio is the median of the pairs' ratios, with quartiles. "
-            "What is added hardly grows with the layer (a second start of autograd, four closures, activations that "
-            "have left the caches), so the smaller the layer, the more it shows.\n"
+        but = f", not {', '.join(beyond)}" if beyond else ""
+        found.append(
+            Claim(
+                f"I and W together take at most {MOST_RATIO} of the whole backward of a decoder layer",
+                f"{best:.3f} to {worst:.3f}, {len(layers) - len(beyond)} of {len(layers)} layers within{but}",
+                verdict(not beyond),
+            )
         )
-        heads = ("layer", "whole, ms", "I, ms", "W, ms", "(I + W) / whole", "quartiles", "pairs")
-        text.append(markdown_table(heads, [_layer_cells(row) for row in layers]))
     if engines:
         most = max(row["engine_microseconds"] for row in engines)
-        text.append(
-            f"The engine takes at most {MOST_MICROSECONDS:.0f} microseconds a pass at four ranks: {most:.0f}, "
-            f"{_verdict(most <= MOST_MICROSECONDS)}\n\n"
-            "Four processes over gloo carry out the schedules, by turns, with passes that do nothing. Counted is the "
-            "processor time of the thread that runs the engine, messages included and waiting left out, on the worst "
-            "rank: the median of its runs, with quartiles; beside it that of the whole process, with gloo's own "
-            "thread.\n"
+        found.append(
+            Claim(
+                f"The engine takes at most {MOST_MICROSECONDS:.0f} microseconds per pass on four ranks",
+                f"{most:.0f}",
+                verdict(most <= MOST_MICROSECONDS),
+            )
         )
-        engine_heads = ("schedule", "message, bytes", "passes", "engine, us a pass", "quartiles", "process, us a pass")
+    return found
+
+
+def section(rows: Sequence[Row]) -> str:
+    """How both were measured, and their tables."""
+    layers, engines = _apart(rows)
+    text = []
+    if layers:
+        text.append(
+            f"The whole and the split backward run in turn on {layers[0]['device']}; the ratio is the median over the "
+            "pairs. The split adds a nearly constant time, so it shows most in the smallest layer.\n"
+        )
+        heads = ("layer", "whole, ms", "I, ms", "W, ms", "(I + W) / whole")
+        text.append(markdown_table(heads, [_layer_cells(row) for row in layers]))
+    if engines:
+        text.append(
+            "The engine runs schedules on four processes over gloo, with passes that do nothing. Counted is the "
+            "processor time of its thread on the worst rank, messages included and waiting excluded.\n"
+        )
+        engine_heads = ("schedule", "message, bytes", "microseconds per pass")
         text.append(markdown_table(engine_heads, [_engine_cells(row) for row in engines]))
     return "\n".join(text)
 
 
-def _verdict(held: bool) -> str:
-    return "**held**" if held else "**not held**"
+def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    layers, engines = ([row for row in rows if row["what"] == what] for what in ("layer", "engine"))
+    return layers, engines
 
 
 def _layer_name(row: Row) -> str:
@@ -222,20 +238,11 @@ def _layer_name(row: Row) -> str:
 
 def _layer_cells(row: Row) -> list[str]:
     times = [f"{1e3 * row[part]['median']:.2f}" for part in ("whole_seconds", "input_seconds", "weight_seconds")]
-    low, high = row["ratio_quartiles"]
-    return [
-        f"{_layer_name(row)}, {row['device']}",
-        *times,
-        f"{row['ratio']:.3f}",
-        f"{low:.3f} to {high:.3f}",
-        str(row["repetitions"]),
-    ]
+    return [_layer_name(row), *times, f"{row['ratio']:.3f}"]
 
 
 def _engine_cells(row: Row) -> list[str]:
-    engine, process = (f"{row[name]:.0f}" for name in ("engine_microseconds", "process_microseconds"))
-    low, high = row["engine_quartiles"]
-    return [row["schedule"], str(row["message_bytes"]), str(row["passes"]), engine, f"{low:.0f} to {high:.0f}", process]
+    return [row["schedule"], str(row["message_bytes"]), f"{row['engine_microseconds']:.0f}"]
 
 
-PART = Part("split", "What the split costs", measure, section)
+PART = Part("split", "Splitting the backward", measure, claims, section)

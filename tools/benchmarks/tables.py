@@ -17,7 +17,7 @@ from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.utils.child_processes import worker_pool
-from tools.benchmarks.parts import Part, Row, Say, markdown_table
+from tools.benchmarks.parts import Claim, Part, Row, Say, markdown_table, span, verdict
 from tools.grid_search import search_all
 
 _DEVICE = DEVICES["A100-80GB"]
@@ -115,31 +115,59 @@ def _gib(size: float | None) -> float | None:
     return None if size is None else round(size / GIB, 3)
 
 
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """What of the paper's own claims holds in the model."""
+    equal, searched = _apart(rows)
+    found = []
+    gains = _ratios(equal, "mfu")
+    for method in ("V-ZB", "V-Half", "V-Min"):
+        low, high = min(gains[method]), max(gains[method])
+        held = "held" if low >= 1.07 else "held in part" if high >= 1.07 else "not held"
+        text = f"{method} is 7 % to 55 % faster than 1F1B, as the paper measured"
+        found.append(Claim(text, f"{_percent(low)} to {_percent(high)}", held))
+    memory = _ratios(equal, "activations_gib")
+    for method, share in (("V-Half", 1 / 2), ("V-Min", 1 / 3)):
+        low, high = min(memory[method]), max(memory[method])
+        held = "held" if high <= share * 1.1 else "nearly" if low <= share * 1.25 else "not held"
+        text = f"{method} needs {share:.3f} of 1F1B's activations, the paper's limit for long pipelines"
+        found.append(Claim(text, f"{low:.3f} to {high:.3f}", held))
+    for kind, where in (("grid", ""), ("slower links", f", links {_SLOWER} times slower")):
+        for length, these in _by([row for row in searched if row["kind"] == kind], "sequence_length").items():
+            gain, said = _best_of_ours(these)
+            text = f"The best of ours is 16 % faster than the best 1F1B, as in the paper ({length} tokens{where})"
+            found.append(Claim(text, said, verdict(gain is not None and gain >= 1.16)))
+    return found
+
+
 def section(rows: Sequence[Row]) -> str:
-    """What holds of the paper's claims, the picture, and the tables."""
-    equal = [row for row in rows if row["kind"] == "equal"]
-    searched = [row for row in rows if row["kind"] in ("grid", "slower links")]
+    """How it was estimated, the picture, and the tables."""
+    equal, searched = _apart(rows)
+    grid = [row for row in searched if row["kind"] == "grid"]
     return "\n\n".join(
         [
-            f"No pipeline was run: times of passes are a roofline's of the {_DEVICE.name}{_measured(rows)}, idle "
-            "time is the schedules' simulator's, memory is counted. `megatron/schedules/estimate` has every term with "
-            "its source. The model is kinder to all methods than a cluster: it knows no stragglers and no contention.",
-            _claims(equal, searched),
+            f"No pipeline was run. Times are a roofline's of the {_DEVICE.name}{_measured(rows)}, idle time is the "
+            "simulator's, memory is counted (`megatron/schedules/estimate`). The model has no stragglers and no "
+            "contention, so it is kinder to every method than a cluster. Its links are as fast as they can be, so 1F1B "
+            "can avoid its bubble by tensor parallelism.",
             "### Equal microbatches",
-            "One sample of 1024 tokens in a microbatch, a GPU a pipeline rank; the embedding and the output layer "
-            "stand in for a layer each. MFU, memory of the fullest GPU (activations of it), bubble. "
-            "Adaptive has that part of 1F1B's activation memory, and two chunks a rank.",
+            "One sample of 1024 tokens per microbatch, one GPU per pipeline rank, three models, n = 2d, 4d and 8d. "
+            "`adaptive 3/4` plans within that part of 1F1B's memory.",
             "![Throughput against memory](images/tables.svg)",
-            *_equal_tables(equal),
+            _equal_table(equal),
             "### Grid search",
-            f"98.5B on {_GPUS} GPUs, {_BATCH} samples an iteration, FlashAttention, "
-            "sequence parallelism, distributed optimizer: the fastest setting of each method that fits. With recompute "
-            "and with offload adaptive chooses the layers; forwards done again are no useful work. A GPU copies "
-            f"{_DEVICE.host_link / 1e9:g} GB/s each way, both at once (16 lanes of PCIe 4, at four fifths of it, "
-            f"shared by two GPUs); a node's host may hold {_DEVICE.host_memory / 1e12:g} TB.",
-            *_grid_tables([row for row in searched if row["kind"] == "grid"]),
+            f"98.5B on {_GPUS} GPUs, {_BATCH} samples per iteration, FlashAttention, sequence parallelism, distributed "
+            "optimizer: MFU of the fastest setting of each method that fits (data/tensor/pipeline sizes). "
+            f"A GPU copies {_DEVICE.host_link / 1e9:g} GB/s each way; a node's host has "
+            f"{_DEVICE.host_memory / 1e12:g} TB.",
+            _grid_table(grid),
+            *(_with_relief(these) for these in _by(grid, "sequence_length").values()),
         ]
-    )
+    ).rstrip()
+
+
+def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    searched = [row for row in rows if row["kind"] in ("grid", "slower links")]
+    return [row for row in rows if row["kind"] == "equal"], searched
 
 
 def _measured(rows: Sequence[Row]) -> str:
@@ -150,50 +178,17 @@ def _measured(rows: Sequence[Row]) -> str:
     return f", those of a layer times {factors} (F, I, W) as measured on {profile['measured_on']}"
 
 
-def _claims(equal: Sequence[Row], searched: Sequence[Row]) -> str:
-    lines = []
-    gains = _ratios(equal, "mfu")
-    for method in ("V-ZB", "V-Half", "V-Min"):
-        low, high = min(gains[method]), max(gains[method])
-        held = "holds" if low >= 1.07 else "holds in part" if high >= 1.07 else "does not hold"
-        lines.append(
-            f"- {method}'s throughput over 1F1B's: {_percent(low)} to {_percent(high)}. The paper's 7 % to 55 %, "
-            f"measured, for its schedules together: {held}."
-        )
-    memory = _ratios(equal, "activations_gib")
-    for method, share in (("V-Half", 1 / 2), ("V-Min", 1 / 3)):
-        low, high = min(memory[method]), max(memory[method])
-        held = "holds" if high <= share * 1.1 else "comes near" if low <= share * 1.25 else "does not hold"
-        lines.append(
-            f"- {method}'s activation memory is {low:.3f} to {high:.3f} of 1F1B's, less the longer the pipeline. The "
-            f"paper's {share:.3f}, its limit for long pipelines: {held}."
-        )
-    for length, found in _by([row for row in searched if row["kind"] == "grid"], "sequence_length").items():
-        lines.append(
-            f"- Grid search at sequence length {length}: {_best_of_ours(found)} The paper's best is 16 % above."
-            f"{_with_relief(found)}"
-        )
-    if slower := [row for row in searched if row["kind"] == "slower links"]:
-        lines.append(
-            "- Where they part: here 1F1B escapes its bubble and its memory by tensor parallelism, for the links of "
-            f"the model are as fast as they can be. {_SLOWER} times slower, at sequence length "
-            f"{slower[0]['sequence_length']}: {_best_of_ours(slower)}"
-        )
-    return "\n".join(lines)
-
-
-def _best_of_ours(found: Sequence[Row]) -> str:
+def _best_of_ours(found: Sequence[Row]) -> tuple[float | None, str]:
+    """How much faster the best of ours is than the best 1F1B, and in words."""
     fitting = {row["method"]: row for row in found if row["mfu"]}
     ours = max((row for name, row in fitting.items() if name in _OURS), key=lambda row: row["mfu"], default=None)
     theirs = max(
         (row for name, row in fitting.items() if name.startswith("1F1B")), key=lambda r: r["mfu"], default=None
     )
     if ours is None or theirs is None:
-        return "nothing fits to compare."
-    return (
-        f"{ours['method']} {_percent(ours['mfu'] / theirs['mfu'])} above the best of 1F1B with and without recompute "
-        f"({theirs['method']})."
-    )
+        return None, "nothing fits to compare"
+    gain = ours["mfu"] / theirs["mfu"]
+    return gain, f"{ours['method']} {_percent(gain)} above {theirs['method']}"
 
 
 def _with_relief(found: Sequence[Row]) -> str:
@@ -205,8 +200,8 @@ def _with_relief(found: Sequence[Row]) -> str:
         return ""
     best = max(with_it, key=lambda name: fitting[name])
     return (
-        f" {best[0].upper()}{best[1:]}: {100 * fitting[best]:.1f} % MFU, {_percent(fitting[best] / without)} against "
-        "the best of ours without either."
+        f"At {found[0]['sequence_length']} tokens {best} reaches {100 * fitting[best]:.1f} % MFU, "
+        f"{_percent(fitting[best] / without)} above the best of ours without either."
     )
 
 
@@ -230,35 +225,36 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def _equal_tables(rows: Sequence[Row]) -> Iterator[str]:
-    for model, found in _by(rows, "model").items():
-        numbers = list(dict.fromkeys(row["microbatches"] for row in found))
-        methods = sorted(_by(found, "method").items(), key=lambda item: str(item[0]).startswith("adaptive"))
-        cells = [[method, *map(_cell, of_method)] for method, of_method in methods]
-        heads = [f"{model} on {found[0]['pipeline']}", *(f"n = {n}" for n in numbers)]
-        yield markdown_table(heads, [[str(cell) for cell in row] for row in cells])
+def _equal_table(rows: Sequence[Row]) -> str:
+    """A line for each method, from the least to the most of all models and numbers of microbatches."""
+    by_method = _by(rows, "method")
+    faster, memory = _ratios(rows, "mfu"), _ratios(rows, "activations_gib")
+    table = []
+    for method in sorted(by_method, key=lambda name: str(name).startswith("adaptive")):
+        bubble = span([100 * row["bubble"] for row in by_method[method]], ".1f")
+        ratios = [span(each[str(method)], ".3f") for each in (faster, memory)]
+        table.append([str(method), ratios[0], f"{bubble} %", ratios[1]])
+    return markdown_table(["", "throughput over 1F1B", "bubble", "activations over 1F1B's"], table).strip()
 
 
-def _cell(row: Row) -> str:
-    held = f"{row['memory_gib']:.1f} ({row['activations_gib']:.1f}) GiB"
-    return f"{100 * row['mfu']:.1f} %, {held}, {100 * row['bubble']:.1f} %"
+def _grid_table(rows: Sequence[Row]) -> str:
+    """A line for each method, a column for each sequence length."""
+    lengths = list(_by(rows, "sequence_length"))
+    found = {(row["method"], row["sequence_length"]): row for row in rows}
+    table = []
+    for method in _by(rows, "method"):
+        at = [found.get((method, length)) for length in lengths]
+        table.append([str(method), *(_grid_cell(row) if row else "" for row in at)])
+    return markdown_table(["", *(f"{length} tokens" for length in lengths)], table).strip()
 
 
-def _grid_tables(rows: Sequence[Row]) -> Iterator[str]:
-    for length, found in _by(rows, "sequence_length").items():
-        heads = [f"sequence length {length}", "MFU", "DP", "TP", "PP", "micro batch", "n", "bubble", "GiB"]
-        heads += ["done again", "GiB on a host"]
-        yield markdown_table(heads, [_grid_row(row) for row in found])
-
-
-def _grid_row(row: Row) -> list[str]:
+def _grid_cell(row: Row) -> str:
     if not row["mfu"]:
-        needs = f"{row['memory_gib']:.0f} or more" if row["memory_gib"] else ""
-        return [row["method"], "does not fit", *[""] * 6, needs, "", ""]
-    sizes = [str(row[name]) for name in ("data", "tensor", "pipeline", "micro_batch_size", "microbatches")]
-    shares = f"{100 * row['bubble']:.1f} %", f"{row['memory_gib']:.1f}"
-    relief = [f"{100 * row['recomputed']:.1f} %", f"{row['host_gib']:.0f}"] if row["method"] in _RELIEVED else ["", ""]
-    return [row["method"], f"{100 * row['mfu']:.1f} %", *sizes, *shares, *relief]
+        return "does not fit"
+    extra = [f"{100 * row['recomputed']:.1f} % recomputed"] if row["recomputed"] else []
+    extra += [f"{row['host_gib']:.0f} GiB on a host"] if row["host_gib"] else []
+    sizes = f"{row['data']}/{row['tensor']}/{row['pipeline']}"
+    return f"{100 * row['mfu']:.1f} % ({', '.join([sizes, *extra])})"
 
 
 def drawing(rows: Sequence[Row]) -> str:
@@ -286,4 +282,4 @@ def drawing(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-PART = Part("tables", "The paper's comparisons, in a model", measure, section, drawing)
+PART = Part("tables", "The paper's comparisons, estimated", measure, claims, section, drawing)

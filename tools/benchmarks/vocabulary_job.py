@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tools.benchmarks.apart import rows_apart, tell_megatron
-from tools.benchmarks.parts import Row, Say, markdown_table
+from tools.benchmarks.parts import Claim, Row, Say, markdown_table, verdict
 
 _RANKS, _ITERATIONS = 4, 10
 _MODEL = shlex.split("""
@@ -120,35 +120,49 @@ def _train(flags: Sequence[str]) -> Held:
     return Held(held["weights"], held["gradients"], held["optimizer"], held.get("activations", 0), losses)
 
 
-def section(rows: Sequence[Row]) -> str:
-    """What was claimed, and a row for each job and rank."""
-    text = []
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """About the jobs with vocabulary parallelism: their losses, and how evenly memory is spread over the ranks."""
+    found = []
     for row in rows:
         if "shared" in row["job"]:
-            held = _verdict(row["worst_loss_error"] <= _MOST_LOSS_ERROR)
-            text.append(
-                f"- Losses of {row['job']} within {_MOST_LOSS_ERROR:g} of those of {row['beside']}, "
-                f"{len(row['losses'])} iterations: {row['worst_loss_error']:.1e} at most, {held}"
+            name = _named(row["job"])
+            found.append(
+                Claim(
+                    f"Losses of {name} differ from those of {_named(row['beside'])} by at most {_MOST_LOSS_ERROR:g}",
+                    f"{row['worst_loss_error']:.1e} at most in {len(row['losses'])} iterations",
+                    verdict(row["worst_loss_error"] <= _MOST_LOSS_ERROR),
+                )
             )
-            for what in ("weights", "gradients", "activations"):
-                uneven = max(row[what]) / (sum(row[what]) / len(row[what])) - 1
-                if what != "activations" or "v-half" in row["job"]:
-                    text.append(
-                        f"- {what.capitalize()} of {row['job']}: the worst rank within {_UNEVEN:.0%} of the mean: "
-                        f"{uneven:+.1%}, {_verdict(uneven <= _UNEVEN)}"
-                    )
-    text.append(
-        "\nFour ranks, the demo's model of 8 layers with 50,304 words, eight microbatches, fp32, from scratch; bytes "
-        "are those of tensors, activations those that autograd and waiting passes hold at most."
+            uneven = {what: max(row[what]) / (sum(row[what]) / len(row[what])) - 1 for what in _even(row)}
+            found.append(
+                Claim(
+                    f"The worst rank's {', '.join(uneven)} of {name} are within {_UNEVEN:.0%} of the mean",
+                    ", ".join(f"{each:+.1%}" for each in uneven.values()),
+                    verdict(max(uneven.values()) <= _UNEVEN),
+                )
+            )
+    return found
+
+
+def _even(row: Row) -> tuple[str, ...]:
+    """What all ranks should hold alike: under 1F1B not the activations."""
+    return ("weights", "gradients", "activations") if "v-half" in row["job"] else ("weights", "gradients")
+
+
+def _named(job: str) -> str:
+    return job.replace(", vocabulary shared", " with vocabulary parallelism")
+
+
+def section(rows: Sequence[Row]) -> str:
+    """A line for each job, with what each rank holds."""
+    heads = ["MiB, by rank", "weights", "activations"]
+    table = [[_named(row["job"]), *(_by_rank(row[what]) for what in ("weights", "activations"))] for row in rows]
+    how = (
+        "Real jobs: four ranks, 8 layers, a vocabulary of 50,304 words, eight microbatches, fp32. Gradients take as "
+        "much as weights, Adam's state twice as much."
     )
-    heads = ["", "rank", "weights, MiB", "gradients, MiB", "optimizer, MiB", "activations, MiB"]
-    table = []
-    for row in rows:
-        for rank in range(len(row["weights"])):
-            figures = [row[what][rank] / 2**20 for what in Held._fields[:-1]]
-            table.append([row["job"], str(rank), *(f"{figure:.2f}" if figure else "" for figure in figures)])
-    return "\n".join([*text, "", markdown_table(heads, table)])
+    return f"{how}\n\n{markdown_table(heads, table)}"
 
 
-def _verdict(held: bool) -> str:
-    return "**held**" if held else "**not held**"
+def _by_rank(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:.1f}" for size in sizes) if any(sizes) else ""
