@@ -111,7 +111,7 @@ def _plan(
     else:
         footer = _how_good(timeline, ask) if name == "adaptive" else ""
         footer += _where(ask.planned[name].costs.layers) + _relieved(ask.planned[name].costs)
-        drawing = of_plans([timeline], _caption(ask), _unit(size))
+        drawing = of_plans([timeline], _caption(ask), _unit(size), _microbatch_bytes(ask))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -133,7 +133,7 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     rows = []
     for name in ask.names:
         try:
-            found = figures(ask.timeline(name))
+            found = figures(ask.timeline(name), _microbatch_bytes(ask))
         except PlanError as error:
             rows.append(table.Row(name, str(error)))
         else:
@@ -183,7 +183,8 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     ask = Ask(schedules, ["1f1b", "v-half"] if size["schedule_file"] is None else ["file"], **size)
-    drawing = of_plans([ask.timeline(name) for name in ask.names], _caption(ask), _unit(size))
+    timelines = [ask.timeline(name) for name in ask.names]
+    drawing = of_plans(timelines, _caption(ask), _unit(size), _microbatch_bytes(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -261,7 +262,8 @@ def _emit_drawing(
     # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     timelines = [view.timeline for view in drawing.shown]
-    text = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour, drawing.labels)
+    wide = columns or (console.width if terminal else _PAGE)
+    text = draw_text(timelines, wide, colour, drawing.labels, drawing.microbatch_bytes)
     text.append(footer)
     if not terminal:
         emit(text.plain, output)
@@ -281,6 +283,11 @@ def _caption(ask: Ask) -> str:
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
         f"{times}{copies}; P2P latency {number(ask.costs.comm)}."
     )
+
+
+def _microbatch_bytes(ask: Ask) -> float:
+    """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
+    return 0.0 if ask.costs.memory is None else ask.costs.memory.of_rank(ask.ranks)
 
 
 def _unit(size: Mapping[str, Any]) -> str:
