@@ -10,12 +10,15 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.schedules.cli import program
 from megatron.schedules.cli.program import main
 from megatron.schedules.measure.recorded_run import to_text
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused
 from tests.terminal import on_a_terminal
@@ -83,6 +86,28 @@ def test_a_comparison_can_be_drawn(ending: str, begins: bytes, tmp_path: Path):
     path = tmp_path / f"compared.{ending}"
     assert main(["compare", *SIZE, "--output", str(path)]) == 0
     assert path.read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--schedule", "v-half"], "3 microbatches (1.50 GiB)"),
+        (["draw"], "3 microbatches (1.50 GiB, 75.0 % of 1F1B"),
+        (["plan", "--schedule", "v-half", "--format", "html"], "3 microbatches (1.50 GiB)"),
+        (["compare"], "GiB"),
+    ],
+)
+def test_memory_is_in_gib_too_where_the_costs_know_the_model(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*arguments, *SIZE]) == 0
+    assert said not in capsys.readouterr().out
+    eight_layers = ModelMemory((LayerMemory(2.0**28, 2.0**28, 0.0),) * 8, 0.0, EndMemory(), EndMemory())
+    ask = SimpleNamespace(costs=Costs(memory=eight_layers), ranks=4)
+    found = program._microbatch_bytes(ask)
+    monkeypatch.setattr(program, "_microbatch_bytes", lambda asked: found)
+    assert main([*arguments, *SIZE]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_picture_goes_to_a_pipe_but_not_to_a_terminal(

@@ -99,6 +99,13 @@ def test_forwards_done_again_count_as_bubble():
     )
 
 
+def test_the_axis_says_what_a_microbatch_takes_where_a_model_does():
+    line = timeline("v-half", 4, 8)
+    axis = "activation memory of the worst rank, microbatches"
+    assert axis in words(drawn([Row("v-half", figures(line))]))
+    assert f"{axis} of 1.50 GiB" in words(drawn([Row("v-half", figures(line, 1.5 * 2**30))]))
+
+
 def test_a_comparison_needs_no_legend_and_shows_no_curve():
     said = words(drawn(rows_of(4, 8, "1,1,1,0")))
     assert not {"adaptive", "its lower bound", "ours by name", "other projects"} & set(said)

@@ -46,6 +46,13 @@ def test_numbers_carry_no_needless_digits():
     assert counted(1, "microbatch") == "1 microbatch"
     assert counted(4, "pipeline rank") == "4 pipeline ranks"
     assert [microbatches(x) for x in (1.0, 2.5)] == ["1 microbatch", "2.5 microbatches"]
+    assert microbatches(1.5, 2**30) == "1.5 microbatches (1.50 GiB)"
+
+
+def test_memory_has_bytes_where_a_microbatch_has():
+    line = timeline("v-half", 4, 8)
+    assert figures(line).peak_bytes == 0
+    assert figures(line, 2**20).peak_bytes == 3 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -116,6 +117,29 @@ def test_headings_have_bubble_and_memory():
     assert f"V-Halfbubble{100 * half.bubble:.1f} %activation memory3 microbatches (75.0 % of 1F1B's)" in said
     assert "a <caption> & more" in said
     assert said.count("1F1B holds 4") == 2
+
+
+def test_memory_is_in_gib_too_where_a_model_says_what_a_microbatch_takes():
+    half = timeline("v-half", 4, 8)
+    said = words(ElementTree.fromstring(draw_svg([half, timeline("1f1b", 4, 8)], microbatch_bytes=0.5 * 2**30)))
+    assert "activation memory3 microbatches (1.50 GiB, 75.0 % of 1F1B's) |" in said
+    assert "activation memory4 microbatches (2.00 GiB) |" in said
+    assert "1F1B holds 4 microbatches" in said
+
+
+def test_a_heading_keeps_to_the_page():
+    line = relieved(8, 32)
+    line = replace(line, schedule=replace(line.schedule, name="interleaved-1f1b"))
+    for microbatch_bytes in (0.0, 11.123 * 2**30):
+        root = ElementTree.fromstring(draw_svg([line], microbatch_bytes=microbatch_bytes))
+        heads = [text for text in root.iter(f"{SVG}text") if text.get("class") == "head"]
+        for head in heads:
+            wide = 18.0
+            for part in head:
+                bold, size = part.get("class") != "faint", 16 if part.get("class") == "name" else 13
+                wide += float(part.get("dx", "0")) + measured(part.text or "", size, bold=bold)
+            assert wide <= 960 - 12
+        assert sum("copying" in "".join(head.itertext()) for head in heads) == 1
 
 
 def test_the_memory_curve_reaches_the_planned_peak():

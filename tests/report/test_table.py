@@ -55,6 +55,18 @@ def test_csv_and_json_have_every_figure_unrounded(rows):
     assert objects[2]["throughput_of_1f1b"] == pytest.approx(66 / half.makespan)
 
 
+def test_memory_is_in_gib_too_where_a_model_says_what_a_microbatch_takes(rows):
+    assert "GiB" not in table.as_text(rows) and "peak_memory_bytes" not in table.as_json(rows)
+    half = table.Row("v-half", figures(timeline("v-half", 4, 8), 0.5 * 2**30), 1.2)
+    headings, units, _, *lines = table.as_text([*rows[1:2], half]).splitlines()
+    assert headings.split()[4:9] == "peak memory peak memory of".split()
+    assert units.split() == "microbatches GiB memory a rank to 1F1B's".split()
+    assert lines[1].split()[5:9] == ["3", "1.50", "75.0", "%"]
+    assert len({line.count("|") for line in table.as_markdown([*rows[1:2], half]).splitlines()}) == 1
+    assert json.loads(table.as_json([half]))[0]["peak_memory_bytes"] == 1.5 * 2**30
+    assert next(csv.DictReader(io.StringIO(table.as_csv([half]))))["peak_memory_bytes"] == str(1.5 * 2**30)
+
+
 def test_what_is_done_again_and_copied_has_columns_where_there_is_any(rows):
     line = relieved()
     more = [*rows, table.Row("file", figures(line), 1.5)]

@@ -296,6 +296,14 @@ def test_two_hundred_thousand_passes_stay_responsive(opened: Open):
         assert min(times) < 50, f"redrawn with {part} of it in sight: {times}"
 
 
+@in_a_browser
+def test_a_plan_has_bytes_too_where_a_model_says_what_a_microbatch_takes(opened: Open):
+    page = opened(of_plans([timeline("v-half", 4, 8)], "", "", 0.5 * 2**30))
+    assert "3 microbatches (1.50 GiB)" in page.value("document.getElementById('cards').textContent")
+    assert page.value("amount(3, timeline.chart.views[0])") == "3 microbatches (1.5 GiB)"
+    assert page.value("amount(3, {unit: 'microbatches', one: 0})") == "3 microbatches"
+
+
 def test_a_record_without_counted_bytes_shows_microbatches():
     recorded = replace(made(Costs()), held=())
     assert isinstance(recorded, Recorded)

@@ -106,7 +106,7 @@ def _plan(
         if held := ask.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {ask.model}.\n"
-        drawing = of_plans([plan.timeline], _caption(ask), _unit(ask))
+        drawing = of_plans([plan.timeline], _caption(ask), _unit(ask), _microbatch_bytes(ask))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -145,7 +145,7 @@ def _compare(
         except PlanError as error:
             rows.append(table.Row(asked.text, str(error)))
         else:
-            found, held = figures(plan.timeline), ask.memory(plan)
+            found, held = figures(plan.timeline, _microbatch_bytes(ask)), ask.memory(plan)
             memory, fits = _held(held, room) if held else ({}, None)
             rows.append(table.Row(asked.text, found, baseline / found.makespan, memory, fits))
     if form in ("svg", *PICTURES):
@@ -194,7 +194,8 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     ask = Ask(schedules, ["1f1b", "v-half"], **size)
-    drawing = of_plans([ask.plan(asked).timeline for asked in ask.schedules], _caption(ask), _unit(ask))
+    timelines = [ask.plan(asked).timeline for asked in ask.schedules]
+    drawing = of_plans(timelines, _caption(ask), _unit(ask), _microbatch_bytes(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -288,7 +289,8 @@ def _emit_drawing(
     # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     timelines = [view.timeline for view in drawing.shown]
-    text = draw_text(timelines, columns or (console.width if terminal else _PAGE), colour, drawing.labels)
+    wide = columns or (console.width if terminal else _PAGE)
+    text = draw_text(timelines, wide, colour, drawing.labels, drawing.microbatch_bytes)
     text.append(footer)
     if not terminal:
         emit(text.plain, output)
@@ -308,6 +310,11 @@ def _caption(ask: Ask) -> str:
         f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
         f"{times}{copies}; P2P latency {number(ask.costs.comm)}."
     )
+
+
+def _microbatch_bytes(ask: Ask) -> float:
+    """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
+    return 0.0 if ask.costs.memory is None else ask.costs.memory.of_rank(ask.ranks)
 
 
 def _unit(ask: Ask) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedules.report.figures import Figures, title
+from megatron.schedules.report.figures import Figures, amount, title
 from megatron.schedules.report.frontier_svg import Mark, draw_frontier
 from megatron.schedules.report.table import Row
 from megatron.schedules.utils.errors import PlanError
@@ -30,4 +30,6 @@ def draw_comparison(rows: Sequence[Row], caption: str) -> str:
     if without:
         said.append(f"Without a plan: {', '.join(map(title, without))}.")
     memory, bubble = (_BEYOND * each or 1.0 for each in most)
-    return draw_frontier((), marks, "Bubble against activation memory", " ".join(said), (memory, bubble))
+    one = max(each.microbatch_bytes for each in found.values())
+    unit = f"microbatches of {amount(one)}" if one else "microbatches"
+    return draw_frontier((), marks, "Bubble against activation memory", " ".join(said), (memory, bubble), unit=unit)

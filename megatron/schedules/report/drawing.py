@@ -43,14 +43,19 @@ class Drawing:
         return sum(len(row) for view in self.shown for row in view.timeline.schedule.order)
 
     @property
+    def microbatch_bytes(self) -> float:
+        """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
+        return max(view.microbatch_bytes for view in self.shown)
+
+    @property
     def labels(self) -> Sequence[str]:
         """What tells views of one schedule apart."""
         return [view.label if title(view.timeline.schedule.name) != view.label else "" for view in self.shown]
 
 
-def of_plans(timelines: Sequence[Timeline], caption: str, unit: str) -> Drawing:
-    """Plans below one another, each under its name."""
-    shown = [View(title(timeline.schedule.name), timeline) for timeline in timelines]
+def of_plans(timelines: Sequence[Timeline], caption: str, unit: str, microbatch_bytes: float = 0.0) -> Drawing:
+    """Plans below one another, each under its name; bytes as :class:`.View` has them."""
+    shown = [View(title(each.schedule.name), each, microbatch_bytes=microbatch_bytes) for each in timelines]
     return Drawing(shown, " and ".join(view.label for view in shown), caption, unit)
 
 
@@ -76,7 +81,14 @@ def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | byte
         from megatron.schedules.report.svg import draw_svg
 
         timelines = [view.timeline for view in drawing.shown]
-        svg = draw_svg(timelines, drawing.caption, gradients=gradients, labels=drawing.labels, unit=drawing.unit)
+        svg = draw_svg(
+            timelines,
+            drawing.caption,
+            gradients=gradients,
+            labels=drawing.labels,
+            unit=drawing.unit,
+            microbatch_bytes=drawing.microbatch_bytes,
+        )
         return picture(svg, form)
     if form == "html":
         from megatron.schedules.report.timeline_page import timeline_page

@@ -24,6 +24,7 @@ class Figures:
         useful: share of the time in which an average rank computes what it had not computed before.
         recomputed: share of the computing that does forwards again.
         copying: share of the time for which the busiest copy channel copies.
+        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
     """
 
     name: str
@@ -38,11 +39,17 @@ class Figures:
     useful: float
     recomputed: float = 0.0
     copying: float = 0.0
+    microbatch_bytes: float = 0.0
 
     @property
     def peak(self) -> float:
         """Peak activation memory of the worst rank, in microbatches."""
         return max(self.peaks)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The same in bytes; 0 where no model says it."""
+        return self.peak * self.microbatch_bytes
 
     @property
     def worst(self) -> int:
@@ -56,8 +63,8 @@ class Figures:
         return again + ((("copying", self.copying),) if self.copying else ())
 
 
-def figures(timeline: Timeline) -> Figures:
-    """Read the figures off ``timeline``."""
+def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
+    """Read the figures off ``timeline``; bytes as :class:`Figures` has them."""
     schedule = timeline.schedule
     return Figures(
         name=schedule.name,
@@ -72,6 +79,7 @@ def figures(timeline: Timeline) -> Figures:
         useful=timeline.useful,
         recomputed=timeline.recomputed,
         copying=timeline.copying,
+        microbatch_bytes=microbatch_bytes,
     )
 
 
@@ -99,9 +107,10 @@ def number(value: float) -> str:
     return f"{round(value, 3):.10g}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
-def microbatches(amount: float) -> str:
-    """An amount of memory with its unit: ``1 microbatch``, ``2.5 microbatches``."""
-    return f"{number(amount)} microbatch{'' if amount == 1 else 'es'}"
+def microbatches(held: float, microbatch_bytes: float = 0.0) -> str:
+    """An amount of memory with its unit: ``1 microbatch``, ``2.5 microbatches``, ``3 microbatches (1.50 GiB)``."""
+    text = f"{number(held)} microbatch{'' if held == 1 else 'es'}"
+    return f"{text} ({amount(held * microbatch_bytes)})" if microbatch_bytes else text
 
 
 def amount(number: float) -> str:

@@ -76,6 +76,7 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
         "chunkOf": [timeline.schedule.placement.chunk_of(s) for s in range(timeline.schedule.placement.stages)],
         "makespan": timeline.makespan,
         "unit": view.unit,
+        "one": view.microbatch_bytes,
         "turns": [_turns(view, rank) for rank in range(timeline.schedule.ranks)],
         "rows": into.add("I", rows),
         "kind": into.add("B", (_KINDS[work.kind] for work in works)),

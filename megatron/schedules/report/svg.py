@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
+    amount,
     counted,
     figures,
     microbatches,
@@ -35,6 +36,7 @@ _ROW_BEST, _ROW_LEAST = 24, 7
 _THIN = 0.22  # height of a lane of copies over that of a row
 _DIGIT = 0.64  # width of a digit over its font size, in the widest of the fonts
 _READABLE = 6.0  # the smallest numbers
+_BOLD = 1.13  # how much wider bold words are
 _SIZE = 12  # size of words where nothing else is said
 
 # Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
@@ -54,6 +56,7 @@ def draw_svg(
     gradients: bool = False,
     labels: Sequence[str] = (),
     unit: str = "",
+    microbatch_bytes: float = 0.0,
 ) -> str:
     """Draw ``timelines`` below one another.
 
@@ -66,10 +69,11 @@ def draw_svg(
         gradients: mark where each chunk's gradients are complete.
         labels: a word for each, where their names do not tell them apart.
         unit: of time; empty where it is any.
+        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
     """
-    sheet = _Sheet(timelines, gradients, unit)
-    for timeline, label in zip(timelines, labels or [""] * len(timelines), strict=True):
-        sheet.section(timeline, label)
+    sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, gradients, unit)
+    for timeline, found, label in zip(timelines, sheet.found, labels or [""] * len(timelines), strict=True):
+        sheet.section(timeline, found, label)
     sheet.axis()
     sheet.legend()
     sheet.caption(caption)
@@ -141,8 +145,8 @@ class _Cells:
 class _Sheet:
     """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
 
-    def __init__(self, timelines: Sequence[Timeline], gradients: bool, unit: str) -> None:
-        self.timelines, self.gradients, self.unit = timelines, gradients, unit
+    def __init__(self, found: list[Figures], timelines: Sequence[Timeline], gradients: bool, unit: str) -> None:
+        self.found, self.gradients, self.unit = found, gradients, unit
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
@@ -152,20 +156,24 @@ class _Sheet:
         self.looks: dict[_Look, palette.Rgb] = {}
         self.numbered = False
 
-    def section(self, timeline: Timeline, label: str) -> None:
+    def section(self, timeline: Timeline, found: Figures, label: str) -> None:
         """Heading, a row a rank, and the memory of the worst rank."""
-        found = figures(timeline)
-        share = "" if found.name == "1f1b" else f" ({percent(found.share, 1)} of 1F1B's)"
-        self.text(
-            _MARGIN,
-            self.y + 18,
-            f'<tspan class="name">{markup(f"{title(found.name)} {label}".rstrip())}</tspan>'
+        shares = [amount(found.peak_bytes)] * (found.peak_bytes > 0)
+        shares += [f"{percent(found.share, 1)} of 1F1B's"] * (found.name != "1f1b")
+        held = microbatches(found.peak) + (f" ({', '.join(shares)})" if shares else "")
+        name, relief = f"{title(found.name)} {label}".rstrip(), _relief(found)
+        heading = (
+            f'<tspan class="name">{markup(name)}</tspan>'
             f'<tspan class="faint" dx="12">bubble</tspan>'
             f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
-            f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">'
-            f"{microbatches(found.peak)}{share}</tspan>{_relief(found)}",
-            "head",
+            f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">{held}</tspan>'
         )
+        said = " ".join(["bubble 00.0 %  activation memory", held, *(f"{what}  00.0 %" for what, _ in found.relief)])
+        if _BOLD * (width(name, 16) + width(said, 13)) > _WIDTH - 2 * _MARGIN and relief:
+            self.text(_MARGIN, self.y + 18, heading, "head")
+            self.y += 20
+            heading, relief = relief, ""
+        self.text(_MARGIN, self.y + 18, heading + relief, "head")
         self.y += _HEADING
         self.rows(timeline)
         self.y += 8
@@ -228,7 +236,7 @@ class _Sheet:
         reference = reference_memory(timeline)
         line = _n(level(reference))
         self.parts.append(f'<path class="limit" d="M{_LEFT} {line}H{_WIDTH - _RIGHT}"/>')
-        self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {reference}", "faint end small")
+        self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {microbatches(reference)}", "faint end small")
         self.text(_LEFT - 8, level(peak) + 4, number(peak), "figure end")
         # Under the figure where there is room, above it where the curve is low.
         words = floor if level(peak) < floor - 28 else level(peak) - 10
@@ -295,13 +303,12 @@ class _Sheet:
     def finished(self) -> str:
         """The whole document."""
         height = _n(self.y + _MARGIN - 8)
-        found = [figures(timeline) for timeline in self.timelines]
-        heading = " and ".join(dict.fromkeys(title(each.name) for each in found))
+        heading = " and ".join(dict.fromkeys(title(each.name) for each in self.found))
         described = "; ".join(
             f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
             f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"
             + "".join(f", {name} {percent(share, 1)}" for name, share in each.relief)
-            for each in found
+            for each in self.found
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '

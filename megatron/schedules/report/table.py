@@ -42,6 +42,7 @@ _HEADINGS = (
     ("throughput", "to 1F1B's"),
 )
 # Where any row has them.
+_BYTES = ("peak memory", "GiB")
 _RELIEF = (("done again", "of computing"), ("copying", "of the time"))
 
 
@@ -112,6 +113,7 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                     "copying": found.copying,
                     **{f"{part}_bytes": held for part, held in row.memory.items()},
                     **({} if row.fits is None else {"fits": row.fits}),
+                    **({"peak_memory_bytes": found.peak_bytes} if found.peak_bytes else {}),
                 }
             )
     return records
@@ -119,14 +121,17 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
     """Headings in two lines, and the cells below them; a row without figures has its reason alone."""
-    relief = any(not isinstance(row.result, str) and row.result.relief for row in rows)
+    found = [row.result for row in rows if not isinstance(row.result, str)]
+    relief = any(each.relief for each in found)
     parts = dict.fromkeys(part for row in rows for part in row.memory)
-    heads = [*_HEADINGS, *(_RELIEF if relief else ()), *((part, "GiB") for part in parts)]
+    in_bytes = not parts and any(each.peak_bytes for each in found)
+    heads = [*_HEADINGS[:4], *([_BYTES] if in_bytes else []), *_HEADINGS[4:], *(_RELIEF if relief else ())]
+    heads += [(part, "GiB") for part in parts]
     heads += [("fits", "")] if any(row.fits is not None for row in rows) else []
-    return heads, [_cells(row, relief) for row in rows]
+    return heads, [_cells(row, relief, in_bytes) for row in rows]
 
 
-def _cells(row: Row, relief: bool) -> list[str]:
+def _cells(row: Row, relief: bool, in_bytes: bool) -> list[str]:
     found = row.result
     if isinstance(found, str):
         return [printable_name(row.name), one_line(found)]
@@ -135,6 +140,7 @@ def _cells(row: Row, relief: bool) -> list[str]:
         percent(found.bubble),
         percent(found.span_bubble),
         number(found.peak),
+        *([f"{found.peak_bytes / 2**30:.2f}"] if in_bytes else []),
         percent(found.share, 1),
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",

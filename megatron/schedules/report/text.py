@@ -13,6 +13,7 @@ from megatron.schedules.report.figures import (
     Figures,
     counted,
     figures,
+    microbatches,
     number,
     percent,
     reference_memory,
@@ -32,7 +33,13 @@ _SHADES = " ░▒▓█"
 _NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
 
 
-def draw_text(timelines: Sequence[Timeline], width: int, colour: bool, labels: Sequence[str] = ()) -> Text:
+def draw_text(
+    timelines: Sequence[Timeline],
+    width: int,
+    colour: bool,
+    labels: Sequence[str] = (),
+    microbatch_bytes: float = 0.0,
+) -> Text:
     """Draw ``timelines`` below one another on one time scale, each with its figures.
 
     Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where the
@@ -45,12 +52,13 @@ def draw_text(timelines: Sequence[Timeline], width: int, colour: bool, labels: S
         colour: whether colours will be shown. Without, letters tell the kinds apart: F, I, W, B for a rank's even
             chunks, f, i, w, b for its odd ones.
         labels: a word for each, where their names do not tell them apart.
+        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
 
     Copies have lanes of their own, below the rank's computing.
     """
     frame = _Frame(timelines, width, colour)
     named = zip(timelines, labels or [""] * len(timelines), strict=True)
-    parts = [frame.section(timeline, label) for timeline, label in named]
+    parts = [frame.section(timeline, figures(timeline, microbatch_bytes), label) for timeline, label in named]
     return Text("\n").join([*parts, frame.legend()])
 
 
@@ -71,16 +79,16 @@ class _Frame:
         self.scale, self.cells = _scale(timelines, room / until)
         self.columns = math.ceil(until * self.scale - 1e-6)
 
-    def section(self, timeline: Timeline, label: str) -> Text:
+    def section(self, timeline: Timeline, found: Figures, label: str) -> Text:
         """One timeline: heading, a row a rank, the time axis, the figures."""
-        found, schedule = figures(timeline), timeline.schedule
+        schedule = timeline.schedule
         text = Text()
         text.append(printable(f"{title(schedule.name)} {label}").rstrip(), Style(bold=True))
         text.append(
             f": {counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, "
             f"{counted(schedule.placement.chunks, 'chunk')} a rank\n"
         )
-        text.append(" " * (self.gutter + self.columns + 2) + "peak memory\n", Style(dim=True))
+        text.append("peak memory, microbatches\n".rjust(self.gutter + self.columns + _BAR + 8), Style(dim=True))
         for rank in range(schedule.ranks):
             computing, *copies = lanes(timeline, rank)
             text.append(f"rank {rank}".ljust(self.gutter))
@@ -228,7 +236,7 @@ def _summary(found: Figures, reference: int) -> str:
     return (
         f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
-        f"peak memory  {number(found.peak)} microbatches of activations on rank {found.worst}, "
+        f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
         f"{percent(found.share, 1)} of 1F1B's {reference}\n{_relief(found)}"
     )
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import figures, number, percent
+from megatron.schedules.report.figures import amount, figures, microbatches, percent
 from megatron.schedules.report.idle import gaps, idle
 from megatron.schedules.report.idle_table import idle_table
 from megatron.schedules.report.markup import markup
@@ -142,10 +142,8 @@ def _cards(shown: Sequence[View], unit: str) -> str:
     )
     peaks = [max((held for _, held in last.memory(r)), default=0.0) for r in range(last.timeline.schedule.ranks)]
     most = max(peaks)
-    amount = f"{most / 2**30:.3g} GiB" if last.held and most >= 2**30 else f"{most / 2**20:.3g} MiB"
-    if not last.held:
-        amount = f"{number(most)} microbatches"
-    cards.append((f"Most activations, {last.label}", amount, f"on rank {peaks.index(most)}"))
+    held = amount(most) if last.held else microbatches(most, last.microbatch_bytes)
+    cards.append((f"Most activations, {last.label}", held, f"on rank {peaks.index(most)}"))
     return "".join(
         f"<div><dt>{markup(name)}</dt><dd>{markup(value)} <small>{markup(more)}</small></dd></div>"
         for name, value, more in cards

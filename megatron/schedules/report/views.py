@@ -23,11 +23,13 @@ class View:
         label: what it is, in a word.
         timeline: its passes, in the unit of the axis.
         held: by rank, bytes of activations over time, where they were counted.
+        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
     """
 
     label: str
     timeline: Timeline
     held: tuple[Steps, ...] = ()
+    microbatch_bytes: float = 0.0
 
     @property
     def unit(self) -> str:

@@ -6,9 +6,12 @@ function span(time) {
   return `${Number(time.toFixed(digits))}${page.unit ? ` ${page.unit}` : ""}`;
 }
 
-/** An amount of memory with its unit. */
-function amount(held, unit) {
-  if (unit !== "bytes") return `${Number(held.toFixed(2))} microbatch${held === 1 ? "" : "es"}`;
+/** An amount of memory with its unit: bytes where they were counted or a model says what a microbatch takes. */
+function amount(held, { unit, one }) {
+  if (unit !== "bytes") {
+    const text = `${Number(held.toFixed(2))} microbatch${held === 1 ? "" : "es"}`;
+    return one ? `${text} (${amount(held * one, { unit: "bytes" })})` : text;
+  }
   const power = held > 0 ? Math.min(4, Math.floor(Math.log2(held) / 10)) : 0;
   return `${Number((held / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
@@ -16,7 +19,7 @@ function amount(held, unit) {
 /** The most that a rank holds, in the few letters that there is room for. */
 function peaked(view, rank) {
   const most = view.peak(rank);
-  return view.unit === "bytes" ? amount(most, view.unit) : `holds ${Number(most.toFixed(2))}`;
+  return view.unit === "bytes" ? amount(most, view) : `holds ${Number(most.toFixed(2))}`;
 }
 
 function name(view, pass) {
@@ -47,7 +50,7 @@ function waited(view, rank, pass) {
 /** Tags and texts for what was found under the pointer. */
 function told(found, chart) {
   const { view, rank, pass, next, time } = found;
-  const held = `rank ${rank} holds ${amount(view.heldAt(rank, time), view.unit)}, at most ${amount(view.peak(rank), view.unit)}`;
+  const held = `rank ${rank} holds ${amount(view.heldAt(rank, time), view)}, at most ${amount(view.peak(rank), view)}`;
   if (pass >= 0) {
     const kind = page.kinds[view.kind[pass]];
     const stage = view.stage[pass];
