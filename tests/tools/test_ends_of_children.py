@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,6 +49,7 @@ run_ranks(2, endless, {}, timeout=600, fresh=True)
 """,
     "a piece of the GPU tests": """
 from pathlib import Path
+from typing import Any
 from tools.gpu_tests.pieces import Piece, Setting
 from tools.gpu_tests.running import run_apart
 piece = Piece("endless", "", ("tests.endless:endless", ()), 1, 600.0)
@@ -66,7 +68,9 @@ def parent_of(
     log = notes.with_suffix(".log")
     with log.open("w") as file:
         # A session of its own: no signal of this test's terminal reaches it.
-        parent = subprocess.Popen(command, cwd=cwd, env=environment, stdout=file, stderr=file, start_new_session=True)
+        how: dict[str, Any] = {"stdout": file, "stderr": file, "start_new_session": True}
+        # Under nohup, SIGHUP is ignored, which children inherit.
+        parent = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=_heed_hangups, **how)
     children: list[int] = []
     try:
         process = psutil.Process(parent.pid)
@@ -87,6 +91,10 @@ def parent_of(
         for child in endless.running(children):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
+
+
+def _heed_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def program(text: str) -> list[str]:
@@ -135,6 +143,7 @@ def test_a_killed_grid_search_leaves_no_process(tmp_path: Path) -> None:
 TRAINS = """
 import sys
 from pathlib import Path
+from typing import Any
 from megatron.schedules.estimate.hardware import DEVICES
 from megatron.schedules.estimate.iteration import METHODS, Setting
 from megatron.schedules.estimate.models import Model
