@@ -22,7 +22,7 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import from_csv, from_json, to_csv, to_json
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.climb import Entry, race
-from megatron.schedules.search.list_scheduling import Policy, list_schedule
+from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.problem import Problem
 from megatron.schedules.search.tasks import tasks_of
@@ -141,7 +141,7 @@ def test_compiled_or_not_copies_are_scheduled_alike(
     policy = Policy(12, noise=0.05, seed=seed, patience=0.5, just_in_time=just_in_time)
     limits = [limit] * problem.placement.ranks
     found = list(order)
-    list_schedule(tasks.instance, order, limits, policy, list(tasks.instance.waits), [0.0] * len(order), found)
+    list_schedule(tasks.instance, order, limits, policy, space_for(tasks.instance), found)
     if backward:
         assert problem.backward(problem.order(), limit, policy).tolist() == list(tasks.reversed_order(found))
     else:

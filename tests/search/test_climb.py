@@ -17,7 +17,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.frontier import frontier, ladder
-from megatron.schedules.search.list_scheduling import Policy, list_schedule
+from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.problem import Problem, one_by_one
 from megatron.schedules.search.tasks import Tasks, tasks_of
@@ -39,7 +39,7 @@ def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> t
     """The same round on plain lists, interpreted."""
     found, limits = list(order), [limit] * (len(tasks.first) - 1)
     instance = tasks.instance
-    makespan = list_schedule(instance, order, limits, policy, list(instance.waits), [0.0] * len(order), found)
+    makespan = list_schedule(instance, order, limits, policy, space_for(instance), found)
     return found, makespan
 
 

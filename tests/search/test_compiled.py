@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import megatron.schedules
-from megatron.schedules.search.compiled import compiled, kept_code
+from megatron.schedules.search.compiled import compiled, kept_code, space_for
 from megatron.schedules.search.list_scheduling import Instance, Policy
 from megatron.schedules.utils.cache_directory import USER_VARIABLE, warn_once
 
@@ -40,10 +40,10 @@ def works(function: Callable[..., float]) -> bool:
         np.array([0, 2]),
         *(ints, np.ones(2), np.zeros(2), flags, flags),
         *(ints - 1, np.zeros(2), flags),
-        *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1),
+        *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1, flags),
     )
     order, found = np.array([1, 0]), np.zeros(2, dtype=np.int64)
-    return function(tasks, order, np.ones(1), Policy(1), ints.copy(), np.zeros(2), found) == 2 and list(found) == [1, 0]
+    return function(tasks, order, np.ones(1), Policy(1), space_for(tasks), found) == 2 and list(found) == [1, 0]
 
 
 def test_it_is_compiled_once_and_nothing_is_left_in_the_package(kept: Path):

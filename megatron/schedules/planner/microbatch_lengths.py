@@ -135,6 +135,7 @@ class LengthsPlanner:
         """An order of the microbatches and of the passes; None where no start keeps within ``limits``."""
         import numpy as np
 
+        from megatron.schedules.search.compiled import space_for
         from megatron.schedules.search.microbatch_order import search
         from megatron.schedules.search.microbatch_order_compiled import compiled_climb
 
@@ -143,6 +144,7 @@ class LengthsPlanner:
         found = search(
             compiled_climb(),
             self._places._replace(limits=np.array(limits)),
+            space_for(self._places.forward),
             loads,
             candidates(self._weights(loads)),
             max(_FEWEST_ROUNDS, int(effort / (len(passes) + 200))),

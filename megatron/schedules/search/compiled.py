@@ -8,16 +8,19 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.search.list_scheduling import Instance, Policy, list_schedule
+from megatron.schedules.search import event_queue
+from megatron.schedules.search.event_queue import Queue
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
@@ -31,7 +34,19 @@ def compiled() -> Callable[..., float]:
     import numba
 
     ints, floats = numba.int64[::1], numba.float64[::1]
-    return kept_code(list_schedule, numba.float64(tasks_type(), ints, floats, policy_type(), ints, floats, ints))
+    heap: dict[str, Callable[..., Any]] = {}
+    for name in ("first_of", "heappush", "heapreplace", "heappop"):
+        heap[name] = numba.njit(calling(getattr(event_queue, name), heap), inline="always")
+    signature = numba.float64(tasks_type(), ints, floats, policy_type(), space_type(), ints)
+    return kept_code(calling(list_schedule, heap), signature)
+
+
+def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """``function``, calling ``others`` instead of what has their names in Python."""
+    assert isinstance(function, FunctionType)
+    made = FunctionType(function.__code__, function.__globals__ | dict(others), function.__name__)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
 
 
 def tasks_type() -> Any:
@@ -39,7 +54,7 @@ def tasks_type() -> Any:
     import numba
 
     ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
-    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints)
+    of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints, flags)
     return numba.types.NamedTuple(of_tasks, Instance)
 
 
@@ -49,6 +64,31 @@ def policy_type() -> Any:
 
     choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64, numba.boolean)
     return numba.types.NamedTuple(choices, Policy)
+
+
+def space_type() -> Any:
+    """numba's type of the space for a round."""
+    import numba
+
+    ints, floats = numba.int64[::1], numba.float64[::1]
+    events = numba.types.NamedTuple((floats, ints, ints), Queue)
+    return numba.types.NamedTuple((ints, floats, ints, ints, events), Space)
+
+
+def space_for(tasks: Instance) -> Space:
+    """Space for rounds of ``tasks`` in arrays."""
+    size, ranks, links = len(tasks.rank), len(tasks.first) - 1, len(tasks.follower)
+
+    def whole(length: int) -> Any:
+        return np.empty(length, np.int64)
+
+    def fractions(length: int) -> Any:
+        return np.empty(length)
+
+    most = 1 + ranks + links  # a rank's own event, and one whenever something that a task waits for runs
+    events = Queue(fractions(most), whole(most), np.ones(1, np.int64))
+    events.times[0], events.ranks[0] = NEVER, -1
+    return Space(whole(size), fractions(size), whole(size + ranks), whole(size + ranks), events)
 
 
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
@@ -116,9 +156,8 @@ def scheduled(
         tasks: on arrays.
         order, limits, policy: see :func:`.list_scheduling.list_schedule`.
     """
-    found, missing, ready = np.empty_like(order), np.array(tasks.waits), np.zeros(len(order))
-    makespan = compiled()(tasks, order, np.asarray(limits, np.float64), policy, missing, ready, found)
-    return found, makespan
+    found = np.empty_like(order)
+    return found, compiled()(tasks, order, np.asarray(limits, np.float64), policy, space_for(tasks), found)
 
 
 @contextmanager

@@ -6,13 +6,16 @@ function as it is, the adaptive search and large plans run it compiled, on array
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import MutableSequence, Sequence
-from typing import NamedTuple
+from heapq import heappop, heappush, heapreplace
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 # Times closer than this are one time. Plans are made with passes that take about 1, see polish.
 EPSILON = 1e-9
 NEVER = 1e300
+# The first of a heap; compiled, all four are those of :mod:`.event_queue`.
+first_of = itemgetter(0)
 
 
 class Instance(NamedTuple):
@@ -25,6 +28,7 @@ class Instance(NamedTuple):
         after, follower, delay: the tasks that wait for task t, and how long after its end they may start, stand from
             ``after[t]`` up to ``after[t + 1]``.
         returns: for each task the next one that gives back what it took, see :class:`.tasks.Tasks`; -1 for most.
+        returned: whether the task is another's in ``returns``.
     """
 
     first: Sequence[int]
@@ -41,6 +45,31 @@ class Instance(NamedTuple):
     follower: Sequence[int]
     delay: Sequence[float]
     returns: Sequence[int]
+    returned: Sequence[bool]
+
+
+class Space(NamedTuple):
+    """What list scheduling writes while it runs: lists, or arrays for the compiled function; see :func:`space_for`.
+
+    Args:
+        missing: how many others each task still waits for.
+        ready: when each task could start, as far as is known.
+        following, preceding: each rank's remaining order as a ring, through its tasks and a node of the rank's own.
+        events: a heap of times at which a rank may take its next pass, and these ranks; before and after, (NEVER, -1).
+    """
+
+    missing: MutableSequence[int]
+    ready: MutableSequence[float]
+    following: MutableSequence[int]
+    preceding: MutableSequence[int]
+    events: Any
+
+
+def space_for(tasks: Instance) -> Space:
+    """Space for rounds of ``tasks`` in lists."""
+    size, ranks = len(tasks.rank), len(tasks.first) - 1
+    nodes = [0] * (size + ranks)
+    return Space([0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)])
 
 
 class Policy(NamedTuple):
@@ -73,8 +102,7 @@ def list_schedule(
     order: Sequence[int],
     limits: Sequence[float],
     policy: Policy,
-    missing: MutableSequence[int],
-    ready: MutableSequence[float],
+    space: Space,
     scheduled: MutableSequence[int],
 ) -> float:
     """Write the order in which the tasks run into ``scheduled``; returns the makespan.
@@ -87,37 +115,33 @@ def list_schedule(
         order: task numbers, rank by rank; within ``limits``.
         limits: the most each rank may hold.
         policy: how ranks choose.
-        missing: a copy of ``tasks.waits``; used up.
-        ready: zero for each task; holds in the end when each could have started.
+        space: overwritten.
         scheduled: as long as ``order``, overwritten.
     """
-    first, rank_of, duration, change, filler, steady, channel, copying, opens, _, after, follower, delay, returns = (
-        tasks
-    )
+    first, rank_of, duration, change, filler, steady, channel, copying, opens, waits = tasks[:10]
+    after, follower, delay, returns, returned = tasks[10:]
     lookahead, defer_fillers, patience, ends_only, noise, seed, just_in_time = policy
+    missing, ready, following, preceding, events = space
     ranks, size = len(first) - 1, len(order)
-    following, preceding, head = [-1] * size, [-1] * size, [-1] * ranks
-    returned = [False] * size
     for rank in range(ranks):
-        left = -1
+        left = size + rank
         for place in range(first[rank], first[rank + 1]):
             task = order[place]
-            preceding[task] = left
-            if left < 0:
-                head[rank] = task
-            else:
-                following[left] = task
+            missing[task], ready[task] = waits[task], 0.0
+            following[left], preceding[task] = task, left
             left = task
-            if returns[task] >= 0:
-                returned[returns[task]] = True
+        following[left], preceding[size + rank] = size + rank, left
+        heappush(events, (0.0, rank))
     held, free_at, channel_free = [0.0] * ranks, [0.0] * ranks, [0.0] * (2 * ranks)
     place_of = [first[rank] for rank in range(ranks)]
-    events = [(0.0, rank) for rank in range(ranks)]
     state = seed % 2147483648
     makespan = 0.0
-    while len(events) > 0:
-        now, rank = heapq.heappop(events)
+    while True:
+        now, rank = first_of(events)
+        if rank < 0:
+            return makespan
         if now + EPSILON < free_at[rank]:
+            heappop(events)
             continue
         # A task may overtake those before it where they could still follow, as they stand, within the limit: what it
         # takes is there throughout. So what remains is a feasible order after every choice, and no choice can lead to
@@ -128,8 +152,10 @@ def list_schedule(
         # leave is then there throughout.
         limit, level, soon = limits[rank] + EPSILON, held[rank], now + EPSILON
         highest, awaited, spare, chosen, until, spare_until = level, NEVER, -1, -1, -1, -1
-        task, looked = head[rank], 0
-        while task >= 0 and looked < lookahead:
+        end_node = size + rank
+        head = following[end_node]
+        task, looked = head, 0
+        while task != end_node and looked < lookahead:
             takes = change[task]
             if missing[task] == 0:
                 if ready[task] > soon:
@@ -138,7 +164,7 @@ def list_schedule(
                 else:
                     fits, last = takes <= 0 or highest + takes <= limit, task
                     relieving = takes > 0 and returns[task] >= 0
-                    if relieving and just_in_time and task != head[rank] and missing[returns[task]] > 1:
+                    if relieving and just_in_time and task != head and missing[returns[task]] > 1:
                         fits = False
                     elif relieving and not fits:
                         net, least, other = takes, takes, returns[task]
@@ -170,43 +196,31 @@ def list_schedule(
             chosen, until = spare, spare_until
         if chosen < 0:
             if awaited < NEVER:
-                heapq.heappush(events, (awaited, rank))
+                heapreplace(events, (awaited, rank))
+            else:
+                heappop(events)
             continue
         end = now + duration[chosen]
         free_at[rank] = end
-        heapq.heappush(events, (end, rank))
+        heapreplace(events, (end, rank))
         if opens[chosen]:  # computing goes on; who waits for the copy waits for its end
             end = max(now, channel_free[channel[chosen]]) + copying[chosen]
             channel_free[channel[chosen]] = end
         if end > makespan:
             makespan = end
         held[rank] += change[chosen]
-        left, right = preceding[chosen], following[chosen]
-        if left < 0:
-            head[rank] = right
-        else:
-            following[left] = right
-        if right >= 0:
-            preceding[right] = left
-        other, before = chosen, -1
-        while other != until:  # what gives back goes to the head
-            other = returns[other]
-            left, right = preceding[other], following[other]
-            if left < 0:
-                head[rank] = right
-            else:
-                following[left] = right
-            if right >= 0:
-                preceding[right] = left
-            right = head[rank] if before < 0 else following[before]
-            preceding[other], following[other] = before, right
-            if before < 0:
-                head[rank] = other
-            else:
-                following[before] = other
-            if right >= 0:
-                preceding[right] = other
-            before = other
+        task, last = chosen, end_node
+        while True:
+            left, right = preceding[task], following[task]
+            following[left], preceding[right] = right, left
+            if task != chosen:  # what gives back goes to the head
+                right = following[last]
+                following[last], preceding[task] = task, last
+                following[task], preceding[right] = right, task
+                last = task
+            if task == until:
+                break
+            task = returns[task]
         scheduled[place_of[rank]] = chosen
         place_of[rank] += 1
         for link in range(after[chosen], after[chosen + 1]):
@@ -214,14 +228,18 @@ def list_schedule(
             missing[task] -= 1
             if end + delay[link] > ready[task]:
                 ready[task] = end + delay[link]
-            if missing[task] > 0:
-                if returned[task] and missing[task] == 1:  # what it waits for may go out of turn now
-                    heapq.heappush(events, (max(now, free_at[rank_of[task]]), rank_of[task]))
-                continue
-            if channel[task] >= 0 and not opens[task]:  # a copy that is under way before its place
-                ready[task] = max(ready[task], channel_free[channel[task]]) + copying[task]
-                channel_free[channel[task]] = ready[task]
             other = rank_of[task]
-            if other != rank:
-                heapq.heappush(events, (max(ready[task], free_at[other]), other))
-    return makespan
+            if missing[task] > 0:
+                if missing[task] > 1 or not returned[task]:
+                    continue
+                wake = now  # what it waits for may go out of turn now
+            else:
+                if channel[task] >= 0 and not opens[task]:  # a copy that is under way before its place
+                    ready[task] = max(ready[task], channel_free[channel[task]]) + copying[task]
+                    channel_free[channel[task]] = ready[task]
+                if other == rank:
+                    continue
+                wake = ready[task]
+            # A busy rank looks again when it is free in any case. With noise one look more is another draw.
+            if noise > 0 or free_at[other] <= now or free_at[other] < wake:
+                heappush(events, (max(wake, free_at[other]), other))

@@ -57,8 +57,7 @@ class Places(NamedTuple):
 class Work(NamedTuple):
     """Space for one round of list scheduling, used again and again."""
 
-    missing: Any
-    ready: Any
+    space: Any
     found: Any
     base: Any
 
@@ -96,11 +95,9 @@ def one_round(places: Places, passes: Any, policy: Policy, backwards: bool, work
     """
     size = len(passes)
     tasks = places.backward if backwards else places.forward
-    work.missing[:] = tasks.waits
-    work.ready[:] = 0.0
     for at in range(size):
         work.base[at] = passes[places.turned[at]] if backwards else passes[at]
-    length = list_schedule(tasks, work.base, places.limits, policy, work.missing, work.ready, work.found)
+    length = list_schedule(tasks, work.base, places.limits, policy, work.space, work.found)
     for at in range(size):
         result[at] = work.found[places.turned[at]] if backwards else work.found[at]
     return length
@@ -108,6 +105,7 @@ def one_round(places: Places, passes: Any, policy: Policy, backwards: bool, work
 
 def climb(
     places: Places,
+    space: Any,
     tokens: Any,
     squares: Any,
     order: Any,
@@ -127,6 +125,7 @@ def climb(
 
     Args:
         places: the tasks.
+        space: for rounds of list scheduling.
         tokens, squares: of each microbatch.
         order: of the microbatches.
         passes: their order; within the limits.
@@ -141,7 +140,7 @@ def climb(
         The makespans of the shortest, and of where it got.
     """
     n, size = len(order), len(passes)
-    work = Work(np.empty(size, np.int64), np.empty(size), np.empty(size, np.int64), np.empty(size, np.int64))
+    work = Work(space, np.empty(size, np.int64), np.empty(size, np.int64))
     new_order, new_passes, again = np.empty_like(order), np.empty_like(passes), np.empty_like(passes)
     put(places, order, tokens, squares)
     state, spent, never = seed % 2147483648, 0, 0 > 1
@@ -231,6 +230,7 @@ class Found(NamedTuple):
 def search(
     run: Callable[..., tuple[float, float]],
     places: Places,
+    space: Any,
     loads: MicrobatchLoads,
     orders: Sequence[Sequence[int]],
     rounds: int,
@@ -245,6 +245,7 @@ def search(
     Args:
         run: :func:`climb`, or its machine code.
         places: the tasks.
+        space: for rounds of list scheduling, as ``run`` takes it.
         loads: of the microbatches.
         orders: of the microbatches to begin with; those with which the passes do not fit under the limits are left out.
         rounds, lookahead, threshold: see :func:`climb`.
@@ -267,7 +268,7 @@ def search(
         for at, now in enumerate(running):
             order, found = np.empty_like(now.order), np.empty_like(now.passes)
             arguments = now.order, now.passes, now.length, each_gets, lookahead, threshold, 8 * part + now.seed
-            best, length = run(places, tokens, squares, *arguments, order, found)
+            best, length = run(places, space, tokens, squares, *arguments, order, found)
             if best < now.best - EPSILON:
                 now = now._replace(best=best, best_order=order, best_passes=found)
             running[at] = now._replace(length=length)

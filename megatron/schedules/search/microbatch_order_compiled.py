@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from megatron.schedules.search import microbatch_order
-from megatron.schedules.search.compiled import compiled, kept_code, policy_type, tasks_type
+from megatron.schedules.search.compiled import calling, compiled, kept_code, policy_type, space_type, tasks_type
 from megatron.schedules.search.microbatch_order import Places, Work
 
 
@@ -20,7 +19,7 @@ def compiled_climb() -> Callable[..., tuple[float, float]]:
     ints, floats = numba.int64[::1], numba.float64[::1]
     whole, number, tasks, policy = numba.int64, numba.float64, tasks_type(), policy_type()
     places = numba.types.NamedTuple((tasks, tasks, ints, *(floats,) * 4, ints, floats), Places)
-    work = numba.types.NamedTuple((ints, floats, ints, ints), Work)
+    work = numba.types.NamedTuple((space_type(), ints, ints), Work)
     both = numba.types.UniTuple(number, 2)
     known: dict[str, Callable[..., Any]] = {"list_schedule": compiled()}
     functions: tuple[tuple[Any, Any], ...] = (
@@ -29,16 +28,9 @@ def compiled_climb() -> Callable[..., tuple[float, float]]:
         (microbatch_order.one_round, number(places, ints, policy, numba.boolean, work, ints)),
         (
             microbatch_order.climb,
-            both(places, floats, floats, ints, ints, number, whole, whole, number, whole, ints, ints),
+            both(places, space_type(), floats, floats, ints, ints, number, whole, whole, number, whole, ints, ints),
         ),
     )
     for function, signature in functions:
-        known[function.__name__] = kept_code(_with(function, known), signature)
+        known[function.__name__] = kept_code(calling(function, known), signature)
     return known["climb"]
-
-
-def _with(function: FunctionType, known: dict[str, Callable[..., Any]]) -> FunctionType:
-    """``function`` calling the compiled ones that are ``known`` in place of Python's."""
-    made = FunctionType(function.__code__, function.__globals__ | known, function.__name__)
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    return made

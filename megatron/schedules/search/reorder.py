@@ -19,7 +19,7 @@ from dataclasses import replace
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.search.list_scheduling import EPSILON, Policy, list_schedule
+from megatron.schedules.search.list_scheduling import EPSILON, Policy, list_schedule, space_for
 from megatron.schedules.search.tasks import Tasks, tasks_of, whole
 from megatron.schedules.utils.progress import Progress, unheard
 
@@ -111,5 +111,5 @@ def scheduled(
         numbers, makespan = machine_code.scheduled(tasks.arrays, np.asarray(order), limits, policy)
         return whole(numbers.tobytes()), makespan
     instance, found = tasks.instance, list(order)
-    makespan = list_schedule(instance, order, limits, policy, list(instance.waits), [0.0] * len(found), found)
+    makespan = list_schedule(instance, order, limits, policy, space_for(instance), found)
     return found, makespan

@@ -122,7 +122,9 @@ class Tasks:
         links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
         copies = (self.channel, self.copying, self.opens)
-        return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns)
+        returned = set(self.returns)
+        named = flags(task in returned for task in range(len(self.rank)))
+        return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns, named)
 
     @cached_property
     def arrays(self) -> Instance:
