@@ -35,6 +35,13 @@ def test_stages_together_keep_what_the_model_keeps(counts: list[int], data: st.D
     assert sum(stage.parameters for stage in stages) == pytest.approx(7 * sum(counts) + 150)
 
 
+def test_a_mask_is_kept_by_the_stages_that_get_the_batch_if_they_have_layers():
+    masked = replace(MODEL, mask=3.0)
+    for counts, ends in (((2, 2, 2, 2), (3, 0, 0, 3)), ((0, 4, 4, 0), (0, 0, 0, 0)), ((8,), (3,))):
+        plain, more = (model.by_stage(counts) for model in (MODEL, masked))
+        assert tuple(b.forward - a.forward for a, b in zip(plain, more, strict=True)) == ends
+
+
 def test_megatrons_recompute_keeps_inputs_and_holds_a_layer_for_a_moment():
     full = replace(MODEL, recomputed_layers=None, together=2)
     first, middle, *_ = full.by_stage((3, 3, 2))

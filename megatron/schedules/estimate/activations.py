@@ -44,7 +44,7 @@ class Activations:
 
     Args:
         first: what stands before the decoder layers.
-        mask: what all layers of a stage together keep of who attends to whom.
+        mask: what all layers of the first stage, and of the last, together keep of who attends to whom.
         layers: each decoder layer by its parts.
         last: what stands behind them, without multi-token prediction.
         norm: the last norm's part of it.

@@ -162,7 +162,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
 
 def padded(words: int, args: Any) -> int:
     """The vocabulary as stock pads it, so that tensor-parallel ranks have equal parts of it."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-words // multiple) * multiple
 
 

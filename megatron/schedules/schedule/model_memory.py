@@ -71,7 +71,7 @@ class ModelMemory:
         layers: each decoder layer.
         input: bytes of a decoder layer's input, which stays where the whole layer is recomputed.
         first, last: what stands before and after the layers.
-        mask: bytes that all layers of a stage keep together.
+        mask: bytes of who attends to whom, which a microbatch brings to the layers of the first and the last stage.
         vocabulary: bytes that S leaves to T: on each rank, and on all ranks together.
         recomputed_layers: how many of each stage's layers Megatron recomputes as a whole, the first ones; None: all.
         together: how many of these keep one input among them.
@@ -146,6 +146,9 @@ class ModelMemory:
         for count, again, away in zip(counts, recomputed or none, offloaded or none, strict=True):
             found.append(self._stage(begin, count, again, away))
             begin += count
+        for stage in {0, len(counts) - 1}:
+            # Other stages have none, or one for all microbatches.
+            found[stage] = found[stage]._replace(forward=found[stage].forward + (self.mask if counts[stage] else 0.0))
         for stage, end in ((0, self.first), (-1, self.last)):
             one = found[stage]
             found[stage] = one._replace(
@@ -189,7 +192,7 @@ class ModelMemory:
                     forward += kept
                 weights += layer.weights
                 parameters += layer.parameters
-            self._known[key] = StageMemory(forward + (self.mask if count else 0.0), weights, redone, moved, parameters)
+            self._known[key] = StageMemory(forward, weights, redone, moved, parameters)
         return self._known[key]
 
     def _passing(self, begin: int, count: int) -> Passing:
