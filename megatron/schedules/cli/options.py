@@ -17,7 +17,7 @@ from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.planner.adaptive import chunk_choices
-from megatron.schedules.planner.registry import Request, check_parts, with_parts
+from megatron.schedules.planner.registry import AUTO, Request, check_parts, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
@@ -120,7 +120,8 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--memory-limit",
                 metavar="X",
-                help="For adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5. "
+                help="For adaptive and auto: the most activation memory a rank may hold, as a fraction of 1F1B's, such "
+                "as 0.5; auto takes 1 without it. "
                 "1F1B's is that of D microbatches, here and in what is printed, even where there are fewer. Give what "
                 "your GPUs have left.",
             ),
@@ -314,7 +315,7 @@ class Ask:
             decisions=self._decisions,
             partition=self._partition,
         )
-        if name == "adaptive":
+        if name in ("adaptive", AUTO):
             choices = chunk_choices(self.chunks or max(asked.chunk_choices))
             limit, seconds = self.memory_limit, self.search_seconds
             asked = replace(asked, chunk_choices=choices, memory_limit=limit, search_seconds=seconds)

@@ -15,7 +15,7 @@ from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.cli.options import FLAGS, Ask, size_flags
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.registry import AUTO, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
@@ -30,7 +30,7 @@ _WIDEST = 100_000  # columns that a pager still shows
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
-_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in NAMES)])
+_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in (*NAMES, AUTO))])
 
 _one = click.option("--schedule", metavar="NAME", help="Which schedule to plan; the list is below.")
 _several = click.option(
@@ -97,7 +97,8 @@ def _plan(
     elif form == "json":
         emit(plan.to_json(), output)
     else:
-        footer = _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
+        footer = plan.explanation + "\n" if name == AUTO else ""
+        footer += _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
         drawing = of_plans([plan.timeline], _caption(ask), _unit(size))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 

@@ -28,7 +28,7 @@ from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import placed_by_hand, placed_by_planner, wrong_layers
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
-from megatron.schedules.planner.registry import NAMES, Request, check_parts, stages
+from megatron.schedules.planner.registry import AUTO, NAMES, Request, check_parts, stages
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
@@ -93,6 +93,10 @@ def _checked(args: Any) -> Planned | None:
             raise SystemExit(0)  # one process says it all
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
+    if name == AUTO:
+        raise PlanError(
+            f"--pipeline-schedule {AUTO} is for the command line; in training name one of {', '.join(NAMES)}"
+        )
     check_parts(ours, [name], FLAGS)
     if size < 2:
         raise PlanError(
