@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +10,8 @@ from typing import Any
 
 import click
 
-from megatron.schedules.estimate import megatron_flags
+from megatron.schedules.api import known_shape, profile_costs
 from megatron.schedules.estimate.hardware import SHAPES
-from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
@@ -278,7 +274,7 @@ class Ask:
         shares: dict[str, Any] = {
             part: number(FLAGS[part], text, "a share such as 0.5") for part, text in texts.items() if text is not None
         }
-        loads = None if model is None else _shape(model).loads
+        loads = None if model is None else known_shape(model).loads
         measured = _times(costs, costs_file, d, loads)
         # What was measured of the ends goes before what is reckoned.
         loads = measured.model or loads
@@ -348,16 +344,6 @@ def _copy_time(offload: str | None, shared: str | None, one_way: bool, measured:
     return measured if time is None else time * (ranks or 1)
 
 
-def _shape(model: str) -> Shape:
-    if model in SHAPES:
-        return SHAPES[model]
-    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
-        close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(SHAPES)}"
-        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
-    return megatron_flags.read(Path(model))
-
-
 def _counts(layers: str) -> tuple[int, ...]:
     found = numbers("--layers", layers) or ()
     if any(count != int(count) for count in found):
@@ -372,10 +358,4 @@ def _times(costs: str | None, file: Path | None, ranks: int, loads: ModelLoads |
         return Costs.parse("1,1,1,0" if costs is None else costs)
     if costs is not None:
         raise PlanError("--costs and --costs-file both say how long passes take: give one of them")
-    try:
-        profile = read_profile(file)
-    except PlanError as error:
-        raise PlanError(str(error), "costs_file") from None
-    if loads is not None and len(loads.layers) != profile.facts.layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {file} was measured for {profile.facts.layers}")
-    return profile.costs(ranks)
+    return profile_costs(file, ranks, loads)
