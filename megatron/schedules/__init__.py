@@ -1,14 +1,28 @@
 """Pipeline schedules whose activation memory is a choice, for stock Megatron-LM.
 
-Importing this package imports neither torch nor Megatron; :func:`install` does, when it is called.
+Importing this package imports neither torch nor Megatron; :func:`install` does, when it is called. Nor does it import
+the planner: :func:`plan` and :func:`compare` come with it when they are first asked for.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.schedules.api import Plan, compare, plan
+    from megatron.schedules.utils.errors import PlanError
 
 __version__ = "0.1.0"
-__all__ = ["install", "without_gpu"]
+__all__ = ["Plan", "PlanError", "compare", "install", "plan", "without_gpu"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Plan", "PlanError", "compare", "plan"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.schedules import api
+
+    return getattr(api, name)
 
 
 def install() -> None:

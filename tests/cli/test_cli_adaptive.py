@@ -55,6 +55,17 @@ def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys, monkeypatc
     assert (data["name"], data["asked"]) == ("v-min", asked)
 
 
+def test_auto_says_what_it_chose_and_keeps_within_1f1bs_memory_without_a_limit(capsys):
+    arguments = ["plan", "--schedule", "auto", *SIZE, "--search-seconds", "0.01"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "\nSchedule: " in said and "within the limit of 100.0 %" in said
+    assert main([*arguments, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["figures"]["memory_of_1f1b"] <= 1
+    assert data["asked"]["schedule"] == "auto"
+
+
 def test_a_limit_and_what_is_reported_are_of_the_same_memory(capsys):
     few = ["plan", "--schedule", "adaptive", "--pipeline-size", "8", "--microbatches", "4", "--format", "json"]
     assert main([*few, "--memory-limit", "0.25"]) == 0

@@ -214,6 +214,10 @@ REFUSED = {
         "--dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 2",
         "leave the flag out",
     ),
+    "auto in training": (
+        "--pipeline-schedule auto",
+        "--pipeline-schedule auto is for the command line; in training name one of 1f1b, ",
+    ),
     "adaptive without a limit": ("--pipeline-schedule adaptive", "--pipeline-memory-limit"),
     "a limit that is none": (
         "--pipeline-schedule adaptive --pipeline-memory-limit half",

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import click
 
-from megatron.schedules.cli.model import PipelinedModel
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
 from megatron.schedules.job.memory_limit import with_memory_limit
+from megatron.schedules.job.pipelined_model import PipelinedModel
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
-from megatron.schedules.planner.registry import Request, check_parts, stages, with_parts
+from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.schedule.costs import Costs
@@ -206,7 +206,7 @@ class Ask:
             decisions=self._decisions,
             partition=self._partition,
         )
-        if schedule.name != "adaptive":
+        if schedule.name not in ("adaptive", AUTO):
             asked = asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks)
             return replace(asked, costs=self._costs(stages(asked)))
         asked = replace(

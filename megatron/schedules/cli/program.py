@@ -17,7 +17,7 @@ from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.registry import AUTO, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
@@ -35,7 +35,7 @@ _WIDEST = 100_000  # columns that a pager still shows
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # The mark keeps click from filling the lines into one paragraph.
-_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in NAMES)])
+_SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in (*NAMES, AUTO))])
 
 _one = schedule_flag(multiple=False, more="The list of names is below.")
 _several = schedule_flag(
@@ -102,7 +102,8 @@ def _plan(
     elif form == "json":
         emit(plan.to_json(), output)
     else:
-        footer = _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
+        footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
+        footer += _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
         if held := ask.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {ask.model}.\n"

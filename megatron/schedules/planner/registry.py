@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,10 +18,14 @@ from megatron.schedules.schedule.placement import Placement, interleaved, sequen
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.validation import validate
+from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress, unheard
 
 __all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "placement", "plan", "stages", "with_parts"]
+
+# Chooses among all others; see :mod:`.service`.
+AUTO = "auto"
 
 
 class _Entry(NamedTuple):
@@ -56,15 +61,23 @@ def _adaptive(request: Request, progress: Progress) -> Schedule:
     return plan_adaptive(request, lambda asked: every_named(asked, asked.chunk_choices), progress)
 
 
-def every_named(request: Request, chunk_choices: Collection[int] | None = None) -> list[Timeline]:
+def _auto(request: Request, progress: Progress) -> Schedule:
+    raise PlanError("auto is chosen by the planner's service", "schedule")
+
+
+def every_named(
+    request: Request, chunk_choices: Collection[int] | None = None, names: Collection[str] | None = None
+) -> list[Timeline]:
     """Every schedule known by name at the size and the costs of ``request``, with its times under them.
 
-    Of those with so many chunks a rank only, where ``chunk_choices`` says so.
+    Of those with so many chunks a rank only, where ``chunk_choices`` says so, and of ``names``, where these are given.
     """
     found = []
     for name, entry in _ENTRIES.items():
         chunks = entry.chunks or request.chunks
-        if name in ("adaptive", "file") or (chunk_choices is not None and chunks not in chunk_choices):
+        if name in ("adaptive", AUTO, "file") or (chunk_choices is not None and chunks not in chunk_choices):
+            continue
+        if names is not None and name not in names:
             continue
         try:
             schedule = plan(replace(request, schedule=name))
@@ -72,6 +85,24 @@ def every_named(request: Request, chunk_choices: Collection[int] | None = None) 
             continue
         found.append(simulate(schedule, request.costs_on(schedule.placement)))
     return found
+
+
+def named_within(request: Request) -> list[Timeline]:
+    """Schedules by name within the memory limit and the chunks of ``request``, ``interleaved-1f1b`` with any of these.
+
+    All of them where there is no limit.
+    """
+    found, most = every_named(request), max(request.chunk_choices, default=1)
+    for chunks in range(request.chunks + 1, most + 1):
+        found += every_named(replace(request, chunks=chunks), names=("interleaved-1f1b",))
+    limit = math.inf if request.memory_limit is None else request.memory_limit * request.ranks
+    return [
+        line
+        for line in found
+        if line.limit <= limit + EPSILON
+        and line.schedule.placement.chunks <= most
+        and request.placement in (None, line.schedule.placement)
+    ]
 
 
 def _sequential(ranks: int, chunks: int) -> Placement:
@@ -145,6 +176,11 @@ _ENTRIES = {
         heeds=("memory_limit", "again", "offload"),
         needs={"memory_limit": "a fraction of 1F1B's activation memory, such as 0.5"},
     ),
+    AUTO: _Entry(
+        _auto,
+        "the shortest of all within your memory: chunks, layers and order are chosen for you",
+        heeds=("memory_limit", "search_seconds", "chunks", "again", "offload"),
+    ),
     "file": _Entry(
         _at_once(from_file.from_file),
         "a schedule of your own, from a compute-only CSV",
@@ -154,7 +190,7 @@ _ENTRIES = {
     ),
 }
 
-NAMES = tuple(_ENTRIES)
+NAMES = tuple(name for name in _ENTRIES if name != AUTO)
 
 
 def describe(name: str) -> str:
@@ -194,9 +230,9 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
                 raise PlanError(f"{flags[part]} is missing: {flags['schedule']} {name} needs {what}")
     not_always = {part for entry in _ENTRIES.values() for part in entry.heeds}
     for part in sorted(not_always & set(given)):
-        heeding = [name for name, entry in _ENTRIES.items() if part in entry.heeds]
-        if set(heeding) & set(names):
+        if any(heeds(name, part) for name in names):
             continue
+        heeding = [name for name in NAMES if part in _ENTRIES[name].heeds]
         instead = f", not {', '.join(names)}: leave one of them out" if names else ", which is missing"
         if len(names) > 2:
             instead = ", which is not among those asked for: leave the flag out"
@@ -206,6 +242,11 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
 def own_chunks(name: str) -> int | None:
     """How many chunks a rank of schedule ``name`` holds; None where the request says it."""
     return _entry(name).chunks
+
+
+def heeds(name: str, part: str) -> bool:
+    """Whether schedule ``name`` has that part of a request, which not every schedule has."""
+    return part in _entry(name).heeds
 
 
 def with_parts(given: Collection[str]) -> tuple[str, ...]:

@@ -15,18 +15,19 @@ class Request:
     """A schedule by name, for so many ranks and microbatches, under these costs.
 
     Args:
-        schedule: one of :data:`megatron.schedules.planner.registry.NAMES`.
+        schedule: one of :data:`megatron.schedules.planner.registry.NAMES`, or ``auto``.
         ranks: d, the pipeline's size.
         microbatches: n.
         costs: of half a rank's layers, see :class:`Costs`.
         chunks: stages a rank holds, where the schedule leaves that open (``interleaved-1f1b``).
         csv: the text of a compute-only CSV, for ``file``.
-        memory_limit: for ``adaptive``, of 1F1B's d microbatches on the rank that holds most.
+        memory_limit: for ``adaptive`` and ``auto``, of 1F1B's d microbatches on the rank that holds most.
         chunk_choices: for ``adaptive``, how many stages a rank may hold.
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
         search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`.adaptive`.
         decisions: what is settled about the stages.
         partition: whether the layer partition is still to be searched (:func:`.layer_partition.spread_layers`).
+            ``auto`` always searches it where the model is known and no partition is settled.
         recompute, offload: for ``adaptive``, whether it is still to be searched which stages recompute, and which
             offload, where that makes the plan shorter (:func:`.memory_saving.relieve`).
     """

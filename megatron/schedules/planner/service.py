@@ -1,18 +1,22 @@
 """The one way from a request to a plan: layer partition, then recompute and offload, then the schedule.
 
+``auto`` is the shortest plan of all within the memory limit: what ``adaptive`` finds with everything searched that the
+request leaves open, or a schedule by name where that is shorter.
+
 What takes long is found once only for an equal request, see :mod:`.plan_cache`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.schedules.planner.adaptive import bound, search_seconds
+from megatron.schedules.planner.explanation import explanation
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planner.plan_json import PlanForm, to_text
-from megatron.schedules.planner.registry import with_own_relief
+from megatron.schedules.planner.registry import AUTO, named_within, with_own_relief
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_memory import activation_bytes
@@ -22,8 +26,12 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
+# In seconds of a usual core: what all searches of auto take at most, about.
+_AUTO_SECONDS = 40.0
 # What a layer partition takes beside the whole search of adaptive, in seconds of a usual core.
 _PARTITION_SECONDS = 10.0
+# Plans whose times differ by less are as long as one another.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,11 @@ class Plan:
     asked: Request
     request: Request
     schedule: Schedule
+
+    @property
+    def explanation(self) -> str:
+        """What was chosen, what it holds and how long it is beside others: a few lines."""
+        return explanation(self.timeline, self.request, self.asked)
 
     @property
     def decisions(self) -> Decisions:
@@ -102,13 +115,36 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
     Raises:
         PlanError: in one line, what is wrong with the request or why there is no such plan.
     """
-    request, steps = with_own_relief(asked), _searches(asked)
-    parts = Parts(progress, sum(seconds for _, seconds in steps) + search_seconds(asked))
-    for search, seconds in steps:
-        request = search(request, parts.begin(seconds))
-    schedule = kept_plan(request, parts.begin(search_seconds(asked)))
+    if asked.schedule == AUTO:
+        return _shortest(asked, progress)
+    request, steps, seconds = with_own_relief(asked), _searches(asked), search_seconds(asked)
+    parts = Parts(progress, sum(each for _, each in steps) + seconds)
+    for search, each in steps:
+        request = search(request, parts.begin(each))
+    schedule = kept_plan(request, parts.begin(seconds))
     parts.end()
     return Plan(asked, request, schedule)
+
+
+def _shortest(asked: Request, progress: Progress) -> Plan:
+    """What is searched for, or a schedule by name within the same memory that is shorter."""
+    request = replace(
+        asked,
+        schedule="adaptive",
+        memory_limit=1.0 if asked.memory_limit is None else asked.memory_limit,
+        partition=asked.costs.model is not None and asked.decisions.layers is None,
+    )
+    if asked.search_seconds is None:
+        times = sum(seconds for _, seconds in _searches(replace(request, search_seconds=1.0))) + 1
+        request = replace(request, search_seconds=min(search_seconds(request), _AUTO_SECONDS / times))
+    found = replace(make_plan(request, progress), asked=asked)
+    fitting = [line for line in named_within(request) if line.makespan < (1 - _ROUNDING) * found.iteration_time]
+    if not fitting:
+        return found
+    best = min(fitting, key=lambda line: line.makespan).schedule
+    name, chunks = best.name, best.placement.chunks
+    settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
+    return Plan(asked, settled, best)
 
 
 _Search = Callable[[Request, Progress], Request]
@@ -116,10 +152,13 @@ _Search = Callable[[Request, Progress], Request]
 
 def _searches(asked: Request) -> list[tuple[_Search, float]]:
     """What is to be searched before the schedule, in this order, and the seconds that each takes, about."""
-    seconds = search_seconds(asked)
+    seconds, where = search_seconds(asked), len(asked.chunk_choices)
     found: list[tuple[_Search, float]] = []
     if asked.partition:
-        found.append((kept_spread, _PARTITION_SECONDS + seconds))
+        # The whole search is made of what was found and of even layers on each placement.
+        whole = (1 + where) * seconds if asked.schedule == "adaptive" else 0.0
+        found.append((kept_spread, _PARTITION_SECONDS + whole))
     if asked.recompute or asked.offload:
-        found.append((kept_relief, seconds * (3 if asked.recompute and asked.offload else 1)))
+        # Each alone, both together and neither are compared where both are allowed.
+        found.append((kept_relief, seconds * (8 if asked.recompute and asked.offload else 3)))
     return found

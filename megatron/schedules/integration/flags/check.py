@@ -26,7 +26,7 @@ from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
-from megatron.schedules.planner.registry import Request, check_parts, stages
+from megatron.schedules.planner.registry import AUTO, NAMES, Request, check_parts, stages
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
@@ -92,6 +92,10 @@ def _checked(args: Any, search_seconds: float | None) -> Planned | None:
             raise SystemExit(0)  # one process says it all
     if getattr(args, "yaml_cfg", None) is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
+    if name == AUTO:
+        raise PlanError(
+            f"--pipeline-schedule {AUTO} is for the command line; in training name one of {', '.join(NAMES)}"
+        )
     check_parts(settings.parts, [name], FLAGS)
     if size < 2:
         raise PlanError(

@@ -1,0 +1,104 @@
+"""Plans from Python: what the documentation shows, what is refused, and how little is imported."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron.schedules as ms
+from megatron.schedules.cli.program import main
+from megatron.schedules.schedule.text_forms import from_csv, to_csv
+
+DOCS = Path(__file__).parents[1] / "docs"
+SIZE: dict[str, Any] = {"pipeline_size": 4, "microbatches": 8}
+
+
+def test_the_examples_in_docs_say_what_they_say() -> None:
+    text = re.sub(r"^```.*$", "", (DOCS / "python-api.md").read_text(), flags=re.MULTILINE)
+    examples = doctest.DocTestParser().get_doctest(text, {}, "python-api.md", None, 0)
+    said: list[str] = []
+    results = doctest.DocTestRunner().run(examples, out=said.append)
+    assert results.attempted > 8
+    assert not results.failed, "".join(said)
+
+
+def test_the_package_brings_neither_the_planner_nor_torch_until_it_is_called() -> None:
+    program = (
+        "import sys, megatron.schedules as ms; "
+        "heavy = {'torch', 'numba', 'numpy', 'click', 'rich', 'msgspec'}; assert not heavy & set(sys.modules); "
+        "ms.plan('v-half', pipeline_size=4, microbatches=8); assert not {'torch', 'numba', 'click'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_plan_is_that_of_the_command_line(capsys) -> None:
+    flags = "--pipeline-size 4 --microbatches 8 --model Llama-3-8B --vocabulary-parallel --costs 1,1.1,0.75,0.05"
+    assert main(["plan", "--schedule", "v-half", *flags.split(), "--format", "json"]) == 0
+    plan = ms.plan("v-half", **SIZE, model="Llama-3-8B", vocabulary_parallel=True, costs=(1, 1.1, 0.75, 0.05))
+    assert json.loads(capsys.readouterr().out) == json.loads(plan.to_json())
+
+
+def test_searched_plans_heed_every_argument() -> None:
+    limit = {"memory_limit": 0.8, "search_seconds": 0.02, "chunks": 2, "model": "Llama-3-8B"}
+    plan = ms.plan("adaptive", **SIZE, **limit, layers="auto")
+    assert plan.decisions.layers is not None and sum(plan.decisions.layers) == 32
+    assert plan.schedule.placement.chunks <= 2 and plan.peak_memory <= 0.8 + 1e-9
+    low = {"memory_limit": 0.2, "search_seconds": 0.02, "chunks": 2}
+    assert ms.plan("adaptive", **SIZE, **low, recompute=True).decisions.recomputed is not None
+    assert ms.plan("adaptive", **SIZE, **low, offload=0.5).decisions.offloaded is not None
+
+
+def test_a_file_of_ones_own_is_planned(tmp_path: Path) -> None:
+    text = "0F0,0B0\n1F0,1B0\n"
+    (tmp_path / "own.csv").write_text(text)
+    plan = ms.plan("file", pipeline_size=2, microbatches=1, schedule_file=tmp_path / "own.csv")
+    assert to_csv(from_csv(text)) == plan.to_csv()
+
+
+def test_a_notebook_shows_a_drawing_that_is_not_too_large() -> None:
+    svg = ms.plan("v-half", **SIZE)._repr_svg_()
+    assert svg is not None and svg.startswith("<svg")
+    assert ms.plan("1f1b", pipeline_size=16, microbatches=200)._repr_svg_() is None
+
+
+def test_rows_tell_why_there_is_no_plan() -> None:
+    few = ms.compare(["1f1b", "adaptive"], **SIZE, memory_limit=0.01)
+    assert [row["schedule"] for row in few] == ["1f1b", "adaptive"]
+    assert "is the smallest that works" in str(few[1]["reason"]) and "reason" not in few[0]
+    every = [row["schedule"] for row in ms.compare(**SIZE)]
+    assert "v-zb" in every and not {"adaptive", "file", "auto"} & set(every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"pipeline_size": 1}, "pipeline_size: v-half needs at least 2 pipeline ranks"),
+        ({"pipeline_size": 4.5}, "pipeline_size: must be a whole number above zero, not 4.5"),
+        ({"microbatches": 0}, "microbatches: must be a whole number above zero, not 0"),
+        ({"memory_limit": "half"}, "memory_limit: must be a number, not 'half'"),
+        ({"memory_limit": 0.5}, "memory_limit goes with schedule adaptive, not v-half"),
+        ({"costs": (1, 2)}, "costs: F, I, W and optionally the P2P latency, three or four numbers, not 2"),
+        ({"costs": (1, 2, -1)}, "costs"),
+        ({"costs": "none.json"}, "costs: cannot read none.json"),
+        ({"layers": "auto"}, "layers: needs the model"),
+        ({"model": "Llama-3-8B", "layers": "evn"}, "layers: 'evn' is neither even, auto nor a sequence"),
+        ({"model": "Llama-3-8B", "layers": (1, 2)}, "layers"),
+        ({"vocabulary_parallel": True}, "vocabulary_parallel: needs the model"),
+        ({"schedule": "v-haff"}, "schedule: unknown schedule 'v-haff': did you mean v-half?"),
+        ({"schedule": "adaptive", "memory_limit": 0.01}, "memory_limit: a memory limit of 0.01 of 1F1B's is too small"),
+        ({"schedule": "adaptive", "memory_limit": 0.5, "offload": True}, "offload: True takes the time of copies"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ms.PlanError) as caught:
+        ms.plan(**{"schedule": "v-half", **SIZE, **arguments})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
