@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.schedules.estimate.transformer import Layer, decoder_layer
+from megatron.schedules.job.spec import StockRecompute
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief
 from megatron.schedules.planner.registry import Request
@@ -134,19 +134,13 @@ def _in_seconds(costs: Costs) -> Costs:
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
-    from megatron.schedules.integration.flags.stock_recompute import recomputed_share
     from tools.benchmarks.relief_ranks import start_stock
 
     for relief, (granularity, modules, layer) in STOCK.items():
-        flags = SimpleNamespace(
-            recompute_granularity=granularity,
-            recompute_method="uniform",
-            recompute_num_layers=1,
-            recompute_modules=modules,
-        )
+        recompute = StockRecompute(granularity, "uniform", 1, tuple(modules or ()))
         costs = replace(
             COSTS,
-            recompute=recomputed_share(flags, layer, layers_a_stage=STOCK_LAYERS),
+            recompute=recompute.share(layer, layers_a_stage=STOCK_LAYERS),
             kept=_kept(granularity, modules, layer),
             weight_share=1.0 if granularity is None else 1 - layer.scores.held / layer.whole.held,
         )

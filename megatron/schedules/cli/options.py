@@ -17,6 +17,8 @@ from megatron.schedules.estimate.hardware import SHAPES
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec, Sizes
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
@@ -112,8 +114,19 @@ class _Measured(NamedTuple):
     custom: CustomCosts | None = None
 
 
-class Ask:
-    """What the flags ask for, checked: schedules, a size, costs, a memory limit, and perhaps CSVs.
+def specs_of(
+    schedules: Sequence[str],
+    usual: Sequence[str],
+    *,
+    pipeline_size: str | None,
+    microbatches: str | None,
+    layers: str | None,
+    vocabulary_parallel: bool,
+    costs: str | None,
+    memory_limit: str | None,
+    save_memory: str | None,
+) -> tuple[JobSpec, ...]:
+    """Reads the flags: a job for each schedule.
 
     Args:
         schedules: those asked for.
@@ -124,100 +137,108 @@ class Ask:
     Raises:
         PlanError: naming the flag that is wrong.
     """
-
-    def __init__(
-        self,
-        schedules: Sequence[str],
-        usual: Sequence[str],
-        *,
-        pipeline_size: str | None,
-        microbatches: str | None,
-        model: str | None,
-        layers: str | None,
-        vocabulary_parallel: bool,
-        costs: str | None,
-        memory_limit: str | None,
-        save_memory: str | None,
-    ) -> None:
-        d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
-        n = integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
-        asked = [values.schedule_choice("--schedule", text) for text in schedules]
-        limit = values.memory_limit("--memory-limit", memory_limit)
-        spread = values.layers_choice("--layers", layers)
-        self._saving = values.memory_saving("--save-memory", save_memory)
-        self._search_seconds = values.search_seconds()
-        heeded = {"memory_limit": limit, "again": self._saving.recompute, "offload": self._saving.offload}
-        given = [part for part, value in heeded.items() if value]
-        if not schedules:
-            asked = [values.ScheduleChoice(name, name) for name in usual if name in with_parts(given)]
-        self.schedules = tuple(asked)
-        self._csvs = {each.text: read_text(each.file, "csv") for each in asked if each.file is not None}
-        names = [each.name for each in asked]
-        check_parts([*given, *["csv"] * bool(self._csvs)], names, FLAGS)
-        for text in self._csvs.values() if d is None or n is None else ():
+    d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
+    n = integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")
+    settings = Settings(
+        values.ScheduleChoice("", ""),
+        values.memory_limit("--memory-limit", memory_limit),
+        values.costs_choice("--costs", costs),
+        values.layers_choice("--layers", layers),
+        values.memory_saving("--save-memory", save_memory),
+        vocabulary_parallel,
+        search_seconds=values.search_seconds(),
+    )
+    choices = [values.schedule_choice("--schedule", text) for text in schedules]
+    if not schedules:
+        choices = [values.ScheduleChoice(name, name) for name in usual if name in with_parts(settings.parts)]
+    csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
+    check_parts(
+        [*settings.parts, *["csv"] * any(text is not None for text in csvs)], [choice.name for choice in choices], FLAGS
+    )
+    for text in csvs if d is None or n is None else ():
+        if text is not None:
             own = from_csv(text)
             d, n = d or own.ranks, n or own.microbatches
             if d < 2:
                 raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
-        if d is None:
-            raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
-        if n is None:
-            raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-        most = max((each.chunks for each in asked if each.chunks is not None), default=None)
-        chunks_too = "" if most is None else f" and {most} chunks in --schedule"
-        check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
-        self.ranks, self.microbatches = d, n
+    if d is None:
+        raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
+    if n is None:
+        raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
+    most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
+    chunks_too = "" if most is None else f" and {most} chunks in --schedule"
+    check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
+    return tuple(
+        JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
+        for choice, text in zip(choices, csvs, strict=True)
+    )
+
+
+class Ask:
+    """Jobs and what they cost, and their plans.
+
+    Args:
+        schedules, usual: see :func:`specs_of`.
+        model: the flag of that name.
+        flags: the others.
+
+    Raises:
+        PlanError: naming the flag that is wrong.
+    """
+
+    def __init__(self, schedules: Sequence[str], usual: Sequence[str], *, model: str | None, **flags: Any) -> None:
+        self.specs = specs_of(schedules, usual, **flags)
+        settings, self.ranks = self.specs[0].settings, self.specs[0].sizes.pipeline
+        self.microbatches = self.specs[0].microbatches or 1
         self.planned: dict[str, Request] = {}  # with layers placed and relief settled
         loads = None if model is None else _shape(model).loads
-        measured = _measured(costs, d, loads)
+        measured = _measured(settings.costs, self.ranks, loads)
         self.is_measured = measured.profile is not None
         # What was measured of the ends goes before what is reckoned.
         loads = measured.costs.model or loads
-        if layers is not None and loads is None:
-            raise PlanError("--layers goes with --model, or a profile with the model's ends: what does a layer cost?")
-        if vocabulary_parallel and loads is None:
-            raise PlanError(
-                "--vocabulary-parallel goes with --model, or a profile with the model's ends: what does its output "
-                "layer cost?"
-            )
-        self._memory_limit = _fraction(limit, measured.profile)
-        self._spreads = spread == "auto"
+        for flag, is_given, what in (
+            ("--layers", settings.layers != "even", "a layer"),
+            ("--vocabulary-parallel", settings.vocabulary_parallel, "its output layer"),
+        ):
+            if is_given and loads is None:
+                raise PlanError(f"{flag} goes with --model, or a profile with the model's ends: what does {what} cost?")
+        self._memory_limit = _fraction(settings.memory_limit, measured.profile)
         found = replace(
             measured.costs,
             model=loads,
-            layers=spread if isinstance(spread, tuple) else None,
-            shared_vocabulary=vocabulary_parallel,
+            layers=settings.layers if isinstance(settings.layers, tuple) else None,
+            shared_vocabulary=settings.vocabulary_parallel,
         )
-        self.costs = _with_copies(
-            found if measured.custom is None else measured.custom.added_to(found), self._saving, d, measured.profile
-        )
+        found = found if measured.custom is None else measured.custom.added_to(found)
+        self.costs = _with_copies(found, settings.saving, self.ranks, measured.profile)
 
-    def request(self, schedule: values.ScheduleChoice) -> Request:
-        """``schedule`` at this size, under these costs and this limit."""
-        asked = Request(schedule.name, self.ranks, self.microbatches, self.costs, csv=self._csvs.get(schedule.text))
-        if schedule.name == "adaptive":
+    def request(self, spec: JobSpec) -> Request:
+        """What ``spec`` asks of the planner, under these costs."""
+        settings, chunks = spec.settings, spec.settings.schedule.chunks
+        asked = Request(settings.schedule.name, self.ranks, self.microbatches, self.costs, csv=spec.csv)
+        if asked.schedule == "adaptive":
             return replace(
                 asked,
-                chunk_choices=chunk_choices(schedule.chunks or max(asked.chunk_choices)),
+                chunk_choices=chunk_choices(chunks or max(asked.chunk_choices)),
                 memory_limit=self._memory_limit,
-                search_seconds=self._search_seconds,
-                recompute=self._saving.recompute,
-                offload=self._saving.offload,
+                search_seconds=settings.search_seconds,
+                recompute=settings.saving.recompute,
+                offload=settings.saving.offload,
             )
-        return with_own_relief(asked if schedule.chunks is None else replace(asked, chunks=schedule.chunks))
+        return with_own_relief(asked if chunks is None else replace(asked, chunks=chunks))
 
-    def timeline(self, schedule: values.ScheduleChoice) -> Timeline:
-        """``schedule``, timed. Where that takes a while, standard error says how far it is."""
-        request, name = self.request(schedule), schedule.name
-        if self._spreads:
-            with shown(f"placing layers for {name}", sys.stderr) as progress:
+    def timeline(self, spec: JobSpec) -> Timeline:
+        """The plan for ``spec``, timed. Where that takes a while, standard error says how far it is."""
+        request, choice = self.request(spec), spec.settings.schedule
+        if spec.settings.layers == "auto":
+            with shown(f"placing layers for {choice.name}", sys.stderr) as progress:
                 request = kept_spread(request, progress)
         if request.recompute or request.offload:
-            with shown(f"choosing what to relieve in {name}", sys.stderr) as progress:
+            with shown(f"choosing what to relieve in {choice.name}", sys.stderr) as progress:
                 request = kept_relief(request, progress)
-        with shown(f"planning {name}", sys.stderr) as progress:
+        with shown(f"planning {choice.name}", sys.stderr) as progress:
             found = kept_plan(request, progress)
-        self.planned[schedule.text] = request
+        self.planned[choice.text] = request
         return simulate(found, request.costs.on(found.placement))
 
 
@@ -263,8 +284,7 @@ def _shape(model: str) -> Shape:
     return megatron_flags.read(Path(model))
 
 
-def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measured:
-    choice = values.costs_choice("--costs", text)
+def _measured(choice: values.CostsChoice | None, ranks: int, loads: ModelLoads | None) -> _Measured:
     usual = Costs() if loads is None else Costs(*loads.ratio)
     if choice is None:
         return _Measured(usual)
@@ -274,5 +294,7 @@ def _measured(text: str | None, ranks: int, loads: ModelLoads | None) -> _Measur
     if isinstance(found, CustomCosts):
         return _Measured(found.times or usual, custom=found)
     if loads is not None and len(loads.layers) != found.facts.layers:
-        raise PlanError(f"--model has {len(loads.layers)} layers, and {text} was measured for {found.facts.layers}")
+        raise PlanError(
+            f"--model has {len(loads.layers)} layers, and {choice.text} was measured for {found.facts.layers}"
+        )
     return _Measured(found.costs(ranks), profile=found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,14 @@ def _plan(
     form = _form(form, output, ("text", "csv", "json", "svg"))
     columns = _drawn_as(form, width, gradients)
     ask = Ask([schedule], [], **size)
-    (asked,) = ask.schedules
-    timeline, planned, is_adaptive = ask.timeline(asked), ask.planned[schedule], asked.name == "adaptive"
+    (spec,) = ask.specs
+    timeline, planned = ask.timeline(spec), ask.planned[schedule]
+    is_adaptive = spec.settings.schedule.name == "adaptive"
     if form == "csv":
         emit(to_csv(timeline.schedule), output)
     elif form == "json":
         found = as_form(figures(timeline), bound(planned) if is_adaptive else None)
-        emit(to_text(PlanForm.of(timeline, ask.request(asked), planned, found)) + "\n", output)
+        emit(to_text(PlanForm.of(timeline, ask.request(spec), planned, found)) + "\n", output)
     else:
         footer = _how_good(timeline, planned) if is_adaptive else ""
         footer += _where(planned.costs.layers) + _relieved(planned.costs)
@@ -117,15 +119,17 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, ("text", "markdown", "csv", "json"))
     ask = Ask(schedules, NAMES, **size)
-    baseline = ask.timeline(ScheduleChoice("1f1b", "1f1b")).makespan
+    usual = replace(ask.specs[0].settings, schedule=ScheduleChoice("1f1b", "1f1b"))
+    baseline = ask.timeline(replace(ask.specs[0], settings=usual, csv=None)).makespan
     rows = []
-    for asked in ask.schedules:
+    for spec in ask.specs:
+        name = spec.settings.schedule.text
         try:
-            found = figures(ask.timeline(asked))
+            found = figures(ask.timeline(spec))
         except PlanError as error:
-            rows.append(table.Row(asked.text, str(error)))
+            rows.append(table.Row(name, str(error)))
         else:
-            rows.append(table.Row(asked.text, found, baseline / found.makespan))
+            rows.append(table.Row(name, found, baseline / found.makespan))
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     emit(write[form](rows), output)
 
@@ -168,7 +172,7 @@ def _draw(
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
     ask = Ask(schedules, ["1f1b", "v-half"], **size)
-    drawing = of_plans([ask.timeline(asked) for asked in ask.schedules], _caption(ask), _unit(ask))
+    drawing = of_plans([ask.timeline(spec) for spec in ask.specs], _caption(ask), _unit(ask))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 

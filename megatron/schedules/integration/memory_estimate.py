@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory, memory
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.memory_limit import message_bytes
-from megatron.schedules.integration.flags.model_build import as_built, numbers
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.vocabulary import divisible
-from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.utils.errors import PlanError
 
 
@@ -39,31 +34,27 @@ class Estimate(NamedTuple):
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
 
 
-def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
+def estimated(asked: Planned, planner: Planner) -> Estimate:
     """The memory of every rank of the job.
 
     Args:
-        args: Megatron's, parsed but not validated.
         asked, planner: the plan and its programs.
 
     Raises:
         PlanError: where flags leave the model's sizes to a checkpoint.
     """
-    shape, placement, costs = shape_of(args), planner.placement, asked.request.costs
+    spec, placement, costs = asked.spec, planner.placement, asked.request.costs
+    shape, build = spec.shape, spec.build
     counts = costs.layers_on(placement)
-    if shape is None or counts is None or costs.memory is None:
+    if shape is None or build is None or counts is None or costs.memory is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
-    shared = costs.shared_vocabulary
-    if shared:
-        shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    build = as_built(args, shape)
     found = memory(
         planner.first,
         planner.timeline.costs,
         costs.memory,
         counts,
-        parameters(build).by_stage(counts, placement.rank_of, shared),
-        numbers(args),
-        [count * message_bytes(args) for count in planner.messages],
+        parameters(build).by_stage(counts, placement.rank_of, costs.shared_vocabulary),
+        spec.numbers,
+        [count * spec.message_bytes for count in planner.messages],
     )
     return Estimate(found, counts, shape, build.shape.fused)

@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.costs import assumed, costs_of
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
 from megatron.schedules.integration.flags.measuring import measured_iterations
 from megatron.schedules.integration.flags.memory_limit import MESSAGES, with_memory_limit
 from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
-from megatron.schedules.integration.flags.plan_lengths import check_plan_lengths
+from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
+from megatron.schedules.integration.flags.reader import check_unscheduled, completed, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan import check_replan, with_first_limit
-from megatron.schedules.integration.flags.settings import check_unscheduled, settings_of
 from megatron.schedules.integration.late_imports import after_megatron
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
-from megatron.schedules.job.settings import Settings
+from megatron.schedules.integration.layers.by_stage import wrong_layers
+from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread, takes_long
 from megatron.schedules.planner.registry import Request, check_parts, stages, with_own_relief
@@ -33,31 +32,29 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.printable import printable
 
 
 class Planned(NamedTuple):
-    """What the command line asks for, and the plan that answers it.
+    """A job and its plan.
 
     Args:
-        request, schedule: both.
+        spec: the job.
+        request: to the planner.
+        schedule: the plan.
         assumed: what the job says of the costs it was planned for.
     """
 
+    spec: JobSpec
     request: Request
     schedule: Schedule
     assumed: str = ""
 
 
-def check(args: Any, search_seconds: float | None = None) -> Planned | None:
+def check(args: Any) -> Planned | None:
     """Check all our flags against stock's, as parsed and before stock has validated them; the plan they ask for.
 
     Exits with status 2 after one line on standard error where something cannot work.
-
-    Args:
-        args: Megatron's.
-        search_seconds: in place of the environment's.
 
     Returns:
         None where no schedule is asked for.
@@ -66,28 +63,35 @@ def check(args: Any, search_seconds: float | None = None) -> Planned | None:
         TooEarlyError: where a check needs Megatron, which is not imported yet.
     """
     try:
-        return _checked(args, search_seconds)
+        return _checked(args)
     except PlanError as error:
         message = error.told(FLAGS)
         named = message.startswith(("--", "$"))
         refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
 
 
-def _checked(args: Any, search_seconds: float | None) -> Planned | None:
+def _checked(args: Any) -> Planned | None:
     if args.pipeline_schedule is None:
         check_unscheduled(args)
         return None
     check_environment()
     check_bounds(args)
-    settings = settings_of(args)
-    if search_seconds is not None:
-        settings = replace(settings, search_seconds=search_seconds)
-    name, size, dry_run = settings.schedule.name, args.pipeline_model_parallel_size, settings.dry_run
-    if dry_run is not None:
-        args.world_size, _ = supposed_gpus(args, dry_run.gpus)
-        if not is_first():
-            raise SystemExit(0)  # one process says it all
-    if getattr(args, "yaml_cfg", None) is not None:
+    spec = spec_of(args)
+    if spec.settings.dry_run is not None and not is_first():
+        raise SystemExit(0)  # one process says it all
+    validate(spec)
+    return planned_job(completed(spec, args))
+
+
+def validate(spec: JobSpec) -> None:
+    """Check what needs neither the model nor a plan.
+
+    Raises:
+        PlanError: naming the flag that is wrong.
+    """
+    settings, size = spec.settings, spec.sizes.pipeline
+    name = settings.schedule.name
+    if spec.stock.get("yaml_cfg") is not None:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(settings.parts, [name], FLAGS)
     if size < 2:
@@ -95,53 +99,74 @@ def _checked(args: Any, search_seconds: float | None) -> Planned | None:
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
-    check_plan_lengths(args, settings)
-    measured_iterations(settings.measuring, getattr(args, "train_iters", None))
-    if name == "adaptive" and (fault := unsplittable(args, settings)):
+    check_plan_lengths(spec)
+    measured_iterations(settings.measuring, spec.iterations)
+    if name == "adaptive" and (fault := unsplittable(spec)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(settings)
-    if settings.measures_limit and dry_run is None:  # refused before a search
+    if settings.measures_limit and settings.dry_run is None:  # refused before a search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
-    _check_layers(args, settings)
-    request = _request(args, settings)
+    if settings.layers != "even" and (spec.layers.by_hand or any(spec.layers.stand_in)):
+        given = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
+        raise PlanError(
+            f"{FLAGS['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
+        )
+
+
+def planned_job(spec: JobSpec, *, quiet: bool = False) -> Planned:
+    """The plan for ``spec``, which :func:`validate` has passed.
+
+    Args:
+        spec: the job, with its model and CSV.
+        quiet: whether nobody is told how far the planning is.
+
+    Raises:
+        PlanError: naming the flag that is wrong.
+        TooEarlyError: where a check needs Megatron, which is not imported yet.
+    """
+    settings = spec.settings
+    if settings.plan_lengths:
+        attention_of(spec)  # refused before a search
+    request = _request(spec)
     if settings.layers == "auto":
-        request = spread(request)
+        request = spread(request, quiet)
     if request.recompute or request.offload:
-        request = settled(request)
-    request, schedule = _planned_within(args, settings, request)
+        request = settled(request, quiet)
+    request, schedule = _planned_within(spec, request, quiet)
     held = max(taken(schedule, request.costs.on(schedule.placement)))
-    host_bytes = check_host(request.costs, held, request.ranks, is_dry=dry_run is not None)
-    if why := refusal(args, settings, schedule):
-        raise PlanError(f"--pipeline-schedule {name} {why}")
-    return Planned(request, schedule, assumed(args, settings, request.costs) + _relief(request, host_bytes))
+    host_bytes = check_host(request.costs, held, request.ranks, is_dry=settings.dry_run is not None)
+    if why := refusal(spec, schedule):
+        raise PlanError(f"--pipeline-schedule {settings.schedule.name} {why}")
+    return Planned(spec, request, schedule, assumed(spec, request.costs) + _relief(request, host_bytes))
 
 
-def _planned_within(args: Any, settings: Settings, request: Request) -> tuple[Request, Schedule]:
+def _planned_within(spec: JobSpec, request: Request, quiet: bool) -> tuple[Request, Schedule]:
     """The plan, and the request with room for as many messages as the plan's ranks hold where its limit is in GiB."""
-    schedule, room, limit = planned(request), 0, settings.memory_limit
+    schedule, room, limit = planned(request, quiet), 0, spec.settings.memory_limit
     while request.schedule == "adaptive" and limit is not None and limit.size is not None:
         programs = lower(schedule, request.costs.on(schedule.placement))
         held = max(program.messages_held for program in programs)
         if held <= max(room, MESSAGES):
             break
         room = held
-        request = with_memory_limit(args, limit, request, room)
-        schedule = planned(request)
+        request = with_memory_limit(spec, limit, request, room)
+        schedule = planned(request, quiet)
     return request, schedule
 
 
 @lru_cache(maxsize=2)
-def spread(request: Request) -> Request:
+def spread(request: Request, quiet: bool = False) -> Request:
     """The request with its layers placed; the first rank says how far the search for that is."""
-    with shown("placing layers", sys.stdout if is_first() else None) as progress:
+    with shown("placing layers", None if quiet or not is_first() else sys.stdout) as progress:
         return kept_spread(request, progress)
 
 
 @lru_cache(maxsize=2)
-def settled(request: Request) -> Request:
+def settled(request: Request, quiet: bool = False) -> Request:
     """The request with what is recomputed and offloaded; the first rank says how far the search for that is."""
     limit_in_microbatches(request)  # refused before anything is announced
-    with shown("choosing what to relieve", sys.stdout if is_first() else None) as progress:
+    with shown("choosing what to relieve", None if quiet or not is_first() else sys.stdout) as progress:
         return kept_relief(request, progress)
 
 
@@ -152,19 +177,8 @@ def _relief(request: Request, host_bytes: float) -> str:
     return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in request.costs.mean_relief.items())
 
 
-def _check_layers(args: Any, settings: Settings) -> None:
-    """Refuse a layer partition if another flag says it too."""
-    alike = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    if settings.layers != "even" and (placed_by_hand(args) or any(getattr(args, name) for name in alike)):
-        raise PlanError(
-            f"{FLAGS['layers']} {args.pipeline_layers} places the layers itself: leave out "
-            "--pipeline-model-parallel-layout, --decoder-first-pipeline-num-layers, "
-            "--decoder-last-pipeline-num-layers and --account-for-...-split"
-        )
-
-
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
-def planned(request: Request) -> Schedule:
+def planned(request: Request, quiet: bool = False) -> Schedule:
     """The plan; where that takes a while, the first rank says so and how far it is."""
     if request.schedule == "adaptive":
         limit_in_microbatches(request)  # refused before anything is announced
@@ -172,86 +186,87 @@ def planned(request: Request) -> Schedule:
     else:
         said = f"planned anew unless {plans_directory()} has the plan" if takes_long(request) else ""
     what = f"pipeline schedule {request.schedule}"
-    if said and is_first():
+    if said and is_first() and not quiet:
         sys.stdout.write(f"{what}: {printable(said)}\n")
         sys.stdout.flush()
-    with shown(what, sys.stdout if is_first() else None) as progress:
+    with shown(what, None if quiet or not is_first() else sys.stdout) as progress:
         return kept_plan(request, progress)
 
 
-def _request(args: Any, settings: Settings) -> Request:
-    """The plan that ``args`` ask for.
+def _request(spec: JobSpec) -> Request:
+    """What the job asks of the planner.
 
     Raises:
-        PlanError: naming the flag that cannot be read.
+        PlanError: naming the flag that is wrong.
     """
-    choice = settings.schedule
+    settings, choice = spec.settings, spec.settings.schedule
     request = Request(
         schedule=choice.name,
-        ranks=args.pipeline_model_parallel_size,
-        microbatches=_microbatches(args, choice.chunks),
+        ranks=spec.sizes.pipeline,
+        microbatches=_microbatches(spec),
         chunks=choice.chunks or 2,
-        csv=None if choice.file is None else read_text(choice.file, "csv"),
+        csv=spec.csv,
     )
     if request.schedule == "adaptive":
-        choices = _chunk_choices(args, settings, choice.chunks or 4)
+        choices = _chunk_choices(spec, choice.chunks or 4)
         request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
-    request = replace(request, costs=costs_of(args, settings, stages(request)))
-    request = with_own_relief(with_relief(args, settings, request))
+    request = with_own_relief(with_relief(spec, replace(request, costs=costs_of(spec, stages(request)))))
     if request.schedule != "adaptive" or settings.memory_limit is None:
         return request
-    if settings.measures_limit:
-        return with_first_limit(request)
-    return with_memory_limit(args, settings.memory_limit, request)
+    return (
+        with_first_limit(request)
+        if settings.measures_limit
+        else with_memory_limit(spec, settings.memory_limit, request)
+    )
 
 
-def _chunk_choices(args: Any, settings: Settings, most: int) -> tuple[int, ...]:
+def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
     """The numbers of chunks up to ``most`` that the layers spread over; only the largest where costs depend on it.
 
     Layers that spread over no number of chunks give one, and the rule about layers says why.
     """
-    size = args.pipeline_model_parallel_size
-    if settings.layers == "auto":
+    size, layers = spec.sizes.pipeline, spec.settings.layers
+    if layers == "auto":
         return chunk_choices(most)
-    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(args, chunks * size, settings.layers))
-    depends = placed_by_hand(args) or settings.layers != "even" or args.recompute_method == "block"
+    found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(spec.layers, chunks * size, layers))
+    depends = spec.layers.by_hand or layers != "even" or spec.recompute.method == "block"
     return (found[-1:] if depends else found) or (1,)
 
 
-def _microbatches(args: Any, chunks: int | None) -> int:
+def _microbatches(spec: JobSpec) -> int:
     """n, as stock will compute it; stock's own message would come only after processes have met."""
-    across = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    data_parallel, rest = divmod(args.world_size, across)
+    sizes, chunks, micro = spec.sizes, spec.settings.schedule.chunks, spec.batch.micro
+    data_parallel, rest = divmod(sizes.world, sizes.of_replica)
     if rest or not data_parallel:
-        dry_run = f"{FLAGS['dry_run']} {args.world_size}: " if getattr(args, "pipeline_dry_run", None) else ""
+        dry_run = f"{FLAGS['dry_run']} {sizes.world}: " if spec.settings.dry_run else ""
         raise PlanError(
-            f"{dry_run}{args.world_size} processes do not divide into tensor x pipeline x context parallel = "
-            f"{across} ranks; start a multiple of {across}"
+            f"{dry_run}{sizes.world} processes do not divide into tensor x pipeline x context parallel = "
+            f"{sizes.of_replica} ranks; start a multiple of {sizes.of_replica}"
         )
-    if args.micro_batch_size is None:
+    if micro is None:
         raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
-    each = args.micro_batch_size * data_parallel
-    flag, batches = _batches(args, each)
+    each = micro * data_parallel
+    flag, batches = _batches(spec.batch, each)
     # Steps that are behind a run may not divide on the GPUs it has now, as stock knows.
     fitting = [batch for batch in batches if batch > 0 and batch % each == 0]
     if not fitting:
         raise PlanError(
             f"{flag} {batches[0]} gives {batches[0] / each:g} microbatches; it must be 1 or more times "
-            f"--micro-batch-size {args.micro_batch_size} x data parallel {data_parallel} = {each}"
+            f"--micro-batch-size {micro} x data parallel {data_parallel} = {each}"
         )
     for batch in fitting:
-        size, microbatches = args.pipeline_model_parallel_size, batch // each
+        size, microbatches = sizes.pipeline, batch // each
         chunks_too = "" if chunks is None else f" and {chunks} chunks in {FLAGS['schedule']}"
         said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {microbatches} microbatches{chunks_too},"
         check_size(size, microbatches, chunks, said)
     return fitting[0] // each
 
 
-def _batches(args: Any, each: int) -> tuple[str, list[int]]:
+def _batches(batch: Batch, each: int) -> tuple[str, list[int]]:
     """The flag that says the global batch size, and its sizes in the order in which a run comes to them."""
-    flag, text = "--step-batch-size-schedule", args.step_batch_size_schedule
+    flag, text = "--step-batch-size-schedule", batch.steps
     if text is None:
-        return "--global-batch-size", [each if args.global_batch_size is None else args.global_batch_size]
+        return "--global-batch-size", [each if batch.whole is None else batch.whole]
     try:
         calculator = after_megatron("megatron.core.num_microbatches_calculator")
         steps = calculator.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, None)
@@ -259,4 +274,4 @@ def _batches(args: Any, each: int) -> tuple[str, list[int]]:
         steps = []
     if not steps:
         raise PlanError(f"{flag} {text!r} is not a list of TOKENS:BATCH such as '0:768 250B:1536'")
-    return flag, [batch for _, batch in steps]
+    return flag, [size for _, size in steps]

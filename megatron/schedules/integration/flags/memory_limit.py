@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.model_build import number_bytes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
@@ -18,14 +17,14 @@ from megatron.schedules.utils.errors import PlanError
 MESSAGES = 8
 
 
-def with_memory_limit(args: Any, limit: MemoryLimit, request: Request, messages: int = MESSAGES) -> Request:
+def with_memory_limit(spec: JobSpec, limit: MemoryLimit, request: Request, messages: int = MESSAGES) -> Request:
     """``request`` with ``limit`` as a fraction of what 1F1B holds with d microbatches at once.
 
     GiB are activations as the dry run counts them: what messages and Megatron's own recompute hold beside a plan's
     activations is set aside.
 
     Args:
-        args: Megatron's, validated or not.
+        spec: the job.
         limit: a fraction or bytes.
         request: for ``adaptive``, its costs and what may be recomputed or offloaded settled.
         messages: how many a rank may hold at once.
@@ -39,7 +38,7 @@ def with_memory_limit(args: Any, limit: MemoryLimit, request: Request, messages:
     if memory is None:
         raise PlanError(f"{flag} {limit.text} needs the model's sizes: give their flags")
     of_1f1b = request.ranks * memory.of_rank(request.ranks)
-    set_aside = messages * message_bytes(args) + memory.most_passing
+    set_aside = messages * spec.message_bytes + memory.most_passing
     fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request)
     if fraction < least:
         smallest = _rounded_up((least * of_1f1b + set_aside) / 2**30)
@@ -54,9 +53,3 @@ def _rounded_up(number: float) -> float:
     """To four significant digits, so that what is named works."""
     scale = 10.0 ** (3 - math.floor(math.log10(number)))
     return math.ceil(scale * number) / scale
-
-
-def message_bytes(args: Any) -> float:
-    """One microbatch's hidden states on one rank."""
-    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))

@@ -1,4 +1,4 @@
-"""How Megatron builds the model of its arguments, what a parameter takes, and what is done again: for estimates."""
+"""How Megatron builds the model of its arguments, and what a parameter takes: for estimates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.device_memory import Numbers, Recompute
+from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.shape import Shape
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
@@ -63,24 +63,9 @@ def expert_tensor(args: Any) -> int:
 
 
 def numbers(args: Any) -> Numbers:
-    """Bytes that each parameter takes."""
+    """Bytes that each parameter takes, of an optimizer that is not shared."""
     weight = float(number_bytes(args))
-    return Numbers(weight, _gradient(args), _state(args, weight == 2), _shared_by(args), _on_host(args))
-
-
-def recompute(args: Any) -> Recompute:
-    """What Megatron does again, beside the plan."""
-    if args.recompute_granularity == "full":
-        each = args.recompute_num_layers or 1
-        return Recompute(layers=None, together=each) if args.recompute_method == "uniform" else Recompute(layers=each)
-    if args.recompute_granularity == "selective":
-        return Recompute(modules=tuple(args.recompute_modules or ["core_attn"]))
-    return Recompute()
-
-
-def tokens(args: Any) -> float:
-    """Of a microbatch on one rank."""
-    return float(args.micro_batch_size * args.seq_length / args.context_parallel_size)
+    return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
 
 
 def _gradient(args: Any) -> float:
@@ -98,15 +83,6 @@ def _state(args: Any, half: bool) -> float:
         copy = 2.0 if half else 0.0
         return copy + _BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]
     return (4.0 if half else 0.0) + 4.0 * _MOMENTS.get(args.optimizer, 2)
-
-
-def _shared_by(args: Any) -> tuple[int, int]:
-    if not args.use_distributed_optimizer:
-        return 1, 1
-    across = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    experts = expert_tensor(args) * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    instances = args.num_distributed_optimizer_instances
-    return max(1, args.world_size // across // instances), max(1, args.world_size // experts // instances)
 
 
 def _on_host(args: Any) -> float:
