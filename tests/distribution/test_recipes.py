@@ -172,15 +172,14 @@ def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
     said = python(
         package,
         """
-from types import SimpleNamespace
 from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec, Sizes
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
-flags = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
-args = SimpleNamespace(**dict.fromkeys(flags), ckpt_format="torch_dist", use_tp_pp_dp_mapping=True)
 settings = Settings(ScheduleChoice("1f1b", "1f1b"))
-print(refusal(args, settings, plan(Request("1f1b", 2, 4))))
+spec = JobSpec(settings, Sizes(2, 2), stock={"use_tp_pp_dp_mapping": True})
+print(refusal(spec, plan(Request("1f1b", 2, 4))))
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.utils.errors import PlanError
 try:

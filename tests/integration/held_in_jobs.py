@@ -15,7 +15,7 @@ from megatron.schedules.integration import hooks
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.settings import settings_of
+from megatron.schedules.integration.flags.reader import completed
 from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
@@ -28,9 +28,10 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     assert asked is not None
     if one_kernel:  # said of Transformer Engine's layers
         args.transformer_impl = "transformer_engine"
-        costs = costs_of(args, settings_of(args), asked.schedule.placement.stages)
-        asked = asked._replace(request=replace(asked.request, costs=costs))
-    return estimated(args, asked, Planner(asked)).ranks
+        spec = completed(asked.spec, args)
+        costs = costs_of(spec, asked.schedule.placement.stages)
+        asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
+    return estimated(asked, Planner(asked)).ranks
 
 
 def listen() -> dict[str, Any]:

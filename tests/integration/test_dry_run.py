@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.environment import is_first
+from megatron.schedules.job.spec import Sizes
 from tests.integration.results import MODEL, UNTIED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,31 +89,24 @@ def test_the_limit_of_an_adaptive_plan_is_seen_in_bytes(megatron):
     assert all(a < b for a, b in zip(less, more, strict=True))
 
 
-def asked(**more: Any) -> SimpleNamespace:
-    sizes = {f"{name}_parallel_size": 1 for name in ("context", "tensor_model", "expert_model", "pipeline_model")}
-    return SimpleNamespace(**sizes | {"num_experts": None, "expert_tensor_parallel_size": None} | more)
-
-
 @pytest.mark.parametrize(
-    ("around", "args", "given", "gpus"),
+    ("around", "sizes", "given", "gpus"),
     [
-        ({}, {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}, None, 8),
+        ({}, Sizes(0, 4, 2), None, 8),
         # Experts go over data-parallel ranks, of which there are as many as that takes.
-        ({}, {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 8, "num_experts": 8}, None, 32),
-        ({"SLURM_NTASKS": "16"}, {}, None, 16),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {}, None, 64),
-        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, {}, 512, 512),
+        ({}, Sizes(0, 4, expert=8, has_experts=True), None, 32),
+        ({"SLURM_NTASKS": "16"}, Sizes(0, 1), None, 16),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, Sizes(0, 1), None, 64),
+        ({"SLURM_NTASKS": "16", "WORLD_SIZE": "64"}, Sizes(0, 1), 512, 512),
     ],
     ids=["one replica", "one replica with experts", "SLURM's", "torchrun's", "as given"],
 )
-def test_how_many_gpus_are_supposed(
-    monkeypatch, around: dict[str, str], args: dict[str, Any], given: int | None, gpus: int
-):
+def test_how_many_gpus_are_supposed(monkeypatch, around: dict[str, str], sizes: Sizes, given: int | None, gpus: int):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    assert supposed_gpus(asked(**args), given)[0] == gpus
+    assert supposed_gpus(sizes, given)[0] == gpus
 
 
 @pytest.mark.parametrize(

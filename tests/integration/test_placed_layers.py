@@ -23,6 +23,15 @@ def test_any_number_of_layers_trains_to_stocks_losses(train, schedule):
     assert differing(ours, stock) == []
 
 
+def test_layers_given_for_each_stage_train_to_stocks_losses(train):
+    job = ("--train-iters", "2", "--global-batch-size", "4", "--num-layers", "7")
+    layers = ("--pipeline-layers", "2,3,2,0")
+    ours = train(2, *job, "--pipeline-model-parallel-size", "2", *under("v-half"), *layers)
+    stock = train.stock(1, *job)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
 def said(megatron, *flags: str) -> str:
     """What a job's first rank says of its plan, before it is stopped by what it cannot have."""
     job = [*MODEL, "--train-iters", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
@@ -54,3 +63,8 @@ def test_a_job_says_where_its_layers_are(megatron):
     assert layout.startswith("E")
     assert layout.endswith("L")
     assert layout.count("|") == 7
+
+
+def test_layers_given_for_each_stage_are_in_the_layout(megatron):
+    line = said(megatron, "--pipeline-layers", "1,1,2,1,1,1,1,1", "--num-layers", "9")
+    assert line.endswith("; layers Et|t|tt|t|t|t|t|tL")

@@ -10,6 +10,9 @@ from megatron.schedules.integration.flags.check import Planned, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import estimated
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 
@@ -21,7 +24,8 @@ LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-q
 
 
 def summary(request: Request) -> str:
-    return Planner(Planned(request, plan(request))).summary()
+    spec = JobSpec(Settings(ScheduleChoice(request.schedule, request.schedule)), Sizes(4, 4))
+    return Planner(Planned(spec, request, plan(request))).summary()
 
 
 def test_a_schedule_by_name_is_named():
@@ -58,6 +62,6 @@ def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(mor
     args.world_size = args.pipeline_model_parallel_size
     asked = check(args)
     assert asked is not None
-    ranks = estimated(args, asked, Planner(asked)).ranks
+    ranks = estimated(asked, Planner(asked)).ranks
     assert max(rank.activations + rank.messages for rank in ranks) <= limit * 2**30
     assert max(rank.activations for rank in ranks) >= 0.5 * limit * 2**30, "the limit is made use of"

@@ -12,7 +12,7 @@ from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
 from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.flags.settings import settings_of
+from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text
@@ -41,7 +41,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     add_stock_arguments(parser)
     args, _ = parser.parse_known_args([*JOB, *flags, "--pipeline-costs", str(path)])
     args.world_size = 2
-    return costs_of(args, settings_of(args), 2).on(sequential(2), Decisions(layers=(4, 4)))
+    return costs_of(completed(spec_of(args), args), 2).on(sequential(2), Decisions(layers=(4, 4)))
 
 
 def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):

@@ -358,14 +358,14 @@ def an_instance_of_another_make() -> None:
 def what_cannot_be_split_is_refused() -> None:
     from megatron.schedules.integration.flags.incompatible import refusal
     from megatron.schedules.job.settings import Settings
+    from megatron.schedules.job.spec import JobSpec, Sizes
     from megatron.schedules.job.values import ScheduleChoice
 
-    layout = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
-    usual = dict.fromkeys(layout.split()) | {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}
+    usual = {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}
 
     def refusals(schedule: str, **flags: Any) -> list[str]:
-        settings = Settings(ScheduleChoice(schedule, schedule))
-        why = refusal(SimpleNamespace(**usual | flags), settings, plan(Request(schedule, 2, 4)))
+        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), Sizes(2, 2), stock=usual | flags)
+        why = refusal(spec, plan(Request(schedule, 2, 4)))
         return [why] if why else []
 
     flags: dict[str, Any] = {

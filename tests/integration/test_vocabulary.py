@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.schedules.estimate.megatron_flags import divisible
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers import arithmetic
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.values import ScheduleChoice
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"
 
@@ -80,14 +83,9 @@ def test_sizes_left_to_a_checkpoint_leave_the_model_open():
 )
 def test_a_shared_one_has_as_many_words_on_every_rank(words, tensor, pipeline, multiple, padded):
     """No more than stock's own padding where that divides, else the fewest that its padding would give and that do."""
-    args: Any = SimpleNamespace(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        make_vocab_size_divisible_by=multiple,
-        padded_vocab_size=None,
-    )
-    assert divisible(words, args) == padded
+    settings, sizes = Settings(ScheduleChoice("1f1b", "1f1b")), Sizes(tensor * pipeline, pipeline, tensor)
+    spec = JobSpec(settings, sizes, vocabulary_multiple=multiple)
+    assert spec.divisible(words) == padded
     assert padded % (tensor * pipeline) == 0
-    assert indivisible(args) == ""
-    args.padded_vocab_size = words
-    assert bool(indivisible(args)) == (padded != words)
+    assert indivisible(spec) == ""
+    assert bool(indivisible(replace(spec, vocabulary=words))) == (padded != words)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.schedules.estimate import model_build
 from megatron.schedules.estimate.device_memory import model_memory
+from megatron.schedules.estimate.model_build import recomputed_share, stock_recompute
 from megatron.schedules.estimate.models import built, gpt
 from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit
@@ -119,11 +119,11 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
             transformer_impl=layers,
         )
         build = built(args)
-        memory = model_memory(build, 1.0, model_build.recompute(args))
+        memory = model_memory(build, 1.0, stock_recompute(args).kept)
         layer = memory.layers[0]
         costs = replace(
             COSTS,
-            stock_recompute=model_build.recomputed_share(args, layer_work(build), layers_a_stage=STOCK_LAYERS),
+            stock_recompute=recomputed_share(stock_recompute(args).kept, layer_work(build), STOCK_LAYERS),
             kept=(memory.input if granularity == "full" else layer.kept) / layer.full,
             weight_share=1.0 if granularity is None else layer.weights / layer.full,
         )

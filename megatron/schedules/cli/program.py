@@ -12,9 +12,9 @@ import click
 
 import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.cli.options import FLAGS, Ask, schedule_flag, size_flags
+from megatron.schedules.cli.options import FLAGS, plan_of, schedule_flag, size_flags, specs_of
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.job.plans import JobPlans, under
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
@@ -88,15 +88,22 @@ def _program(context: click.Context, version: bool) -> None:
 @_width
 @_gradients
 def _plan(
-    schedule: str | None, form: str | None, output: Path | None, width: str | None, gradients: bool, **size: Any
+    schedule: str | None,
+    model: str | None,
+    form: str | None,
+    output: Path | None,
+    width: str | None,
+    gradients: bool,
+    **size: Any,
 ) -> None:
     """Plan one schedule: its order, when it runs, what idles and what is held."""
     if schedule is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
-    ask = Ask([schedule], [], **size)
-    plan = ask.plan(ask.schedules[0])
+    specs = specs_of([schedule], [], **size)
+    plans = JobPlans(specs, model, FLAGS)
+    plan = plan_of(plans, specs[0])
     if form == "csv":
         emit(plan.to_csv(), output)
     elif form == "json":
@@ -104,10 +111,10 @@ def _plan(
     else:
         footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
         footer += _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
-        if held := ask.memory(plan):
+        if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
-            footer += f"Activations: {amount(most)} on the rank that holds most; {ask.model}.\n"
-        drawing = of_plans([plan.timeline], _caption(ask), _unit(ask), _microbatch_bytes(ask))
+            footer += f"Activations: {amount(most)} on the rank that holds most; {plans.model}.\n"
+        drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), _microbatch_bytes(plans))
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -128,32 +135,41 @@ def _plan(
     "gradients, optimizer, activations and messages, and whether that fits.",
 )
 def _compare(
-    schedules: Sequence[str], form: str | None, output: Path | None, device_memory: str | None, **sizes: Any
+    schedules: Sequence[str],
+    model: str | None,
+    form: str | None,
+    output: Path | None,
+    device_memory: str | None,
+    **sizes: Any,
 ) -> None:
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
     room = None if device_memory is None else size("--device-memory", device_memory)
-    ask = Ask(schedules, NAMES, **sizes)
-    if room is not None and not ask.knows_bytes:
-        instead = "".join(f"and {flag} goes before them: leave one of the two out" for flag in ask.instead_of_bytes[:1])
-        missing = "which is missing" if ask.model is None else instead
+    specs = specs_of(schedules, NAMES, **sizes)
+    plans = JobPlans(specs, model, FLAGS)
+    if room is not None and not plans.knows_bytes:
+        instead = "".join(
+            f"and {flag} goes before them: leave one of the two out" for flag in plans.instead_of_bytes[:1]
+        )
+        missing = "which is missing" if plans.model is None else instead
         raise PlanError(f"--device-memory compares the bytes of --model, {missing}")
-    baseline = ask.plan(ScheduleChoice("1f1b", "1f1b")).iteration_time
+    baseline = plan_of(plans, under(specs[0], "1f1b")).iteration_time
     rows = []
-    for asked in ask.schedules:
+    for spec in specs:
+        name = spec.settings.schedule.text
         try:
-            plan = ask.plan(asked)
+            plan = plan_of(plans, spec)
         except PlanError as error:
-            rows.append(table.Row(asked.text, str(error)))
+            rows.append(table.Row(name, str(error)))
         else:
-            found, held = figures(plan.timeline, _microbatch_bytes(ask)), ask.memory(plan)
+            found, held = figures(plan.timeline, _microbatch_bytes(plans)), plans.memory(plan)
             memory, fits = _held(held, room) if held else ({}, None)
-            rows.append(table.Row(asked.text, found, baseline / found.makespan, memory, fits))
+            rows.append(table.Row(name, found, baseline / found.makespan, memory, fits))
     if form in ("svg", *PICTURES):
-        emit(picture(draw_comparison(rows, _caption(ask)), form), output)
+        emit(picture(draw_comparison(rows, _caption(plans)), form), output)
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
-    note = f"\n{_counted_for(ask, room)}\n" if form in ("text", "markdown") and ask.knows_bytes else ""
+    note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
     emit(write[form](rows) + note, output)
 
 
@@ -179,6 +195,7 @@ def _compare(
 def _draw(
     schedules: Sequence[str],
     recorded: Path | None,
+    model: str | None,
     form: str | None,
     output: Path | None,
     width: str | None,
@@ -189,14 +206,15 @@ def _draw(
     form = _form(form, output, _DRAW_FORMS)
     columns = _drawn_as(form, width, gradients)
     if recorded is not None:
-        if given := [name for name, value in {"schedule": schedules, **size}.items() if value]:
+        if given := [name for name, value in {"schedule": schedules, "model": model, **size}.items() if value]:
             flag = f"--{given[0].replace('_', '-')}"
             raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
-    ask = Ask(schedules, ["1f1b", "v-half"], **size)
-    timelines = [ask.plan(asked).timeline for asked in ask.schedules]
-    drawing = of_plans(timelines, _caption(ask), _unit(ask), _microbatch_bytes(ask))
+    specs = specs_of(schedules, ["1f1b", "v-half"], **size)
+    plans = JobPlans(specs, model, FLAGS)
+    timelines = [plan_of(plans, spec).timeline for spec in specs]
+    drawing = of_plans(timelines, _caption(plans), _unit(plans), _microbatch_bytes(plans))
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -209,10 +227,10 @@ def _held(ranks: Sequence[RankMemory], room: float | None) -> tuple[dict[str, fl
     return {part: getattr(most, part) for part in parts} | {"together": most.device}, most.device <= room
 
 
-def _counted_for(ask: Ask, room: float | None) -> str:
+def _counted_for(plans: JobPlans, room: float | None) -> str:
     """What bytes are of."""
     of = "Activations, in GiB," if room is None else f"Memory, compared with {room / 2**30:.2f} GiB,"
-    return f"{of} of the rank that holds most: {ask.model}. Not counted: {NOT_COUNTED}."
+    return f"{of} of the rank that holds most: {plans.model}. Not counted: {NOT_COUNTED}."
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
@@ -301,26 +319,24 @@ def _emit_drawing(
     emit(captured.get(), None)
 
 
-def _caption(ask: Ask) -> str:
-    times = f"F {number(ask.costs.forward)}, I {number(ask.costs.input_grad)}, W {number(ask.costs.weight_grad)}"
-    if ask.costs.model is not None:
-        times += f", the output layer as long as {number(ask.costs.last_in_layers)} layers"
-        times += ", shared by all ranks" if ask.costs.shared_vocabulary else ""
-    copies = f", a copy of what these hold {number(ask.costs.copy)} one way" if ask.costs.copy else ""
-    return (
-        f"{counted(ask.ranks, 'pipeline rank')}, {counted(ask.microbatches, 'microbatch')}; half a rank's layers take "
-        f"{times}{copies}; P2P latency {number(ask.costs.comm)}."
-    )
+def _caption(plans: JobPlans) -> str:
+    costs, size = plans.costs, f"{counted(plans.ranks, 'pipeline rank')}, {counted(plans.microbatches, 'microbatch')}"
+    times = f"F {number(costs.forward)}, I {number(costs.input_grad)}, W {number(costs.weight_grad)}"
+    if costs.model is not None:
+        times += f", the output layer as long as {number(costs.last_in_layers)} layers"
+        times += ", shared by all ranks" if costs.shared_vocabulary else ""
+    copies = f", a copy of what these hold {number(costs.copy)} one way" if costs.copy else ""
+    return f"{size}; half a rank's layers take {times}{copies}; P2P latency {number(costs.comm)}."
 
 
-def _microbatch_bytes(ask: Ask) -> float:
+def _microbatch_bytes(plans: JobPlans) -> float:
     """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
-    return 0.0 if ask.costs.memory is None else ask.costs.memory.of_rank(ask.ranks)
+    return 0.0 if plans.costs.memory is None else plans.costs.memory.of_rank(plans.ranks)
 
 
-def _unit(ask: Ask) -> str:
+def _unit(plans: JobPlans) -> str:
     """The unit of times: a profile's milliseconds, or any."""
-    return "ms" if ask.is_measured else ""
+    return "ms" if plans.is_measured else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,12 +14,10 @@ from megatron.schedules.estimate.device_memory import RankMemory, model_memory
 from megatron.schedules.estimate.hardware import GIB, Device
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
+    TrainedModel,
     expert_tensor,
-    message_bytes,
-    numbers,
     rank_memory,
-    recompute,
-    tokens,
+    trained_model,
     with_model,
 )
 from megatron.schedules.estimate.models import Model, built
@@ -155,15 +153,20 @@ class Setting:
         return built(self.args, shared=self.method.shared)
 
     @cached_property
+    def trained(self) -> TrainedModel:
+        """The model as such a run trains it."""
+        return trained_model(self.args, self.build)
+
+    @cached_property
     def costs(self) -> Costs:
         """Seconds of half a rank's layers, and what the parts of the model take and keep."""
-        args, build, roofline = self.args, self.build, Roofline(self.device)
-        model = loads(build, roofline, tokens(args), self.correction)
+        roofline = Roofline(self.device)
+        model = loads(self.build, roofline, self.trained.tokens, self.correction)
         forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
         # All messages are taken to cross nodes where any does.
-        latency = roofline.message(message_bytes(args), same_node=self.gpus <= self.device.node)
+        latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
         found = Costs(forward, input_grad, weight_grad, latency, model=model)
-        found = with_model(found, args, build, self.placement.stages, shared=self.method.shared)
+        found = with_model(found, self.trained, self.placement.stages, shared=self.method.shared)
         found = replace(found, memory=self.memory)
         if not self.method.offload:
             return found
@@ -172,7 +175,7 @@ class Setting:
     @cached_property
     def memory(self) -> ModelMemory:
         """What the parts of the model keep; a whole backward leaves nothing from I to W."""
-        found = model_memory(self.build, tokens(self.args), recompute(self.args), shared=self.method.shared)
+        found = model_memory(self.build, self.trained.tokens, self.trained.recompute, shared=self.method.shared)
         if self.method.schedule != "1f1b":
             return found
         return replace(found, layers=tuple(layer._replace(weights=0.0) for layer in found.layers))
@@ -302,7 +305,7 @@ def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | 
         seconds,
         mfu(setting, seconds),
         timeline.bubble,
-        rank_memory(setting.args, setting.build, schedule, timeline.costs, request, messages),
+        rank_memory(setting.trained, schedule, timeline.costs, request, messages),
         timeline.peak / setting.pipeline,
         timeline.recomputed,
     )
@@ -357,9 +360,9 @@ def memory_limit(setting: Setting) -> float:
 
 def after_the_pipeline(setting: Setting) -> float:
     """Seconds of gradients' reduce-scatter, the optimizer's step and parameters' all-gather, none of it overlapped."""
-    roofline, args = Roofline(setting.device), setting.args
+    roofline = Roofline(setting.device)
     most = max(count.all for count in _sizes(setting))
-    each = numbers(args)
+    each = setting.trained.numbers
     same_node = setting.data * setting.tensor <= setting.device.node
     # Gradients and the optimizer's state are read, and state and weights written.
     seconds = roofline.stream(most * (each.gradient + 2 * each.optimizer + each.weight) / setting.data, 0)
@@ -382,7 +385,7 @@ def _choices(setting: Setting) -> list[StageCosts]:
 
 def _static(setting: Setting) -> list[RankMemory]:
     """What each pipeline rank holds without activations."""
-    each, messages = numbers(setting.args), MESSAGES * message_bytes(setting.args)
+    each, messages = setting.trained.numbers, MESSAGES * setting.trained.message_bytes
     return [RankMemory.static_of(count, each, messages) for count in _sizes(setting)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.schedules.estimate.build import Build
@@ -63,34 +63,83 @@ def as_built(args: Any, shape: Shape) -> Build:
     )
 
 
+@dataclass(frozen=True)
+class StockRecompute:
+    """Megatron's own recompute: its four flags."""
+
+    granularity: str | None = None
+    method: str | None = None
+    layers: int | None = None
+    modules: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> Recompute:
+        """The same for estimates of memory."""
+        if self.granularity == "full":
+            each = self.layers or 1
+            return Recompute(layers=None, together=each) if self.method == "uniform" else Recompute(layers=each)
+        return Recompute(modules=self.modules or ("core_attn",)) if self.granularity == "selective" else Recompute()
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model as a job trains it.
+
+    Args:
+        build: how Megatron builds it.
+        numbers: bytes of each parameter.
+        recompute: Megatron's own.
+        tokens: of a microbatch on one rank.
+        stand_in: whether the embedding and the output layer count as a layer each where layers are spread evenly.
+    """
+
+    build: Build
+    numbers: Numbers
+    recompute: Recompute
+    tokens: float
+    stand_in: tuple[bool, bool] = (False, False)
+
+    @property
+    def message_bytes(self) -> float:
+        """One microbatch's hidden states on one rank."""
+        build = self.build
+        return self.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
+
+
+def trained_model(args: Any, build: Build) -> TrainedModel:
+    """``build`` as Megatron's ``args``, parsed but not validated, train it."""
+    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    each = replace(numbers(args), shared_by=_shared_by(args))
+    return TrainedModel(build, each, stock_recompute(args).kept, tokens(args), stand_in)
+
+
 def with_model(
     costs: Costs,
-    args: Any,
-    build: Build,
+    model: TrainedModel,
     stages: float,
     *,
     shared: bool,
     placed: bool = False,
     profile: Profile | None = None,
 ) -> Costs:
-    """``costs`` with what the parts of ``build`` take and keep, Megatron's recompute included.
+    """``costs`` with what the parts of ``model`` take and keep, Megatron's recompute included.
 
     Args:
         costs: times; their ``model``, where they have one, goes before arithmetic.
-        args: Megatron's, parsed but not validated.
-        build: of them.
+        model: what is trained.
         stages: of the plan, or, where that is searched for, at most.
         shared: whether all pipeline ranks share the vocabulary.
         placed: whether the planner places the layers, and makes room for the parameters that come with them.
         profile: what was measured of the model, if anything.
     """
-    kept = model_memory(build, tokens(args), recompute(args), shared=shared, numbers=numbers(args) if placed else None)
+    build = model.build
+    numbers = model.numbers if placed else None
+    kept = model_memory(build, model.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
-    again = recomputed_share(args, layer_work(build, experts=any(build.where)), build.shape.layers / stages)
-    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    again = recomputed_share(model.recompute, layer_work(build, experts=any(build.where)), build.shape.layers / stages)
     return replace(
         costs,
-        model=replace(costs.model or loads(build), stand_in=stand_in),
+        model=replace(costs.model or loads(build), stand_in=model.stand_in),
         # Measured times have it where it was on.
         stock_recompute=again if profile is None or profile.facts.recompute is None else costs.stock_recompute,
         shared_vocabulary=shared,
@@ -100,12 +149,12 @@ def with_model(
 
 
 def rank_memory(
-    args: Any, build: Build, schedule: Schedule, on_stages: StageCosts, request: Request, messages: Sequence[float]
+    model: TrainedModel, schedule: Schedule, on_stages: StageCosts, request: Request, messages: Sequence[float]
 ) -> tuple[RankMemory, ...]:
     """What each rank of ``schedule`` holds.
 
     Args:
-        args, build: the model.
+        model: what is trained.
         schedule, on_stages: the plan, and what it was made for on its placement.
         request: of the plan; its costs have the model's memory.
         messages: how many each rank holds at most.
@@ -113,31 +162,30 @@ def rank_memory(
     costs, placement = request.costs, schedule.placement
     counts = request.layers_on(placement)
     assert costs.memory is not None and counts is not None, "the model is known"
-    sizes = parameters(build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
-    each = message_bytes(args)
-    return memory(schedule, on_stages, costs.memory, counts, sizes, numbers(args), [each * one for one in messages])
+    sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
+    waiting = [model.message_bytes * count for count in messages]
+    return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
 
 
-def recomputed_share(args: Any, work: Work, layers_a_stage: float) -> float:
-    """The part of the forward that I computes once more, as ``--recompute-granularity`` and its like ask.
+def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float) -> float:
+    """The part of the forward that I computes once more.
 
     Times given with ``--pipeline-costs`` are those without recompute.
 
     Args:
-        args: Megatron's, validated or not.
+        recompute: Megatron's own.
         work: of a decoder layer.
         layers_a_stage: decoder layers of a stage, of which ``--recompute-method block`` recomputes a number.
     """
-    found = recompute(args)
-    if found.layers != 0:
-        return 1.0 if found.layers is None else min(1.0, found.layers / max(layers_a_stage, 1.0))
-    return sum(work.share(module) for module in found.modules)
+    if recompute.layers != 0:
+        return 1.0 if recompute.layers is None else min(1.0, recompute.layers / max(layers_a_stage, 1.0))
+    return sum(work.share(module) for module in recompute.modules)
 
 
-def message_bytes(args: Any) -> float:
-    """One microbatch's hidden states on one rank."""
-    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    return float(args.seq_length * args.micro_batch_size * args.hidden_size / ranks * number_bytes(args))
+def stock_recompute(args: Any) -> StockRecompute:
+    """Megatron's flags of its own recompute."""
+    modules = tuple(args.recompute_modules or ())
+    return StockRecompute(args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
 
 
 def number_bytes(args: Any) -> int:
@@ -151,19 +199,9 @@ def expert_tensor(args: Any) -> int:
 
 
 def numbers(args: Any) -> Numbers:
-    """Bytes that each parameter takes."""
+    """Bytes that each parameter takes, of an optimizer that is not shared."""
     weight = float(number_bytes(args))
-    return Numbers(weight, _gradient(args), _state(args, weight == 2), _shared_by(args), _on_host(args))
-
-
-def recompute(args: Any) -> Recompute:
-    """What Megatron does again, beside the plan."""
-    if args.recompute_granularity == "full":
-        each = args.recompute_num_layers or 1
-        return Recompute(layers=None, together=each) if args.recompute_method == "uniform" else Recompute(layers=each)
-    if args.recompute_granularity == "selective":
-        return Recompute(modules=tuple(args.recompute_modules or ["core_attn"]))
-    return Recompute()
+    return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
 
 
 def tokens(args: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import Planned
@@ -12,6 +12,7 @@ from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.job.spec import JobSpec, Sizes
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
@@ -21,43 +22,43 @@ from megatron.schedules.utils.errors import PlanError
 _DOES_NOT_FIT = 3
 
 
-def dry_run(args: Any, asked: Planned, how: DryRun) -> NoReturn:
+def dry_run(asked: Planned, how: DryRun) -> NoReturn:
     """Say on the first rank what the job would be, and end: with status 0, or 3 where it does not fit its device."""
     try:
         room, planner = how.device_bytes, Planner(asked)
-        found = estimated(args, asked, planner)
-        _, source = supposed_gpus(args, how.gpus)
+        found = estimated(asked, planner)
+        _, source = supposed_gpus(asked.spec.sizes, how.gpus)
     except PlanError as error:
         refuse(error.told(FLAGS))
-    sys.stdout.write("\n".join([_heading(args, source), planner.summary(), _table(found, planner, args)]) + "\n")
+    sys.stdout.write(
+        "\n".join([_heading(asked.spec.sizes, source), planner.summary(), _table(found, planner, asked.spec)]) + "\n"
+    )
     status = 0
     if room is not None:
         worst = found.ranks[found.worst]
         fits = worst.device <= room
         sys.stdout.write(verdict(found.worst, _rank(found, planner, found.worst), room) + "\n")
         if not fits:
-            sys.stdout.write(advice(args, found, room) + "\n")
+            sys.stdout.write(advice(asked.spec, found, room) + "\n")
             status = _DOES_NOT_FIT
     sys.stdout.write(f"not counted: {NOT_COUNTED}\n")
     sys.stdout.flush()
     raise SystemExit(status)
 
 
-def _heading(args: Any, source: str) -> str:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    context, experts = args.context_parallel_size, args.expert_model_parallel_size
-    sizes = {"tensor": tensor, "context": context, "expert": experts, "pipeline": pipeline}
-    sizes["data"] = args.world_size // (tensor * pipeline * context)
-    said = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"dry run, nothing is started: {args.world_size} GPUs ({source}), parallel: {said}"
+def _heading(sizes: Sizes, source: str) -> str:
+    parts = {"tensor": sizes.tensor, "context": sizes.context, "expert": sizes.expert, "pipeline": sizes.pipeline}
+    parts["data"] = sizes.world // sizes.of_replica
+    said = ", ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+    return f"dry run, nothing is started: {sizes.world} GPUs ({source}), parallel: {said}"
 
 
-def _table(found: Estimate, planner: Planner, args: Any) -> str:
+def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
     kernel = "in one kernel" if found.fused else "with its scores kept"
     lines = [
-        f"activations as layers of {args.transformer_impl} keep them, attention {kernel}",
-        f"layers by stage: {as_layout(found.counts, args.mtp_num_layers or 0)}",
+        f"activations as layers of {spec.stock['transformer_impl']} keep them, attention {kernel}",
+        f"layers by stage: {as_layout(found.counts, spec.layers.ahead)}",
         as_text(ranks).rstrip(),
     ]
     if not found.shape.vocabulary:

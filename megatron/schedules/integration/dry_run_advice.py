@@ -1,41 +1,37 @@
-"""What would make a job fit its device: changes of its flags, each planned and counted before it is named."""
+"""What would make a job fit its device: changes of the job, each planned and counted before it is named."""
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.check import planned_job, validate
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.settings import settings_of
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
+from megatron.schedules.job.spec import JobSpec, StockRecompute
+from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
 from megatron.schedules.utils.errors import PlanError
 
 _MOST = 3
 _GIB = 2.0**30
 # Such plans need not be good, only possible.
 _SEARCH_SECONDS = 1.0
-_ADAPTIVE = "--pipeline-schedule adaptive --pipeline-memory-limit {:.2f}"
 # Less by a thousandth is no help.
 _LESS = 0.999
-# What a plan asks for beside its schedule's name.
-_PLAIN: Mapping[str, Any] = dict.fromkeys(("pipeline_memory_limit", "pipeline_save_memory"))
 
 
-def advice(args: Any, found: Estimate, room: float) -> str:
+def advice(spec: JobSpec, found: Estimate, room: float) -> str:
     """One line: flags with each of which alone it fits, or a few with which together it does.
 
     Args:
-        args: the job's.
+        spec: the job.
         found: what it holds.
         room: bytes of a device.
     """
     flags: list[str] = []
     for _ in range(_MOST):
-        better = list(_better(args, found, room))
+        better = list(_better(spec, found, room))
         fitting = [each for each in better if each.device <= room]
         if fitting:
             also = f"{' and '.join(flags)}, and " if flags else ""
@@ -44,7 +40,7 @@ def advice(args: Any, found: Estimate, room: float) -> str:
             break
         best = min(better, key=lambda each: each.device)
         flags.append(str(best))
-        args, found = best.args, best.found
+        spec, found = best.spec, best.found
     if not flags:
         return "no flag that was tried helps: use more GPUs"
     return f"nothing that was tried is enough: use more GPUs. Most helps {' and '.join(flags)}"
@@ -55,11 +51,11 @@ class _Changed(NamedTuple):
 
     Args:
         flags: as they are written.
-        args, found: what they are parsed to, and what the job then holds.
+        spec, found: the job with them, and what it then holds.
     """
 
     flags: str
-    args: Any
+    spec: JobSpec
     found: Estimate
 
     @property
@@ -71,16 +67,16 @@ class _Changed(NamedTuple):
         return f"{self.flags} ({self.device / _GIB:.2f} GiB)"
 
 
-def _better(args: Any, found: Estimate, room: float) -> Iterator[_Changed]:
+def _better(spec: JobSpec, found: Estimate, room: float) -> Iterator[_Changed]:
     """What holds less than ``found`` on the rank that holds most; no more than a few that fit."""
     fitting = 0
-    for flags, changes in _candidates(args, found, room):
-        if fitting and changes.get("pipeline_save_memory"):
+    for flags, changed in _candidates(spec, found, room):
+        if fitting and changed.settings.saving.recompute and not spec.settings.saving.recompute:
             return  # which takes long to plan
-        changed = _changed(args, changes)
-        if changed is None:
+        held = _held(changed)
+        if held is None:
             continue
-        each = _Changed(flags, *changed)
+        each = _Changed(flags, changed, held)
         if each.device < _LESS * found.ranks[found.worst].device:
             yield each
             fitting += each.device <= room
@@ -88,56 +84,58 @@ def _better(args: Any, found: Estimate, room: float) -> Iterator[_Changed]:
             return
 
 
-def _candidates(args: Any, found: Estimate, room: float) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Flags, and what they are parsed to; those first that cost least time."""
-    if not args.use_distributed_optimizer:
-        yield "--use-distributed-optimizer", {"use_distributed_optimizer": True}
-    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        yield "--sequence-parallel", {"sequence_parallel": True}
-    if not args.pipeline_vocabulary_parallel:
-        yield "--pipeline-vocabulary-parallel", {"pipeline_vocabulary_parallel": True}
+def _candidates(spec: JobSpec, found: Estimate, room: float) -> Iterator[tuple[str, JobSpec]]:
+    """Flags, and the job with them; those first that cost least time."""
+    sizes, settings, model = spec.sizes, spec.settings, spec.model
+    assert model is not None, "it was counted"
+    if not sizes.optimizer_instances:
+        yield "--use-distributed-optimizer", replace(spec, sizes=replace(sizes, optimizer_instances=1))
+    if sizes.tensor > 1 and not model.build.sequence_parallel:
+        build = replace(model.build, sequence_parallel=True)
+        yield "--sequence-parallel", replace(spec, model=replace(model, build=build))
+    if not settings.vocabulary_parallel:
+        yield "--pipeline-vocabulary-parallel", replace(spec, settings=replace(settings, vocabulary_parallel=True))
     for name in ("v-half", "v-min"):
-        if args.pipeline_schedule != name:
-            yield f"--pipeline-schedule {name}", {**_PLAIN, "pipeline_schedule": name}
-    limit = _limit(args, found, room)
-    adaptive = {
-        **_PLAIN,
-        "pipeline_schedule": "adaptive",
-        "pipeline_memory_limit": f"{limit or 1:.2f}",
-    }
+        if settings.schedule.name != name:
+            yield f"--pipeline-schedule {name}", _under(spec, name)
+    limit = _limit(spec, found, room)
+    adaptive = {"memory_limit": MemoryLimit(f"{limit or 1:.2f}", limit or 1), "search_seconds": _SEARCH_SECONDS}
+    flags = f"--pipeline-schedule adaptive --pipeline-memory-limit {limit or 1:.2f}"
     if limit is not None:
-        yield _ADAPTIVE.format(limit), adaptive
-    if args.recompute_granularity is None and not settings_of(args).saving.recompute:
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", full
-    if limit is not None and args.recompute_granularity != "full":
-        yield (
-            f"{_ADAPTIVE.format(limit)} --pipeline-save-memory recompute",
-            {**adaptive, "pipeline_save_memory": "recompute"},
-        )
+        yield flags, _under(spec, "adaptive", **adaptive)
+    if spec.recompute.granularity is None and not settings.saving.recompute:
+        full = StockRecompute("full", "uniform", 1)
+        written = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield written, replace(spec, recompute=full)
+    if limit is not None and spec.recompute.granularity != "full":
+        recompute = _under(spec, "adaptive", saving=MemorySaving(recompute=True), **adaptive)
+        yield f"{flags} --pipeline-save-memory recompute", recompute
 
 
-def _limit(args: Any, found: Estimate, room: float) -> float | None:
+def _under(spec: JobSpec, name: str, **settings: Any) -> JobSpec:
+    """The job under another schedule, without what the one it has was given."""
+    plain: dict[str, Any] = {"memory_limit": None, "saving": MemorySaving()}
+    changed = replace(spec.settings, schedule=ScheduleChoice(name, name), **(plain | settings))
+    return replace(spec, settings=changed, csv=None)
+
+
+def _limit(spec: JobSpec, found: Estimate, room: float) -> float | None:
     """What is left of the room, as a part of 1F1B's activation memory, rounded down; None where nothing is."""
     worst = found.ranks[found.worst]
-    changed = _changed(args, {**_PLAIN, "pipeline_schedule": "1f1b"})
+    held = _held(_under(spec, "1f1b"))
     left = room - worst.static - worst.messages
-    if changed is None or left <= 0:
+    if held is None or left <= 0:
         return None
-    whole = max(each.activations for each in changed[1].ranks)
+    whole = max(each.activations for each in held.ranks)
     # The worst rank may hold a little more than its share, that of the ends.
     return int(95 * min(1.0, left / whole)) / 100 or None
 
 
-def _changed(args: Any, changes: Mapping[str, Any]) -> tuple[Any, Estimate] | None:
-    """The job with ``changes``, and what it holds; None where it would be refused."""
-    others = copy.copy(args)
-    for name, value in changes.items():
-        setattr(others, name, value)
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        try:
-            adaptive = others.pipeline_schedule.startswith("adaptive")
-            asked = check(others, _SEARCH_SECONDS if adaptive else None)
-            return None if asked is None else (others, estimated(others, asked, Planner(asked)))
-        except (SystemExit, PlanError):
-            return None
+def _held(spec: JobSpec) -> Estimate | None:
+    """What the job holds; None where it would be refused."""
+    try:
+        validate(spec)
+        asked = planned_job(spec, quiet=True)
+        return estimated(asked, Planner(asked))
+    except PlanError:
+        return None

@@ -22,7 +22,6 @@ from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
 
-from megatron.schedules.estimate.megatron_flags import divisible
 from megatron.schedules.integration import checkpoints, log_line
 from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.cpu import standin
@@ -34,10 +33,8 @@ from megatron.schedules.integration.flags.measuring import measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.settings import settings_of
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.lengths.background import LengthsBeside
@@ -48,6 +45,7 @@ from megatron.schedules.integration.replan import JobReplan
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.integration.session import Replacement, Session
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.runtime.ranges import ProfilerRanges
 
@@ -80,21 +78,21 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         asked = check(args) if hasattr(args, "pipeline_schedule") else None
         if asked is None:
             return stock(args, *rest, **kwargs)
-        settings = settings_of(args)
+        spec, settings = asked.spec, asked.spec.settings
         if settings.dry_run is not None:
-            dry_run(args, asked, settings.dry_run)
+            dry_run(asked, settings.dry_run)
         if standin.needed() and not standin.enabled():
             refuse(
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
                 'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
             )
-        if settings.vocabulary_parallel and (shape := shape_of(args)) is not None:
-            args.padded_vocab_size = divisible(shape.vocabulary, args)
+        if settings.vocabulary_parallel and spec.shape is not None:
+            args.padded_vocab_size = spec.shape.vocabulary
         placement = asked.schedule.placement
         placed = None if settings.layers == "even" else asked.request.decisions.layers
         if placed is not None:  # as if it had been written so
             args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
-        layers = placed or (layers_by_stage(args, placement.stages) if placement.chunks > 1 else ())
+        layers = placed or (layers_by_stage(spec.layers, placement.stages) if placement.chunks > 1 else ())
         result = stock(args, *rest, **kwargs)
         if placement.chunks > 1:
             args.virtual_pipeline_model_parallel_size = placement.chunks
@@ -104,7 +102,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
             # The layout says it; stock's configuration takes one or the other.
             args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
             args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-        session.args, session.planner = args, Planner(asked)
+        session.args, session.spec, session.planner = args, spec, Planner(asked)
         return result
 
     return validate_args
@@ -112,11 +110,11 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
 
 def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacement:
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        if session.planner is None:
+        if session.planner is None or session.spec is None:
             return stock(*args, **kwargs)
         if session.function is None:
             training.print_rank_0(f"{session.planner.summary()}\n{found()}")
-            settings, args_now = settings_of(session.args), session.args
+            settings, args_now = session.spec.settings, session.args
             measured = measured_iterations(settings.measuring, args_now.train_iters)
             session.log = RunLog(session.planner, args_now)
             session.function = ScheduleFunction(
@@ -127,7 +125,7 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
                 stall_seconds=settings.stall_seconds,
                 report_memory=measured is not None,
                 observers=[ProfilerRanges()] if args_now.profile else (),
-                lengths=_lengths(session.planner, args_now) if settings.plan_lengths else None,
+                lengths=_lengths(session.planner, session.spec, args_now) if settings.plan_lengths else None,
                 watchers=[session.log],
                 profiler=None if measured is None else Profiler(session.planner, args_now, measured),
             )
@@ -146,8 +144,8 @@ def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacem
     return get_forward_backward_func
 
 
-def _lengths(planner: Planner, args: Any) -> LengthsBeside:
-    return LengthsBeside(planner, attention_of(args), timedelta(minutes=args.distributed_timeout_minutes))
+def _lengths(planner: Planner, spec: JobSpec, args: Any) -> LengthsBeside:
+    return LengthsBeside(planner, attention_of(spec), timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def _validate_result(stock: Replacement, session: Session) -> Replacement:

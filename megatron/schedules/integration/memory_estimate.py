@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.megatron_flags import divisible
-from megatron.schedules.estimate.model_build import as_built, rank_memory
+from megatron.schedules.estimate.model_build import rank_memory
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.utils.errors import PlanError
 
 
@@ -37,22 +34,18 @@ class Estimate(NamedTuple):
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
 
 
-def estimated(args: Any, asked: Planned, planner: Planner) -> Estimate:
+def estimated(asked: Planned, planner: Planner) -> Estimate:
     """The memory of every rank of the job.
 
     Args:
-        args: Megatron's, parsed but not validated.
         asked, planner: the plan and its programs.
 
     Raises:
         PlanError: where flags leave the model's sizes to a checkpoint.
     """
-    shape, request = shape_of(args), asked.request
+    shape, model, request = asked.spec.shape, asked.spec.trained, asked.request
     counts = request.layers_on(planner.placement)
-    if shape is None or counts is None or request.costs.memory is None:
+    if shape is None or model is None or counts is None or request.costs.memory is None:
         raise PlanError(f"{FLAGS['dry_run']} needs the model's sizes: give their flags")
-    if request.costs.shared_vocabulary:
-        shape = replace(shape, vocabulary=divisible(shape.vocabulary, args))
-    build = as_built(args, shape)
-    found = rank_memory(args, build, planner.first, planner.timeline.costs, request, planner.messages)
-    return Estimate(found, counts, shape, build.shape.fused)
+    found = rank_memory(model, planner.first, planner.timeline.costs, request, planner.messages)
+    return Estimate(found, counts, shape, model.build.shape.fused)

@@ -13,6 +13,7 @@ from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.replan import JobReplan
 from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.job.spec import JobSpec
 
 Replacement = Callable[..., Any]
 """A function of stock's, or what takes its place."""
@@ -22,6 +23,7 @@ class Session:
     """The schedule chosen on the command line, once it is parsed, and the stage whose forward runs."""
 
     def __init__(self) -> None:
+        self.spec: JobSpec | None = None
         self.planner: Planner | None = None
         self.function: ScheduleFunction | None = None
         self.log: RunLog | None = None

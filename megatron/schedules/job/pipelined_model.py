@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.model_build import MESSAGES, message_bytes, rank_memory, with_model
+from megatron.schedules.estimate.model_build import MESSAGES, rank_memory, trained_model, with_model
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.measure.profile_facts import Profile
@@ -28,29 +28,28 @@ class PipelinedModel:
         samples, batch = args.micro_batch_size * microbatches, args.global_batch_size or 0
         self._data = batch // samples if batch and batch % samples == 0 else 1
         args.world_size = math.prod((args.tensor_model_parallel_size, args.context_parallel_size, ranks, self._data))
-        self._args, self._build = args, built(args, shared=shared)
-        self._shared = shared
-        self.layers = self._build.shape.layers
+        self._args, self._shared = args, shared
+        self._model = trained_model(args, built(args, shared=shared))
+        self.layers = self._model.build.shape.layers
 
     @property
     def times(self) -> Costs:
         """F, I and W by the model's arithmetic."""
-        return Costs(*loads(self._build).ratio)
+        return Costs(*loads(self._model.build).ratio)
 
     def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
         """``costs`` with what the parts of the model take and keep; see :func:`.model_build.with_model`."""
-        build, args = self._build, self._args
-        return with_model(costs, args, build, stages, shared=self._shared, placed=placed, profile=profile)
+        return with_model(costs, self._model, stages, shared=self._shared, placed=placed, profile=profile)
 
     @property
     def message_bytes(self) -> float:
         """One microbatch's hidden states on one rank."""
-        return message_bytes(self._args)
+        return self._model.message_bytes
 
     def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
         """What each rank holds in ``plan``, made for costs of :meth:`costs`."""
         schedule = plan.schedule
-        return rank_memory(self._args, self._build, schedule, plan.costs, plan.request, [MESSAGES] * schedule.ranks)
+        return rank_memory(self._model, schedule, plan.costs, plan.request, [MESSAGES] * schedule.ranks)
 
     def __str__(self) -> str:
         """What the bytes are counted for."""

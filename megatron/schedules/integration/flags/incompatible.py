@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron.schedules.integration.flags import vocabulary
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.layers.by_stage import placed_by_hand, wrong_layers
+from megatron.schedules.integration.flags.vocabulary import indivisible
+from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.integration.linears.te_version import te_fault
-from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
 
-def refusal(args: Any, settings: Settings, schedule: Schedule) -> str:
-    """Why Megatron's ``args`` do not go with ``schedule``, after its name; empty where they do."""
-    facts = _Facts(args, settings, schedule)
+def refusal(spec: JobSpec, schedule: Schedule) -> str:
+    """Why Megatron's flags do not go with ``schedule``, after its name; empty where they do."""
+    facts = _Facts(spec, schedule)
     return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
 
 
-def _is_set(args: Any, name: str) -> bool:
-    value = getattr(args, name, None)
+def _is_set(spec: JobSpec, name: str) -> bool:
+    value = spec.stock.get(name)
     return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
 
 
 class _Facts(NamedTuple):
-    args: Any
-    settings: Settings
+    spec: JobSpec
     schedule: Schedule
 
     def on(self, name: str) -> bool:
         """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        return _is_set(self.args, name)
+        return _is_set(self.spec, name)
 
     @property
     def splits(self) -> bool:
@@ -44,7 +43,7 @@ class _Facts(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        return self.settings.vocabulary_parallel
+        return self.spec.settings.vocabulary_parallel
 
     @property
     def chunks(self) -> int:
@@ -52,12 +51,12 @@ class _Facts(NamedTuple):
 
     @property
     def wrong_layers(self) -> str:
-        layers = self.settings.layers
-        return "" if layers == "auto" else wrong_layers(self.args, self.schedule.placement.stages, layers)
+        layers = self.spec.settings.layers
+        return "" if layers == "auto" else wrong_layers(self.spec.layers, self.schedule.placement.stages, layers)
 
     @property
     def unsplittable(self) -> str:
-        return unsplittable(self.args, self.settings) if self.splits else ""
+        return unsplittable(self.spec) if self.splits else ""
 
 
 class _Rule(NamedTuple):
@@ -95,18 +94,19 @@ def _shared(name: str, why: str, written: str | None = None) -> _Rule:
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
 
 
-def unsplittable(args: Any, settings: Settings) -> str:
+def unsplittable(spec: JobSpec) -> str:
     """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
-    if not _is_set(args, "transformer_impl"):
+    if not _is_set(spec, "transformer_impl"):
         return ""
-    if args.transformer_impl == "transformer_engine":
-        fault = te_fault() if settings.dry_run is None else None
+    used = spec.stock["transformer_impl"]
+    if used == "transformer_engine":
+        fault = te_fault() if spec.settings.dry_run is None else None
     else:
         fault = "of Megatron's linears only the local ones and Transformer Engine's can be split"
     if fault is None:
         return ""
     return (
-        f"does not work with --transformer-impl {args.transformer_impl} here: {fault}; use --transformer-impl local, "
+        f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local, "
         "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
     )
 
@@ -134,7 +134,7 @@ _ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two ou
 _RULES = (
     _Rule(
         lambda facts: (
-            (facts.chunks > 1 or placed_by_hand(facts.args) or facts.settings.layers != "even")
+            (facts.chunks > 1 or facts.spec.layers.by_hand or facts.spec.settings.layers != "even")
             and bool(facts.wrong_layers)
         ),
         lambda facts: facts.wrong_layers,
@@ -172,7 +172,7 @@ _RULES = (
     _again("kitchen_recipe_number", _NOT_TWICE),
     _again("te_rng_tracker", "its random states cannot be brought back one by one; leave the flag out"),
     _Rule(
-        lambda facts: facts.does_again and facts.args.recompute_granularity == "full",
+        lambda facts: facts.does_again and facts.spec.recompute.granularity == "full",
         lambda facts: (
             "with forwards done again (R) does not work with --recompute-granularity full: both do whole layers again; "
             "leave the flag out, or give selective"
@@ -195,22 +195,22 @@ _RULES = (
     _flag(
         "step_batch_size_schedule",
         "a CSV is for one number of microbatches",
-        lambda f: f.settings.schedule.name == "file",
+        lambda f: f.spec.settings.schedule.name == "file",
     ),
     _Rule(
-        lambda f: f.args.ckpt_format == "torch" and not f.schedule.placement.looped,
+        lambda f: f.spec.stock.get("ckpt_format") == "torch" and not f.schedule.placement.looped,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
     ),
     _Rule(
-        lambda facts: facts.shares and facts.args.ckpt_format == "torch",
+        lambda facts: facts.shares and facts.spec.stock.get("ckpt_format") == "torch",
         lambda facts: (
             f"with {FLAGS['shared_vocabulary']} does not work with --ckpt-format torch: it does not say which words a "
             "rank holds; leave the flag out"
         ),
     ),
     _Rule(
-        lambda facts: facts.shares and bool(vocabulary.indivisible(facts.args)),
-        lambda facts: f"with {FLAGS['shared_vocabulary']} {vocabulary.indivisible(facts.args)}",
+        lambda facts: facts.shares and bool(indivisible(facts.spec)),
+        lambda facts: f"with {FLAGS['shared_vocabulary']} {indivisible(facts.spec)}",
     ),
     _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
     _shared("sft", _ONE_SHAPE),

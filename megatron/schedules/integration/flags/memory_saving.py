@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 
 
-def with_relief(args: Any, settings: Settings, request: Request) -> Request:
+def with_relief(spec: JobSpec, request: Request) -> Request:
     """``request`` as ``--pipeline-save-memory`` asks.
 
     Raises:
         PlanError: naming the flag that cannot be read, or what it lacks.
     """
-    flag, saving, costs = FLAGS["save_memory"], settings.saving, request.costs
-    if saving.recompute and args.recompute_granularity == "full":
+    saving, costs = spec.settings.saving, request.costs
+    flag = FLAGS["again" if saving.recompute else "offload"]
+    if saving.recompute and spec.recompute.granularity == "full":
         raise PlanError(
-            f"{flag} {args.pipeline_save_memory} does not go with --recompute-granularity full: both recompute whole "
-            "layers; leave one of them out"
+            f"{flag} does not go with --recompute-granularity full: both recompute whole layers; leave one of them out"
         )
     if (saving.recompute or saving.offload) and costs.memory is None:
-        raise PlanError(f"{flag} {args.pipeline_save_memory} needs the model's sizes: give their flags")
+        raise PlanError(f"{flag} needs the model's sizes: give their flags")
     if saving.offload and costs.memory is not None:
-        costs = replace(costs, copy=_copy_time(settings, costs, costs.memory.of_rank(request.ranks)))
+        costs = replace(costs, copy=_copy_time(spec.settings, costs, costs.memory.of_rank(request.ranks)))
     if request.schedule == "file":  # says itself what goes
         return replace(request, costs=costs)
     return replace(request, costs=costs, recompute=saving.recompute, offload=saving.offload)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron.schedules.estimate.model_build import as_built
 from megatron.schedules.estimate.times import attention_shares
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.layers.arithmetic import shape_of
-from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.utils.errors import PlanError
 
@@ -21,20 +17,21 @@ _NOT_WITH = {
 }
 
 
-def check_plan_lengths(args: Any, settings: Settings) -> None:
+def check_plan_lengths(spec: JobSpec) -> None:
     """Refuse the flag where it cannot work.
 
     Raises:
         PlanError: naming what it does not go with.
     """
+    settings, stock = spec.settings, spec.stock
     if not settings.plan_lengths:
         return
     for name, why in _NOT_WITH.items():
-        if getattr(args, name, None):
+        if stock.get(name):
             raise PlanError(f"{_FLAG} does not go with --{name.replace('_', '-')}: {why}")
-    if getattr(args, "dataloader_type", None) == "external":
+    if stock.get("dataloader_type") == "external":
         raise PlanError(f"{_FLAG} does not go with --dataloader-type external: its state would be an iteration ahead")
-    if (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
+    if spec.sizes.expert > 1:
         raise PlanError(
             f"{_FLAG} does not go with --expert-model-parallel-size above 1: replicas that share experts would run "
             "different orders; leave one of the two out"
@@ -54,12 +51,14 @@ def check_plan_lengths(args: Any, settings: Settings) -> None:
             )
     if settings.measures_limit:
         raise PlanError(f"{_FLAG} does not go with {FLAGS['memory_limit']} auto: give a number")
-    if shape_of(args) is None:
+
+
+def attention_of(spec: JobSpec) -> tuple[float, float]:
+    """The shares of an average layer's F and I that attention takes at the full sequence length.
+
+    Raises:
+        PlanError: where the model's sizes are not known.
+    """
+    if spec.build is None:
         raise PlanError(f"{_FLAG} needs the model's sizes, to know what attention takes: give their flags")
-
-
-def attention_of(args: Any) -> tuple[float, float]:
-    """The shares of an average layer's F and I that attention takes at the full sequence length."""
-    shape = shape_of(args)
-    assert shape is not None, "checked before"
-    return attention_shares(as_built(args, shape))
+    return attention_shares(spec.build)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.schedules.integration.late_imports import after_megatron
+from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.job.values import Layers
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 
 
-def layers_by_stage(args: Any, stages: int, layers: Layers = "even") -> tuple[int, ...]:
+def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") -> tuple[int, ...]:
     """Decoder layers of each of ``stages`` stages in model order. Several chunks a rank are several stages.
 
     All alike, unless the flags say otherwise: ``--account-for-embedding-in-pipeline-split`` makes the first stage one
@@ -18,7 +17,7 @@ def layers_by_stage(args: Any, stages: int, layers: Layers = "even") -> tuple[in
     ``--decoder-last-pipeline-num-layers`` name theirs; ``--pipeline-model-parallel-layout`` names every stage's.
 
     Args:
-        args: Megatron's.
+        stock: what Megatron's flags say.
         stages: of the pipeline.
         layers: as ``--pipeline-layers`` says, which goes before all of these.
 
@@ -26,24 +25,24 @@ def layers_by_stage(args: Any, stages: int, layers: Layers = "even") -> tuple[in
         PlanError: where the layers do not spread so, naming what would.
     """
     if isinstance(layers, tuple):
-        return _as_given(args, stages, layers)
-    if args.pipeline_model_parallel_layout is not None:
-        return _as_written(args, stages)
-    if not placed_by_hand(args):
-        return _alike(args, stages)
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+        return _as_given(stock, stages, layers)
+    if stock.layout is not None:
+        return _as_written(stock, stock.layout, stages)
+    if not stock.by_hand:
+        return _alike(stock, stages)
+    first, last = stock.first, stock.last
     if any(count is not None and count < 1 for count in (first, last)):
         raise PlanError(
             "needs a layer at each end that --decoder-first-pipeline-num-layers or -last- names; for ends without one "
             "use --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split or a layout"
         )
     between = stages - (first is not None) - (last is not None)
-    each, rest = divmod((args.num_layers or 0) - (first or 0) - (last or 0), max(between, 1))
+    each, rest = divmod((stock.count or 0) - (first or 0) - (last or 0), max(between, 1))
     if rest or each < 1 or between < 1:
         ends = (first or 0) + (last or 0)
         raise PlanError(
             f"has {stages} stages, {between} of them between the ends that --decoder-first-pipeline-num-layers and "
-            f"-last- name: use --num-layers {ends} + a multiple of {between}, not {args.num_layers}"
+            f"-last- name: use --num-layers {ends} + a multiple of {between}, not {stock.count}"
         )
     counts = [each] * stages
     counts[0] = each if first is None else first
@@ -51,33 +50,27 @@ def layers_by_stage(args: Any, stages: int, layers: Layers = "even") -> tuple[in
     return tuple(counts)
 
 
-def wrong_layers(args: Any, stages: int, layers: Layers = "even") -> str:
+def wrong_layers(stock: StockLayers, stages: int, layers: Layers = "even") -> str:
     """Why the layers do not spread over so many stages; empty where they do."""
     try:
-        layers_by_stage(args, stages, layers)
+        layers_by_stage(stock, stages, layers)
     except PlanError as error:
         return str(error)
     return ""
 
 
-def placed_by_hand(args: Any) -> bool:
-    """Whether a flag of Megatron's says how many layers single stages hold."""
-    flags = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    return any(getattr(args, flag) is not None for flag in flags)
-
-
-def _as_given(args: Any, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+def _as_given(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     said = f"--pipeline-layers {','.join(map(str, layers))}"
     if len(layers) != stages:
         raise PlanError(f"has {stages} stages and {said} has {len(layers)}: give a number for each, in model order")
-    if sum(layers) != args.num_layers:
-        raise PlanError(f"has {args.num_layers} layers (--num-layers) and {said} has {sum(layers)}: give as many")
+    if sum(layers) != stock.count:
+        raise PlanError(f"has {stock.count} layers (--num-layers) and {said} has {sum(layers)}: give as many")
     return layers
 
 
-def _alike(args: Any, stages: int) -> tuple[int, ...]:
-    first, last = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-    counted = (args.num_layers or 0) + first + last
+def _alike(stock: StockLayers, stages: int) -> tuple[int, ...]:
+    first, last = stock.stand_in
+    counted = (stock.count or 0) + first + last
     each, rest = divmod(counted, stages)
     if rest or not each:
         also = " and ".join(["the embedding"] * first + ["the output layer"] * last)
@@ -85,13 +78,12 @@ def _alike(args: Any, stages: int) -> tuple[int, ...]:
         instead = " or ".join(str(count - first - last) for count in fitting)
         raise PlanError(
             f"has {stages} stages: --num-layers{f' with {also}' if also else ''} must be a multiple of {stages}; "
-            f"use {instead}, not {args.num_layers}"
+            f"use {instead}, not {stock.count}"
         )
-    return even(args.num_layers, stages, (first, last))
+    return even(stock.count or 0, stages, (first, last))
 
 
-def _as_written(args: Any, stages: int) -> tuple[int, ...]:
-    text = args.pipeline_model_parallel_layout
+def _as_written(stock: StockLayers, text: str, stages: int) -> tuple[int, ...]:
     try:
         layouts = after_megatron("megatron.core.transformer.pipeline_parallel_layer_layout")
         parsed = layouts.PipelineParallelLayerLayout.parse_str_to_list(text)
@@ -110,9 +102,9 @@ def _as_written(args: Any, stages: int) -> tuple[int, ...]:
     decoders = plain.count("decoder")
     if plain != ["embedding", *["decoder"] * decoders, "loss"]:
         raise PlanError(f"--pipeline-model-parallel-layout {text!r} must begin with E, end with L, and hold t between")
-    if decoders != args.num_layers:
+    if decoders != stock.count:
         raise PlanError(
-            f"--pipeline-model-parallel-layout {text!r} holds {decoders} layers and --num-layers is {args.num_layers}"
+            f"--pipeline-model-parallel-layout {text!r} holds {decoders} layers and --num-layers is {stock.count}"
         )
     if any("mtp" in stage for stage in written[:-1]):
         raise PlanError(

@@ -1,0 +1,33 @@
+"""A job as data: what its sizes come to."""
+
+from __future__ import annotations
+
+from megatron.schedules.estimate.device_memory import Recompute
+from megatron.schedules.estimate.hardware import SHAPES
+from megatron.schedules.job.spec import Sizes, StockRecompute
+
+
+def test_an_optimizers_state_is_shared_by_replicas_and_of_experts_by_theirs():
+    sizes = Sizes(64, pipeline=4, tensor=2, expert=4, expert_tensor=1, has_experts=True)
+    assert sizes.optimizer_shared_by == (1, 1)
+    distributed = Sizes(64, 4, 2, expert=4, has_experts=True, optimizer_instances=2)
+    assert distributed.optimizer_shared_by == (4, 2)
+
+
+def test_the_least_world_has_a_place_for_every_expert():
+    assert Sizes(0, pipeline=4, tensor=2, context=3).least_world == 24
+    assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2, has_experts=True).least_world == 64
+    assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2).least_world == 8
+
+
+def test_megatrons_recompute_repeats_its_share_of_the_forward():
+    parts = SHAPES["9.6B"].layer(experts=False)
+    assert StockRecompute().share(parts, 4) == 0
+    assert StockRecompute("full", "uniform", 1).share(parts, 4) == 1
+    assert StockRecompute("full", "block", 1).share(parts, 4) == 0.25
+    selective = StockRecompute("selective")
+    assert selective.share(parts, 4) == parts.scores.flops / parts.whole.flops
+    both = StockRecompute("selective", modules=("core_attn", "mlp", "nobody knows"))
+    assert both.share(parts, 4) == (parts.scores.flops + parts.mlp.flops) / parts.whole.flops
+    assert StockRecompute("full", "block", 3).kept == Recompute(layers=3)
+    assert selective.kept == Recompute(modules=("core_attn",))
