@@ -21,13 +21,14 @@ from megatron.schedules.planner.registry import NAMES, describe
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import as_form, counted, figures, number, percent, title
+from megatron.schedules.report.figures import as_form, figures, number, percent, title
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer
+from megatron.schedules.utils.printable import counted
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
@@ -51,6 +52,9 @@ _COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
 _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
 # Of the forms whose files do not end in their name.
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
+
+# Below a comparison without it.
+_ADAPTIVE = "\nadaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
 
 _gradients = click.option(
     "--gradients",
@@ -142,7 +146,8 @@ def _compare(schedules: Sequence[str], form: str | None, output: Path | None, **
         emit(picture(draw_comparison(rows, _caption(ask)), form), output)
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
-    emit(write[form](rows), output)
+    without = form == "text" and not schedules and "adaptive" not in ask.names
+    emit(write[form](rows) + (_ADAPTIVE if without else ""), output)
 
 
 @_program.command("draw", epilog=_SCHEDULES)

@@ -37,7 +37,7 @@ from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer, not_negative, positive, read_text
-from megatron.schedules.utils.printable import printable
+from megatron.schedules.utils.printable import counted, printable
 
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
 _STALL_SECONDS = 120.0
@@ -261,7 +261,7 @@ def _microbatches(args: Any, chunks: int | None) -> int:
     for batch in fitting:
         size, microbatches = args.pipeline_model_parallel_size, batch // each
         chunks_too = "" if chunks is None else f" and {FLAGS['chunks']} {chunks}"
-        said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {microbatches} microbatches{chunks_too},"
+        said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {counted(microbatches, 'microbatch')}{chunks_too},"
         check_size(size, microbatches, chunks, said)
     return fitting[0] // each
 
