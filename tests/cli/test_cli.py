@@ -107,8 +107,36 @@ def test_the_ending_of_the_file_chooses_the_format(tmp_path, ending, begins, cap
 
 def test_compare_has_every_schedule(capsys):
     assert main(["compare", *SIZE]) == 0
-    lines = capsys.readouterr().out.splitlines()[3:]
+    compared, said = capsys.readouterr().out.split("\n\n")
+    lines = compared.splitlines()[3:]
     assert [line.split()[0] for line in lines] == [name for name in NAMES if name not in ("adaptive", "file")]
+    assert (
+        said == "adaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--schedule", "1f1b"],
+        ["--format", "markdown"],
+        ["--format", "csv"],
+        ["--memory-limit", "0.5", "--search-seconds", "0.1"],
+    ],
+)
+def test_compare_speaks_of_adaptive_only_where_it_is_left_out_unasked(more, capsys):
+    assert main(["compare", *SIZE, *more]) == 0
+    assert "adaptive is not shown" not in capsys.readouterr().out
+
+
+def test_compare_says_why_1f1b_holds_more_than_1f1bs_memory(capsys):
+    asked = ["compare", *SIZE, "--schedule", "1f1b"]
+    for form in ("text", "markdown"):
+        assert main([*asked, "--format", form, "--model", "Llama-3-8B"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "100 % of 1F1B's memory is what d microbatches hold in the layers of an average rank" in said
+        assert main([*asked, "--format", form]) == 0
+        assert "is what d microbatches" not in capsys.readouterr().out
 
 
 def test_compare_gives_a_reason_where_there_is_no_plan(capsys):

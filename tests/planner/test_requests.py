@@ -58,7 +58,7 @@ def refused(request: Request) -> str:
         ),
         (
             Request("zb-1p", 4, 8, Costs(stage_activations=(1.0,) * 7)),
-            "7 stage activations given for sequential (4 ranks x 1 chunks), which has 4 stages",
+            "7 stage activations given for sequential (4 ranks x 1 chunk), which has 4 stages",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value.schedule,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron.schedules.report.figures import counted, figures, microbatches, number, percent, ticks, title
+from megatron.schedules.report.figures import above_itself, figures, microbatches, number, percent, ticks, title
+from megatron.schedules.utils.printable import counted
 from tests.report.made import timeline
 
 
@@ -61,3 +64,10 @@ def test_memory_has_bytes_where_a_microbatch_has():
 )
 def test_ticks_are_round_and_far_enough_apart(until, apart, found):
     assert ticks(until, apart) == pytest.approx(found)
+
+
+def test_1f1b_above_its_own_memory_is_explained():
+    base = figures(timeline("1f1b", 4, 8))
+    assert above_itself([base]) == ""
+    assert above_itself([replace(base, name="eager-1f1b", share=1.75)]) == ""
+    assert "come on top, under 1F1B too" in above_itself([base, replace(base, share=1.257)])

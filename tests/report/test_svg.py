@@ -142,6 +142,14 @@ def test_a_heading_keeps_to_the_page():
         assert sum("copying" in "".join(head.itertext()) for head in heads) == 1
 
 
+def test_1f1b_above_its_own_memory_is_explained_below():
+    even = timeline("1f1b", 4, 8)
+    uneven = simulate(even.schedule, Costs(stage_activations=(1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
+    reason = "under 1F1B too."
+    assert reason in words(ElementTree.fromstring(draw_svg([uneven], "a caption.")))
+    assert reason not in words(ElementTree.fromstring(draw_svg([even], "a caption.")))
+
+
 def test_the_memory_curve_reaches_the_planned_peak():
     half = timeline("v-half", 4, 8)
     root = ElementTree.fromstring(draw_svg([half]))

@@ -9,7 +9,9 @@ from rich.style import Style
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.text import draw_text
+from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, Kind
+from megatron.schedules.schedule.simulator import simulate
 from tests.report.made import relieved, timeline
 
 
@@ -120,6 +122,13 @@ def test_memory_has_its_unit_and_is_in_gib_too_where_a_model_says_what_a_microba
     assert max(map(len, plain.splitlines())) <= 100
     one = draw_text([timeline("1f1b", 2, 1)], 100, colour=False).plain
     assert "peak memory  1 microbatch of activations" in one
+
+
+def test_1f1b_above_its_own_memory_is_explained_below():
+    even = timeline("1f1b", 4, 8)
+    uneven = simulate(even.schedule, Costs(stage_activations=(1.3, 0.9, 0.9, 0.9)).on(even.schedule.placement))
+    assert "under 1F1B too." in draw_text([uneven], 100, colour=False).plain
+    assert "under 1F1B too." not in draw_text([even], 100, colour=False).plain
 
 
 @pytest.mark.parametrize("width", [1, 10, 40])

@@ -104,4 +104,4 @@ def test_a_v_is_a_zigzag_of_two_chunks(ranks: int):
 def test_a_placement_says_what_it_is():
     assert str(v_shape(4)) == "v (4 ranks x 2 chunks)"
     assert str(zigzag(4, 3)) == "zigzag (4 ranks x 3 chunks)"
-    assert str(sequential(2)) == "sequential (2 ranks x 1 chunks)"
+    assert str(sequential(2)) == "sequential (2 ranks x 1 chunk)"

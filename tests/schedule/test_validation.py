@@ -57,7 +57,7 @@ def test_whole_and_split_backwards_may_be_mixed():
 
 def test_there_is_one_row_for_each_rank():
     assert refused(written(sequential(3), 1, "0F0 0B0", "1F0 1B0")) == "written: 2 rows for 3 ranks"
-    assert refused(written(sequential(1), 1, "0F0 0B0", "")) == "written: 2 rows for 1 ranks"
+    assert refused(written(sequential(1), 1, "0F0 0B0", "")) == "written: 2 rows for 1 rank"
 
 
 @pytest.mark.parametrize("microbatches", [0, -1])

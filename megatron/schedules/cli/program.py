@@ -22,12 +22,13 @@ from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import amount, counted, figures, number, percent, title
+from megatron.schedules.report.figures import amount, figures, number, percent, title
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer, size
+from megatron.schedules.utils.printable import counted
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
@@ -47,6 +48,9 @@ _COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
 _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
 # Of the forms whose files do not end in their name.
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
+
+# Below a comparison without it.
+_ADAPTIVE = "\nadaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
 
 _gradients = click.option(
     "--gradients",
@@ -170,7 +174,8 @@ def _compare(
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
-    emit(write[form](rows) + note, output)
+    without = form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in specs]
+    emit(write[form](rows) + note + (_ADAPTIVE if without else ""), output)
 
 
 @_program.command("draw", epilog=_SCHEDULES)

@@ -19,6 +19,7 @@ from megatron.schedules.search.microbatch_order import Places
 from megatron.schedules.search.polish import finished
 from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import counted
 
 # Passes that are placed in all: some 0.3 s on a usual core. A count, so that all ranks find the same.
 EFFORT = 2_400_000
@@ -113,7 +114,8 @@ class LengthsPlanner:
         """
         n = self._base.microbatches
         if len(loads.tokens) != n:
-            raise PlanError(f"lengths of {len(loads.tokens)} microbatches given for a plan of {n}", "plan_lengths")
+            given = counted(len(loads.tokens), "microbatch")
+            raise PlanError(f"lengths of {given} given for a plan of {n}", "plan_lengths")
         usual = self.usual(loads)
         if loads.alike:
             return usual

@@ -14,6 +14,7 @@ from megatron.schedules.schedule.simulator import peaks
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import counted
 
 # Shares of layers are sums of rounded ones.
 _ROUNDED = 1e-6
@@ -29,7 +30,7 @@ def check_plan(schedule: Schedule, request: Request) -> None:
     """
     if (schedule.ranks, schedule.microbatches) != (request.ranks, request.microbatches):
         raise PlanError(
-            f"the plan is for {schedule.ranks} ranks and {schedule.microbatches} microbatches, "
+            f"the plan is for {schedule.ranks} ranks and {counted(schedule.microbatches, 'microbatch')}, "
             f"not {request.ranks} and {request.microbatches}"
         )
     _check_name(schedule, request)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.schedules.measure.recorded_run import Recorded, to_text
-from megatron.schedules.report.figures import counted, title
+from megatron.schedules.report.figures import title
 from megatron.schedules.report.pictures import PICTURES, picture
 from megatron.schedules.report.views import View, explained, views
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.output_files import make_folder, write_text
-from megatron.schedules.utils.printable import printable_name
+from megatron.schedules.utils.printable import counted, printable_name
 
 # The form of a drawing, and the most passes of one that still opens.
 FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.printable import printable_name
+
+_EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def reference_memory(timeline: Timeline) -> int:
     return timeline.schedule.ranks
 
 
+def above_itself(found: Iterable[Figures]) -> str:
+    """Why 1F1B holds more than all of 1F1B's memory, in a sentence where it is among ``found`` and does."""
+    if not any(each.name == "1f1b" and each.share > 1 + _EPSILON for each in found):
+        return ""
+    return (
+        "100 % of 1F1B's memory is what d microbatches hold in the layers of an average rank, d being the pipeline "
+        "size; the embedding, the output layer and what a stage has beyond the average come on top, under 1F1B too."
+    )
+
+
 def title(name: str) -> str:
     """A schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B.
 
@@ -116,12 +129,6 @@ def microbatches(held: float, microbatch_bytes: float = 0.0) -> str:
 def amount(number: float) -> str:
     """So many bytes, for people."""
     return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.2f} MiB"
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 microbatch`` or ``2 microbatches``; ``4 ranks``."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
 
 
 def ticks(until: float, fewest_apart: float) -> list[float]:

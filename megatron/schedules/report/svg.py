@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
+    above_itself,
     amount,
-    counted,
     figures,
     microbatches,
     number,
@@ -26,6 +26,7 @@ from megatron.schedules.report.markup import markup
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.printable import counted
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18
@@ -288,7 +289,7 @@ class _Sheet:
     def caption(self, caption: str) -> None:
         """Plain words, and what the numbers are, in as many lines as they need."""
         caption += " Numbers in cells are microbatches." * self.numbered
-        for line in lines(caption, _SIZE, _WIDTH - _LEFT - _RIGHT):
+        for line in lines(f"{caption} {above_itself(self.found)}", _SIZE, _WIDTH - _LEFT - _RIGHT):
             self.text(_LEFT, self.y + 10, markup(line), "faint")
             self.y += 20
 

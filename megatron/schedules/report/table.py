@@ -7,8 +7,9 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 
-from megatron.schedules.report.figures import Figures, number, percent
+from megatron.schedules.report.figures import Figures, above_itself, number, percent
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.printable import printable_name
 
@@ -42,13 +43,15 @@ _HEADINGS = (
     ("throughput", "to 1F1B's"),
 )
 # Where any row has them.
+_PAGE = 78  # columns of a sentence below a table
 _BYTES = ("peak memory", "GiB")
 _RELIEF = (("done again", "of computing"), ("copying", "of the time"))
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """An aligned table; a reason stands where the numbers would."""
-    return aligned(*_table(rows))
+    """An aligned table; a reason stands where the numbers would. Below it what the table needs to be understood."""
+    note = _note(rows)
+    return aligned(*_table(rows)) + (f"\n{fill(note, _PAGE)}\n" if note else "")
 
 
 def aligned(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
@@ -71,7 +74,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     for cells in body:
         cells += [""] * (len(headings) - len(cells))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    note = _note(rows)
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -117,6 +121,10 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                 }
             )
     return records
+
+
+def _note(rows: Sequence[Row]) -> str:
+    return above_itself(row.result for row in rows if not isinstance(row.result, str))
 
 
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from textwrap import fill
 
 from rich.style import Style
 from rich.text import Text
@@ -11,7 +12,7 @@ from rich.text import Text
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
-    counted,
+    above_itself,
     figures,
     microbatches,
     number,
@@ -25,11 +26,12 @@ from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import printable
+from megatron.schedules.utils.printable import counted, printable
 
 _BAR = 8  # columns of a memory bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _SHADES = " ░▒▓█"
+_PAGE = 78  # columns of a sentence
 _NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
 
 
@@ -233,11 +235,12 @@ def _bar(share: float) -> str:
 
 
 def _summary(found: Figures, reference: int) -> str:
+    why = above_itself([found])
     return (
         f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
         f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
-        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_relief(found)}"
+        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_relief(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import counted
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Placement:
         return self._chunk_of[stage]
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.ranks} ranks x {self.chunks} chunks)"
+        return f"{self.name} ({self.ranks} ranks x {counted(self.chunks, 'chunk')})"
 
 
 def sequential(ranks: int) -> Placement:

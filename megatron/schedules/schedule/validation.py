@@ -10,6 +10,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import sweep
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import counted
 
 
 def validate(schedule: Schedule) -> None:
@@ -29,7 +30,7 @@ def _validate_ranks(schedule: Schedule) -> None:
     if schedule.microbatches < 1:
         raise PlanError(f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed")
     if len(schedule.order) != schedule.ranks:
-        raise PlanError(f"{schedule.name}: {len(schedule.order)} rows for {schedule.ranks} ranks")
+        raise PlanError(f"{schedule.name}: {len(schedule.order)} rows for {counted(schedule.ranks, 'rank')}")
     rank_of = schedule.placement.rank_of
     for rank, work in schedule.passes():
         if not 0 <= work.stage < len(rank_of):
@@ -40,7 +41,7 @@ def _validate_ranks(schedule: Schedule) -> None:
             )
         if not 0 <= work.microbatch < schedule.microbatches:
             raise PlanError(
-                f"{schedule.name}: {work} on rank {rank}: there are only {schedule.microbatches} microbatches"
+                f"{schedule.name}: {work} on rank {rank}: there are only {counted(schedule.microbatches, 'microbatch')}"
             )
 
 

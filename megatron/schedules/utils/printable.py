@@ -25,6 +25,12 @@ def printable_name(text: str) -> str:
     return printable(text)
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 microbatch`` or ``2 microbatches``; ``4 ranks``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

@@ -36,7 +36,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.printable import printable
+from megatron.schedules.utils.printable import counted, printable
 
 
 class Planned(NamedTuple):
@@ -248,7 +248,7 @@ def _microbatches(spec: JobSpec) -> int:
     for batch in fitting:
         size, microbatches = sizes.pipeline, batch // each
         chunks_too = "" if chunks is None else f" and {chunks} chunks in {FLAGS['schedule']}"
-        said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {microbatches} microbatches{chunks_too},"
+        said = f"{FLAGS['ranks']} {size} with {flag} {batch}, {counted(microbatches, 'microbatch')}{chunks_too},"
         check_size(size, microbatches, chunks, said)
     return fitting[0] // each
 

@@ -22,6 +22,7 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.text_forms import to_csv
+from megatron.schedules.utils.printable import counted
 
 
 class Planner:
@@ -196,9 +197,9 @@ class Planner:
             name = f"adaptive: {name}, within {asked.memory_limit:.3g} of 1F1B's memory"
         peak = self.peak_bytes(timeline)
         return (
-            f"pipeline schedule {name}: {d} ranks, {n} microbatches, "
+            f"pipeline schedule {name}: {d} ranks, {counted(n, 'microbatch')}, "
             f"planned bubble {100 * timeline.bubble:.1f} %, "
             f"planned peak activation memory {100 * share:.1f} % of 1F1B{'' if peak is None else f', {amount(peak)}'}, "
-            f"beside {max(self.messages)} messages at most"
+            f"beside {counted(max(self.messages), 'message')} at most"
             + (f"\nplanned for {self._assumed}" if self._assumed else "")
         )
