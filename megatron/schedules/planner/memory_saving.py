@@ -3,39 +3,43 @@
 What relief costs, in computing or in copying, is the same for all layers; what it frees grows with the time for which
 a stage's activations wait. So on every rank the stages that come first in the model are relieved first, offloaded
 before recomputed, since copies need the time, and all ranks alike: they wait for one another. Two numbers are left, how
-much of a rank's layers is recomputed and how much is offloaded. Each pair is tried by a short climb; the search starts
-from the best of a grid and goes on in ever smaller steps.
+much of a rank's layers is recomputed and how much is offloaded. Each pair whose lower bound leaves
+hope is tried by a short climb; the search starts from the best of a grid and goes on in ever smaller steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.schedules.planner.adaptive import (
+    bound,
     effort,
     least_limit,
     limit_in_microbatches,
     placements,
     search_seconds,
 )
+from megatron.schedules.planner.partition_plans import CLEARLY
 from megatron.schedules.planner.registry import Request, plan, planned_makespan
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON
+from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.progress import Progress, unheard
 
 # Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
 _MICROBATCHES_A_RANK = 3
 # A rank's layers are relieved in such steps: first on a grid, then finer.
 _GRID, _FINEST = 8, 32
-# So many climbs are reckoned with in the time of one whole search; and the share of all the time that they take.
-_CLIMBS, _SEARCHING = 16, 0.5
+# A whole search takes as long as so many climbs; and the share of all the time that these take.
+_CLIMBS, _SEARCHING = 128, 0.5
 # So many of the best are held against one another by climbs that take so much longer.
-_FINALISTS, _LONGER = 3, 4
+_FINALISTS, _LONGER = 3, 8
 
 
 Parts = tuple[float, ...]
@@ -67,7 +71,8 @@ class Shares(NamedTuple):
 def relieve(request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan) -> Request:
     """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
 
-    The plan is never longer than without, nor, where both may be done, than with one of them alone.
+    The plan is never longer than without, nor, where both may be done, than with one of them alone: plans are compared
+    but where a bound or a climb shows one to be clearly longer.
 
     Args:
         request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
@@ -80,27 +85,33 @@ def relieve(request: Request, progress: Progress = unheard, planned: Callable[[R
     limit = limit_in_microbatches(request)
     asked = [request]
     if request.recompute and request.offload:
-        asked += [replace(request, offload=False), replace(request, recompute=False)]
-    plain = relieved(request, None, None, request.chunk_choices)
-    fitting = [each for each in (*asked, plain) if least_limit(each) * request.ranks <= limit + EPSILON]
+        asked = [replace(request, offload=False), replace(request, recompute=False), request]
+    fitting = [each for each in asked if least_limit(each) * request.ranks <= limit + EPSILON]
+    climbs = [_Climbs(request, placement) for placement in placements(request)]
     part = 1 / len(fitting)
-    finalists = [each if each is plain else _chosen(each, lambda done: progress(part * done)) for each in fitting]
+    settled = [_settled(each, climbs, lambda done: progress(part * done)) for each in fitting]
+    shortest = min(length for _, length in settled)
+    finalists = [each for each, length in settled if length <= CLEARLY * shortest]
+    plain = relieved(request, None, None, request.chunk_choices)
+    unit = request.costs.around_one()[1]
+    if least_limit(plain) * request.ranks <= limit + EPSILON and bound(plain) < CLEARLY * shortest * unit:
+        finalists.insert(0, plain)
     if len(finalists) == 1:
         return finalists[0]
-    return min(reversed(finalists), key=lambda each: planned_makespan(each, planned))
+    return min(finalists, key=lambda each: planned_makespan(each, planned))
 
 
-def _chosen(request: Request, progress: Progress) -> Request:
-    """``request`` with what the search settles on."""
-    first, *others = (_Search(request, placement) for placement in placements(request))
+def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) -> tuple[Request, float]:
+    """``request`` with what the search settles on, and how long a climb's plan with it is."""
+    first, *others = (_Search(request, each) for each in climbs)
     first.grid(lambda part: progress(part * _SEARCHING))
     for other in others:
-        other.near(first.best)
+        other.near(first)
     best = min((first, *others), key=lambda search: search.shortest)
     best.refine()
-    found = best.settled()
+    found, length = best.settled()
     progress(1 - _SEARCHING)
-    return relieved(request, found.recomputed, found.offloaded, (best.placement.chunks,))
+    return relieved(request, found.recomputed, found.offloaded, (best.chunks,)), length
 
 
 def relieved(
@@ -119,19 +130,59 @@ def without_relief(request: Request) -> Request:
     return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
 
 
-class _Search:
-    """One placement's search."""
+class _Climbs:
+    """Climbs on one placement, each made once."""
 
     def __init__(self, request: Request, placement: Placement) -> None:
-        self.placement = placement
-        self.best, self.shortest = Shares(), math.inf
-        self._request, self._limit = request, limit_in_microbatches(request)
+        from megatron.schedules.search.trials import Trials
+
+        self.placement, self._request, self._limit = placement, request, limit_in_microbatches(request)
         self._costs, _ = request.costs.around_one()
         self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
         seconds = search_seconds(replace(request, microbatches=self._microbatches))
-        self._effort = effort(request.ranks, seconds) / _CLIMBS
-        self._known: dict[Decisions, float] = {}
-        self._order: Schedule | None = None
+        passes = effort(request.ranks, seconds) / _CLIMBS
+        few, many = (n * 3 * placement.stages for n in (self._microbatches, request.microbatches))
+        self._short = Trials(placement, self._microbatches, self._limit, passes / few)
+        self._long = Trials(placement, request.microbatches, self._limit, _LONGER * passes / many)
+        self._known: dict[tuple[Decisions, bool], float] = {}
+
+    def length(self, decisions: Decisions, *, final: bool = False) -> float:
+        """How long a plan is that a climb finds, in the times around 1; infinite where nothing fits."""
+        if (decisions, final) not in self._known:
+            climbs = self._long if final else self._short
+            self._known[decisions, final] = climbs.makespan(self._on_stages(decisions))
+        return self._known[decisions, final]
+
+    def bound(self, decisions: Decisions) -> float:
+        """No plan that a short climb finds is shorter."""
+        return lower_bound(self.placement, self._microbatches, self._on_stages(decisions), self._limit)
+
+    def decisions(self, shares: Shares) -> Decisions:
+        """What is decided with ``shares``."""
+        return shares.by_stage(self._request, self.placement)
+
+    def _on_stages(self, decisions: Decisions) -> StageCosts:
+        return self._costs.on(self.placement, decisions)
+
+
+class _Search:
+    """One placement's search.
+
+    Args:
+        request: which relief is allowed.
+        climbs: on the placement.
+    """
+
+    def __init__(self, request: Request, climbs: _Climbs) -> None:
+        self._request, self._climbs = request, climbs
+        self.best, self.shortest = Shares(), math.inf
+        self._hope = math.inf  # what a plan must be shorter than to be of use
+        self._tried: dict[Decisions, float] = {}
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return self._climbs.placement.chunks
 
     def grid(self, progress: Progress) -> None:
         """Try evenly spaced shares: each sort of relief alone, and, where there are two, half of each."""
@@ -142,13 +193,14 @@ class _Search:
             tried += [Shares(recomputed=k // 2, offloaded=k // 2) for k in steps] + [
                 Shares(recomputed=_FINEST - k, offloaded=k) for k in steps
             ]
-        for shares in tried:
+        for shares in sorted(tried, key=lambda each: self._climbs.bound(self._climbs.decisions(each))):
             self._try(shares)
             progress(1 / len(tried))
 
-    def near(self, shares: Shares) -> None:
-        """Try those shares and their neighbours on the grid."""
-        for each in (shares, *_around(shares, _FINEST // _GRID)):
+    def near(self, other: _Search) -> None:
+        """Try another placement's best shares and their neighbours on the grid, where they might be shorter."""
+        self._hope = other.shortest
+        for each in (other.best, *_around(other.best, _FINEST // _GRID)):
             self._try(each)
 
     def refine(self) -> None:
@@ -159,40 +211,24 @@ class _Search:
             if not any(gained):
                 step //= 2
 
-    def settled(self) -> Decisions:
-        """Of the shares that climbs liked best those that longer ones, of all microbatches, like best."""
-        few = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
-        return min(few, key=lambda each: self._climbed(each, self._request.microbatches, _LONGER * self._effort))
+    def settled(self) -> tuple[Decisions, float]:
+        """Of the shares that climbs liked best those that longer ones, of all microbatches, like best; and how long."""
+        few = sorted(self._tried, key=self._tried.__getitem__)[:_FINALISTS]
+        return min(((each, self._climbs.length(each, final=True)) for each in few), key=lambda found: found[1])
 
     def _try(self, shares: Shares) -> bool:
         """Whether ``shares`` give the shortest climb so far."""
         may = self._request.recompute or not shares.recomputed, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False
-        decisions = shares.by_stage(self._request, self.placement)
-        if decisions not in self._known:
-            self._known[decisions] = self._climbed(decisions, self._microbatches, self._effort)
-        if self._known[decisions] > self.shortest - EPSILON:
+        found = self._climbs.decisions(shares)
+        if found in self._tried or self._climbs.bound(found) > min(self.shortest, self._hope) - EPSILON:
             return False
-        self.best, self.shortest = shares, self._known[decisions]
+        self._tried[found] = length = self._climbs.length(found)
+        if length > self.shortest - EPSILON:
+            return False
+        self.best, self.shortest = shares, length
         return True
-
-    def _climbed(self, decisions: Decisions, microbatches: int, budget: float) -> float:
-        """How long a plan is that so much effort finds; infinite where nothing fits."""
-        from megatron.schedules.search.climb import Entry, race
-        from megatron.schedules.search.problem import Problem
-
-        problem = Problem(self.placement, microbatches, self._costs.on(self.placement, decisions))
-        starts = [problem.order()]
-        if self._order is not None and self._order.microbatches == microbatches:
-            starts.append(problem.order(self._order))
-        fitting = [order for order in starts if problem.fits(order, self._limit)]
-        if not fitting:
-            return math.inf
-        (climb,), _ = race([Entry(problem, fitting)], self._limit, budget)
-        if climb.makespan < self.shortest and microbatches == self._microbatches:
-            self._order = replace(problem.schedule, order=problem.rows(climb.best))
-        return climb.makespan
 
 
 def _around(shares: Shares, step: int) -> list[Shares]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
 from megatron.schedules.schedule.placement import Placement
-from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
+
+if TYPE_CHECKING:
+    from megatron.schedules.search.trials import Trials
 
 Spread = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
@@ -34,8 +37,7 @@ class Planned:
         self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
         self._known: dict[Spread, float] = {}
         self._most = 0.0  # microbatches, of the first spread that is asked for
-        self._order: Schedule | None = None
-        self._length = math.inf
+        self._trials: Trials | None = None
 
     @property
     def size(self) -> int:
@@ -83,22 +85,11 @@ class Planned:
         return timeline.makespan if held <= self._most + EPSILON else math.inf
 
     def _climbed(self, spread: Spread) -> float:
-        from megatron.schedules.search.climb import Entry, race
-        from megatron.schedules.search.problem import Problem
+        if self._trials is None:
+            from megatron.schedules.search.trials import Trials
 
-        problem = Problem(
-            self._placement, self.microbatches, with_layers(self._request, spread).costs_on(self._placement)
-        )
-        if problem.least > self._limit + EPSILON:
-            return math.inf
-        starts = [problem.order(each) for each in (self._order, None)]
-        fitting = [order for order in starts if problem.fits(order, self._limit)]
-        (climb,), _ = race([Entry(problem, fitting)], self._limit, self._rounds * len(fitting) * problem.effort)
-        if climb.makespan < self._length:
-            self._length = climb.makespan
-            rows = problem.rows(climb.best)
-            self._order = Schedule("adaptive", self._placement, self.microbatches, rows)
-        return climb.makespan
+            self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
+        return self._trials.makespan(with_layers(self._request, spread).costs_on(self._placement))
 
 
 def with_layers(request: Request, spread: Spread) -> Request:

@@ -1,0 +1,52 @@
+"""Decisions depend on the proportions of costs, never on the unit that they are measured in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.costs import Costs
+
+COSTS = Costs(1, 1.1, 0.75, 0.05, copy=0.7)
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """``costs`` in another unit."""
+    times = {
+        field: factor * getattr(costs, field) for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
+    }
+    return replace(costs, **times)
+
+
+def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:
+    """Order, placement and shares of a small plan under costs in another unit."""
+    request = Request(name, 2, 4, scaled(COSTS, factor), **how)
+    if request.recompute or request.offload:
+        request = relieve(request)
+    schedule = plan(request)
+    return schedule.order, schedule.placement, request.costs.redone, request.costs.offloaded
+
+
+SMALL: dict[str, Any] = {"memory_limit": 0.5, "search_seconds": 0.002}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("zb-1p", {}),
+    ("v-half", {}),
+    ("adaptive", SMALL),
+    ("adaptive", SMALL | {"recompute": True}),
+    ("adaptive", SMALL | {"offload": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), ASKED, ids=str)
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(exponent=st.floats(-20, 20))
+@example(exponent=-20.0)
+@example(exponent=20.0)
+def test_no_decision_depends_on_the_unit_of_costs(name: str, how: dict[str, Any], exponent: float):
+    assert decided(name, 10.0**exponent, how) == decided(name, 1.0, how)
