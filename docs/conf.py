@@ -28,6 +28,9 @@ project = "megatron-schedules"
 author = copyright = "The megatron-schedules authors"
 release = megatron.schedules.__version__
 
+# autodoc sees only what is there, not what the package imports when it is asked for.
+vars(megatron.schedules).update({name: getattr(megatron.schedules, name) for name in megatron.schedules.__all__})
+
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 add_module_names = False
