@@ -93,6 +93,12 @@ def test_a_plan_says_in_a_few_lines_why_it_was_chosen():
     assert "The shortest schedule by name within the limit is v-min" in found.explanation
 
 
+def test_layers_that_fit_no_other_number_of_stages_are_explained_too():
+    layers = Decisions(layers=(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0))
+    asked = Request("auto", 3, 4, MODEL, search_seconds=LITTLE, chunk_choices=(4,), decisions=layers)
+    assert make_plan(asked).explanation.startswith("Schedule: adaptive with 4 chunks a rank, layers by stage 1,1,")
+
+
 def test_auto_is_not_planned_as_a_schedule_of_its_own():
     with pytest.raises(PlanError, match="the planner's service"):
         plan(Request("auto", 4, 8))

@@ -179,8 +179,9 @@ def test_a_rank_that_cannot_prove_its_programs_keeps_all_from_switching() -> Non
 @pytest.mark.usefixtures("here")
 def test_ranks_that_measured_different_costs_do_not_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = job()
-    costs, stock = iter((Costs(), Costs(2), Costs())), replanner.digest
-    monkeypatch.setattr(replanner, "digest", lambda csv, placement, _: stock(csv, placement, next(costs)))
+    stock = replanner.digest
+    other = (replace(MEASURED, costs=costs) for costs in (Costs(), Costs(2), Costs()))
+    monkeypatch.setattr(replanner, "digest", lambda csv, placement, _: stock(csv, placement, next(other)))
     said = ranks.run({0: [MEASURED]})
     assert "has another than rank 0" in said[0][0]
     assert [plans.running for plans in ranks.plans] == [FIRST] * RANKS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.schedules.planner.registry import named_within, plan
+from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
-from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.search.list_scheduling import EPSILON
 
 
 def explanation(timeline: Timeline, request: Request, asked: Request) -> str:
@@ -17,26 +18,26 @@ def explanation(timeline: Timeline, request: Request, asked: Request) -> str:
         request: what it answers, its decisions settled.
         asked: the same before anything was searched: schedules by name are planned for its layers.
     """
-    limit = request.memory_limit
-    lines = [f"Schedule: {_chosen(timeline, request)}."]
-    used = f"{_percent(timeline.limit / request.ranks)} of 1F1B's"
-    lines.append(f"Activation memory: {used}{'' if limit is None else f', within the limit of {_percent(limit)}'}.")
-    plain = replace(asked, schedule="1f1b", partition=False, recompute=False, offload=False)
-    base = plan(plain)
-    of_1f1b = simulate(base, plain.costs_on(base.placement))
-    compared = _compared(timeline, of_1f1b)
-    lines.append(f"Bubble: {_percent(timeline.bubble)}; the iteration is {compared} 1F1B's.")
-    if limit is not None:
-        rivals = named_within(replace(plain, memory_limit=limit))
-        best = min(rivals, key=lambda line: line.makespan, default=None)
-        if best is None:
-            lines.append("No schedule by name fits within the limit.")
-        else:
-            bubble = _percent(best.bubble)
-            lines.append(
-                f"The shortest schedule by name within the limit is {best.schedule.name}, with a bubble of {bubble}; "
-                f"this one is {_compared(timeline, best)} it."
-            )
+    limit, ranks = request.memory_limit, request.ranks
+    named = named_within(replace(asked, memory_limit=None))
+    base = next((line for line in named if line.schedule.name == "1f1b"), None)
+    said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
+    used = f"{_percent(timeline.limit / ranks)} of 1F1B's"
+    lines = [
+        f"Schedule: {_chosen(timeline, request)}.",
+        f"Activation memory: {used}{'' if limit is None else f', within the limit of {_percent(limit)}'}.",
+        f"Bubble: {_percent(timeline.bubble)}{said}.",
+    ]
+    if limit is None:
+        return "\n".join(lines)
+    fitting = [line for line in named if line.limit <= limit * ranks + EPSILON]
+    if not fitting:
+        return "\n".join([*lines, "No schedule by name fits within the limit."])
+    best = min(fitting, key=lambda line: line.makespan)
+    lines.append(
+        f"The shortest schedule by name within the limit is {best.schedule.name}, with a bubble of "
+        f"{_percent(best.bubble)}; this one is {_compared(timeline, best)} it."
+    )
     return "\n".join(lines)
 
 

@@ -26,9 +26,9 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# In seconds of a usual core: what all searches of auto take at most, about.
-_AUTO_SECONDS = 40.0
-# What a layer partition takes beside the whole search of adaptive, in seconds of a usual core.
+# In seconds of a usual core: what all searches of auto take together, about, and the least that each of them has.
+_AUTO_SECONDS, _LEAST_SECONDS = 40.0, 2.0
+# What a layer partition takes on each placement beside whole searches, in the same unit.
 _PARTITION_SECONDS = 10.0
 # Plans whose times differ by less are as long as one another.
 _ROUNDING = 1e-9
@@ -117,7 +117,8 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
     """
     if asked.schedule == AUTO:
         return _shortest(asked, progress)
-    request, steps, seconds = with_own_relief(asked), _searches(asked), search_seconds(asked)
+    request, seconds = with_own_relief(asked), search_seconds(asked)
+    steps = _searches(asked, seconds)
     parts = Parts(progress, sum(each for _, each in steps) + seconds)
     for search, each in steps:
         request = search(request, parts.begin(each))
@@ -135,8 +136,9 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
         partition=asked.costs.model is not None and asked.decisions.layers is None,
     )
     if asked.search_seconds is None:
-        times = sum(seconds for _, seconds in _searches(replace(request, search_seconds=1.0))) + 1
-        request = replace(request, search_seconds=min(search_seconds(request), _AUTO_SECONDS / times))
+        fixed, each = (sum(taken for _, taken in _searches(request, seconds)) for seconds in (0.0, 1.0))
+        share = max(_LEAST_SECONDS, (_AUTO_SECONDS - fixed) / (1 + each - fixed))
+        request = replace(request, search_seconds=min(search_seconds(request), share))
     found = replace(make_plan(request, progress), asked=asked)
     fitting = [line for line in named_within(request) if line.makespan < (1 - _ROUNDING) * found.iteration_time]
     if not fitting:
@@ -150,14 +152,19 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
 _Search = Callable[[Request, Progress], Request]
 
 
-def _searches(asked: Request) -> list[tuple[_Search, float]]:
-    """What is to be searched before the schedule, in this order, and the seconds that each takes, about."""
-    seconds, where = search_seconds(asked), len(asked.chunk_choices)
+def _searches(asked: Request, seconds: float) -> list[tuple[_Search, float]]:
+    """What is to be searched before the schedule, in this order, and the seconds that each takes, about.
+
+    Args:
+        asked: says what.
+        seconds: of one whole search of a schedule.
+    """
     found: list[tuple[_Search, float]] = []
     if asked.partition:
+        placed = len(asked.chunk_choices) if asked.schedule == "adaptive" else 1
         # The whole search is made of what was found and of even layers on each placement.
-        whole = (1 + where) * seconds if asked.schedule == "adaptive" else 0.0
-        found.append((kept_spread, _PARTITION_SECONDS + whole))
+        whole = (1 + placed) * seconds if asked.schedule == "adaptive" else 0.0
+        found.append((kept_spread, placed * _PARTITION_SECONDS + whole))
     if asked.recompute or asked.offload:
         # Each alone, both together and neither are compared where both are allowed.
         found.append((kept_relief, seconds * (8 if asked.recompute and asked.offload else 3)))
