@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.schedules.estimate.device_memory import Recompute
-from megatron.schedules.estimate.hardware import SHAPES
-from megatron.schedules.job.spec import Sizes, StockRecompute
+from megatron.schedules.estimate.model_build import StockRecompute, recomputed_share
+from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.work import layer_work
+from megatron.schedules.job.spec import Sizes
 
 
 def test_an_optimizers_state_is_shared_by_replicas_and_of_experts_by_theirs():
@@ -21,13 +25,17 @@ def test_the_least_world_has_a_place_for_every_expert():
 
 
 def test_megatrons_recompute_repeats_its_share_of_the_forward():
-    parts = SHAPES["9.6B"].layer(experts=False)
-    assert StockRecompute().share(parts, 4) == 0
-    assert StockRecompute("full", "uniform", 1).share(parts, 4) == 1
-    assert StockRecompute("full", "block", 1).share(parts, 4) == 0.25
-    selective = StockRecompute("selective")
-    assert selective.share(parts, 4) == parts.scores.flops / parts.whole.flops
-    both = StockRecompute("selective", modules=("core_attn", "mlp", "nobody knows"))
-    assert both.share(parts, 4) == (parts.scores.flops + parts.mlp.flops) / parts.whole.flops
+    work = layer_work(MODELS["9.6B"].whole, experts=False)
+
+    def share(*flags: Any, **named: Any) -> float:
+        return recomputed_share(StockRecompute(*flags, **named).kept, work, 4)
+
+    assert share() == 0
+    assert share("full", "uniform", 1) == 1
+    assert share("full", "block", 1) == 0.25
+    assert share("selective") == work.share("core_attn") > 0
+    assert share("selective", modules=("core_attn", "mlp", "nobody knows")) == work.share("core_attn") + work.share(
+        "mlp"
+    )
     assert StockRecompute("full", "block", 3).kept == Recompute(layers=3)
-    assert selective.kept == Recompute(modules=("core_attn",))
+    assert StockRecompute("selective").kept == Recompute(modules=("core_attn",))
