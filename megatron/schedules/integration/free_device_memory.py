@@ -29,6 +29,13 @@ def bytes_left(activations: float) -> float:
     return float(free + unused - _MARGIN * total)
 
 
+def device_bytes() -> float | None:
+    """The memory of this rank's device; None where a CPU stands for it."""
+    if standin.enabled():
+        return None
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 def can_be_measured() -> None:
     """Refuse to measure where there is nothing to measure.
 

@@ -92,6 +92,8 @@ class JobPlans:
             decisions=Decisions(layers=settings.layers if isinstance(settings.layers, tuple) else None),
             partition=settings.layers == "auto",
         )
+        if choice.name == AUTO and self.costs.model is not None and settings.layers == "even":
+            asked = replace(asked, partition=True)
         if choice.name not in ("adaptive", AUTO):
             asked = asked if choice.chunks is None else replace(asked, chunks=choice.chunks)
             return replace(asked, costs=self._costs(stages(asked)))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.schedules.planner.adaptive import bound, search_seconds
+from megatron.schedules.planner.adaptive import bound, least_limit, search_seconds
 from megatron.schedules.planner.explanation import explanation
 from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
 from megatron.schedules.planner.plan_json import PlanForm, to_text
@@ -28,6 +28,8 @@ from megatron.schedules.utils.progress import Parts, Progress, unheard
 
 # In seconds of a usual core: what all searches of auto take together, about, and the least that each of them has.
 _AUTO_SECONDS, _LEAST_SECONDS = 40.0, 2.0
+# Of 1F1B's activation memory: as much as auto searches for.
+_ENOUGH = 1.0
 # What a layer partition takes on each placement beside whole searches, in the same unit.
 _PARTITION_SECONDS = 10.0
 # Plans whose times differ by less are as long as one another.
@@ -129,17 +131,17 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
 
 def _shortest(asked: Request, progress: Progress) -> Plan:
     """What is searched for, or a schedule by name within the same memory that is shorter."""
-    request = replace(
-        asked,
-        schedule="adaptive",
-        memory_limit=1.0 if asked.memory_limit is None else asked.memory_limit,
-        partition=asked.costs.model is not None and asked.decisions.layers is None,
-    )
+    limit = 1.0 if asked.memory_limit is None else asked.memory_limit
+    # Within 1F1B's memory ranks need hardly idle. More of it makes the search longer rather than its plans shorter.
+    request = replace(asked, schedule="adaptive", memory_limit=limit)
+    request = replace(request, memory_limit=min(limit, max(_ENOUGH, least_limit(request))))
     if asked.search_seconds is None:
         fixed, each = (sum(taken for _, taken in _searches(request, seconds)) for seconds in (0.0, 1.0))
         share = max(_LEAST_SECONDS, (_AUTO_SECONDS - fixed) / (1 + each - fixed))
         request = replace(request, search_seconds=min(search_seconds(request), share))
     found = replace(make_plan(request, progress), asked=asked)
+    found = replace(found, request=replace(found.request, memory_limit=limit))
+    request = replace(request, memory_limit=limit)
     fitting = [line for line in named_within(request) if line.makespan < (1 - _ROUNDING) * found.iteration_time]
     if not fitting:
         return found

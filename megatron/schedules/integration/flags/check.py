@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import MESSAGES
+from megatron.schedules.integration.flags.automatic import choices, device_limit
 from megatron.schedules.integration.flags.costs import assumed, costs_of, layers_of
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import check_environment, is_first
@@ -26,7 +27,7 @@ from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
-from megatron.schedules.planner.registry import Request, check_parts, stages
+from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.report.progress import shown
 from megatron.schedules.runtime.lowering import lower
@@ -47,12 +48,14 @@ class Planned(NamedTuple):
         request: to the planner.
         schedule: the plan.
         assumed: what the job says of the costs it was planned for.
+        explanation: why ``auto`` chose this plan; empty for other schedules.
     """
 
     spec: JobSpec
     request: Request
     schedule: Schedule
     assumed: str = ""
+    explanation: str = ""
 
 
 def check(args: Any) -> Planned | None:
@@ -105,7 +108,7 @@ def validate(spec: JobSpec) -> None:
         )
     check_plan_lengths(spec)
     measured_iterations(settings.measuring, spec.iterations)
-    if name == "adaptive" and (fault := unsplittable(spec)):
+    if name in ("adaptive", AUTO) and (fault := unsplittable(spec)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(settings)
     if settings.measures_limit and settings.dry_run is None:  # refused before a search
@@ -132,18 +135,33 @@ def planned_job(spec: JobSpec, *, quiet: bool = False) -> Planned:
     settings = spec.settings
     if settings.plan_lengths:
         attention_of(spec)  # refused before a search
-    plan = _made_within(spec, made(_request(spec), quiet), quiet)
+    if settings.schedule.name != AUTO:
+        return _planned(spec, quiet)
+    refused: PlanError | None = None
+    for each in choices(spec):
+        try:
+            return _planned(each, quiet)
+        except PlanError as error:
+            refused = refused or error
+    assert refused is not None, "there is a choice"
+    raise refused
+
+
+def _planned(spec: JobSpec, quiet: bool) -> Planned:
+    settings, request = spec.settings, _request(spec)
+    plan = _made_within(spec, made(request, quiet), quiet)
     held = max(taken(plan.schedule, plan.costs))
     host_bytes = check_host(plan.request.costs, held, plan.request.ranks, is_dry=settings.dry_run is not None)
     if why := refusal(spec, plan.schedule):
         raise PlanError(f"--pipeline-schedule {settings.schedule.name} {why}")
     said = assumed(spec, plan.request) + _savings(plan.decisions, host_bytes)
-    return Planned(spec, plan.request, plan.schedule, said)
+    why = plan.explanation if settings.schedule.name == AUTO and is_first() and not quiet else ""
+    return Planned(spec, plan.request, plan.schedule, said, why)
 
 
 def _made_within(spec: JobSpec, plan: Plan, quiet: bool) -> Plan:
     """``plan``, or where its limit is in GiB one that leaves room for as many messages as its ranks hold."""
-    room, limit = 0, spec.settings.memory_limit
+    room, limit = 0, _limit(spec, plan.asked)
     while plan.request.schedule == "adaptive" and limit is not None and limit.size is not None:
         held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
         if held <= max(room, MESSAGES):
@@ -155,7 +173,9 @@ def _made_within(spec: JobSpec, plan: Plan, quiet: bool) -> Plan:
 
 def _limited(spec: JobSpec, request: Request, limit: MemoryLimit, messages: int = MESSAGES) -> Request:
     message = 0.0 if spec.trained is None else spec.trained.message_bytes
-    return with_memory_limit(FLAGS["memory_limit"], limit, request, message, messages)
+    given = spec.settings.memory_limit is not None
+    named = FLAGS["memory_limit"] if given else f"{FLAGS['schedule']} {AUTO}: the memory that devices have left,"
+    return with_memory_limit(named, limit, request, message, messages)
 
 
 def _savings(decisions: Decisions, host_bytes: float) -> str:
@@ -168,8 +188,9 @@ def _savings(decisions: Decisions, host_bytes: float) -> str:
 @lru_cache(maxsize=2)  # asked for before Megatron is imported, and again when it has parsed its flags
 def made(request: Request, quiet: bool = False) -> Plan:
     """The plan; where that takes a while, the first rank says so and how far it is."""
-    if request.schedule == "adaptive":
-        limit_in_microbatches(request)  # refused before anything is announced
+    if request.schedule in ("adaptive", AUTO):
+        if request.memory_limit is not None:
+            limit_in_microbatches(request)  # refused before anything is announced
         said = f"searches some {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
     else:
         said = f"planned anew unless {plans_directory()} has the plan" if takes_long(request) else ""
@@ -195,9 +216,10 @@ def _request(spec: JobSpec) -> Request:
         chunks=choice.chunks or 2,
         csv=spec.csv,
     )
-    if request.schedule == "adaptive":
-        choices = _chunk_choices(spec, choice.chunks or 4)
-        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
+    searched = request.schedule in ("adaptive", AUTO)
+    if searched:
+        most = _chunk_choices(spec, choice.chunks or 4)
+        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=most)
     number = stages(request)
     request = replace(
         request,
@@ -206,9 +228,16 @@ def _request(spec: JobSpec) -> Request:
         partition=settings.layers == "auto",
     )
     request = with_relief(spec, request)
-    if request.schedule != "adaptive" or settings.memory_limit is None:
+    limit = _limit(spec, request) if searched else None
+    if limit is None:
         return request
-    return with_first_limit(request) if settings.measures_limit else _limited(spec, request, settings.memory_limit)
+    return with_first_limit(request) if limit.is_measured else _limited(spec, request, limit)
+
+
+def _limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
+    """The flag's memory limit, and for ``auto`` without one what the devices have left."""
+    given = spec.settings.memory_limit
+    return device_limit(spec, request) if given is None and request.schedule == AUTO else given
 
 
 def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Planner:
         self._microbatches = schedule.microbatches  # of the training call that was last
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
-        self._assumed = asked.assumed
+        self._assumed, self._explanation = asked.assumed, asked.explanation
         self.messages = tuple(program.messages_held for program in self._first_programs)  # at most, by rank
 
     @property
@@ -202,4 +202,5 @@ class Planner:
             f"planned peak activation memory {100 * share:.1f} % of 1F1B{'' if peak is None else f', {amount(peak)}'}, "
             f"beside {counted(max(self.messages), 'message')} at most"
             + (f"\nplanned for {self._assumed}" if self._assumed else "")
+            + "".join(f"\npipeline schedule: {line}" for line in self._explanation.splitlines())
         )

@@ -1,0 +1,68 @@
+"""What ``--pipeline-schedule auto`` leaves open and may use: layers, recompute, and the memory that a device has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.model_build import TrainedModel
+from megatron.schedules.estimate.parameters import parameters
+from megatron.schedules.integration.late_imports import after_megatron
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.values import MemoryLimit, MemorySaving
+from megatron.schedules.planner.adaptive import placements
+from megatron.schedules.planner.request import Request
+
+# Of a device: the CUDA context, NCCL's buffers, cuBLAS's workspace, and what the allocator cannot use.
+_RESERVED = 0.1
+# More memory makes no plan shorter.
+_MOST = 2.0
+
+
+def choices(spec: JobSpec) -> Iterator[JobSpec]:
+    """The job with all that it may choose, and with less where that does not go with its other flags.
+
+    Recompute and another layer partition leave results equal to the bit.
+    """
+    settings, stock = spec.settings, spec.layers
+    known = spec.model is not None
+    layers = "auto" if known and settings.layers == "even" and not (stock.by_hand or any(stock.stand_in)) else None
+    saving = settings.saving
+    if known and saving == MemorySaving() and spec.recompute.granularity != "full":
+        saving = MemorySaving(recompute=True)
+    placed = settings if layers is None else replace(settings, layers="auto")
+    for each in (replace(placed, saving=saving), placed, settings):
+        yield replace(spec, settings=each)
+
+
+def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
+    """What the job's devices have left for activations; None where that is not known.
+
+    Args:
+        spec: the job, which names no memory limit.
+        request: of it, without one.
+    """
+    dry_run, model = spec.settings.dry_run, spec.trained
+    if model is None or request.costs.memory is None:
+        return None
+    if dry_run is not None:
+        device = dry_run.device_bytes
+    else:
+        device = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
+    if device is None:
+        return None
+    of_1f1b = request.ranks * request.costs.memory.of_rank(request.ranks)
+    left = min((1 - _RESERVED) * device - _standing(model, request), _MOST * of_1f1b)
+    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
+
+
+def _standing(model: TrainedModel, request: Request) -> float:
+    """Weights, gradients and optimizer of the rank that has most, whatever the placement."""
+    most = 0.0
+    for where in placements(request):
+        counts = request.layers_on(where)
+        assert counts is not None, "the model is known"
+        sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.shared_vocabulary)
+        most = max(most, *(RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes))
+    return most
