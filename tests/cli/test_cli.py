@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.cli.program import main
+from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.recorded_run import read_recorded, to_text
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.report.figures import percent
@@ -121,10 +122,11 @@ def test_compare_has_every_schedule(capsys):
         ["--schedule", "1f1b"],
         ["--format", "markdown"],
         ["--format", "csv"],
-        ["--memory-limit", "0.5", "--search-seconds", "0.1"],
+        ["--memory-limit", "0.5"],
     ],
 )
-def test_compare_speaks_of_adaptive_only_where_it_is_left_out_unasked(more, capsys):
+def test_compare_speaks_of_adaptive_only_where_it_is_left_out_unasked(more, monkeypatch, capsys):
+    monkeypatch.setenv(SEARCH_VARIABLE, "0.1")
     assert main(["compare", *SIZE, *more]) == 0
     assert "adaptive is not shown" not in capsys.readouterr().out
 
@@ -132,7 +134,7 @@ def test_compare_speaks_of_adaptive_only_where_it_is_left_out_unasked(more, caps
 def test_compare_says_why_1f1b_holds_more_than_1f1bs_memory(capsys):
     asked = ["compare", *SIZE, "--schedule", "1f1b"]
     for form in ("text", "markdown"):
-        assert main([*asked, "--format", form, "--model", "Llama-3-8B"]) == 0
+        assert main([*asked, "--format", form, "--model", "Llama-3-8B", "--vocabulary-parallel"]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "100 % of 1F1B's memory is what d microbatches hold in the layers of an average rank" in said
         assert main([*asked, "--format", form]) == 0
@@ -300,7 +302,9 @@ def test_the_time_of_a_copy_is_what_a_profile_has_or_follows_from_a_speed(tmp_pa
     said = "--save-memory offload takes the time of copies from --costs FILE.json: give copy_time"
     assert_refused([*asked, "--save-memory", "offload"], said, capsys)
     given = ["--save-memory", "offload=25", "--costs", "1,1,1"]
-    assert_refused([*asked, *given], "--save-memory offload=25 needs bytes, from a cost profile in --costs", capsys)
+    assert_refused(
+        [*asked, *given], "--save-memory offload=25 needs bytes, from --model or a profile in --costs", capsys
+    )
 
 
 def test_a_limit_in_gib_is_of_the_bytes_of_a_profile(tmp_path, capsys):
@@ -320,7 +324,9 @@ def test_a_limit_in_gib_is_of_the_bytes_of_a_profile(tmp_path, capsys):
     asked = ["plan", "--schedule", "adaptive", *size, "--format", "json"]
     assert main([*asked, "--memory-limit", f"{24000 / 2**30}GiB"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["memory_limit"] == pytest.approx(0.75)
-    assert_refused([*asked, "--memory-limit", "1GiB", "--costs", "1,1,1"], "needs a profile in --costs", capsys)
+    assert_refused(
+        [*asked, "--memory-limit", "1GiB", "--costs", "1,1,1"], "needs --model or a profile in --costs", capsys
+    )
     assert_refused([*asked, "--memory-limit", "auto"], "--memory-limit auto is for training", capsys)
 
 

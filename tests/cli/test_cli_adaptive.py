@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron.schedules.cli import options
 from megatron.schedules.cli.program import main
+from megatron.schedules.job import plans
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner import plan_cache
 from megatron.schedules.planner.registry import NAMES
@@ -56,7 +56,7 @@ def test_where_a_schedule_by_name_is_the_shortest_it_is_named(capsys, monkeypatc
 
 
 def test_auto_says_what_it_chose_and_keeps_within_1f1bs_memory_without_a_limit(capsys):
-    arguments = ["plan", "--schedule", "auto", *SIZE, "--search-seconds", "0.01"]
+    arguments = ["plan", "--schedule", "auto", *SIZE]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "\nSchedule: " in said and "within the limit of 100.0 %" in said
@@ -94,7 +94,7 @@ def test_only_of_adaptive_is_it_said_how_near_the_best_it_is(capsys):
 def test_adaptive_is_asked_for_what_the_flags_say(name, choices, monkeypatch, capsys, tmp_path):
     asked = []
     monkeypatch.setattr(
-        options, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
+        plans, "make_plan", lambda request, progress: asked.append(request) or make_plan(request, progress)
     )
     by_stage = {"stage_weights": [1.5, 1, 1, 1.2, *[1] * 28], "stage_activations": [2, *[1] * 31]}
     if "3" in name:

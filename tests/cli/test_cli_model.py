@@ -180,10 +180,12 @@ def test_a_table_says_what_its_bytes_are_of(capsys):
         (["--model", "9.6B", "--device-memory", "80"], "--device-memory '80' has no unit: write it such as 80GiB"),
         (["--model", "9.6B", "--device-memory", "0GiB"], "--device-memory 0 is not above zero"),
         (
-            ["--model", "9.6B", "--device-memory", "80GiB", "--weight-share", "0.5"],
-            "--device-memory compares the bytes of --model, and --weight-share goes before them: leave one of the two",
+            ["--model", "9.6B", "--device-memory", "80GiB", "--costs", "own.json"],
+            "--device-memory compares the bytes of --model, and --costs $.weight_share goes before them: leave one of",
         ),
     ],
 )
-def test_bytes_that_are_not_known_are_not_compared(capsys, flags: list[str], said: str):
+def test_bytes_that_are_not_known_are_not_compared(capsys, monkeypatch, tmp_path, flags: list[str], said: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.json").write_text('{"version": 3, "weight_share": 0.5}')
     assert_refused(["compare", *SIZE, *flags], said, capsys)

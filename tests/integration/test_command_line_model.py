@@ -74,7 +74,7 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     asked = check(args)
     assert asked is not None
     planner = Planner(asked)
-    found = estimated(args, asked, planner)
+    found = estimated(asked, planner)
     assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(planner.timeline.peaks))
     assert plan["figures"]["makespan"] == pytest.approx(planner.timeline.makespan)
     assert tuple(plan["layers"]) == found.counts

@@ -57,7 +57,7 @@ def test_without_a_limit_it_keeps_within_1f1bs_memory():
 
 
 def test_layers_are_searched_where_the_model_is_known():
-    asked = Request("auto", 3, 6, MODEL, memory_limit=0.8, search_seconds=LITTLE, chunk_choices=(1, 2))
+    asked = Request("auto", 3, 6, MODEL, memory_limit=0.8, search_seconds=LITTLE, chunk_choices=(1, 2), partition=True)
     found = make_plan(asked)
     assert_shortest(found, 0.8)
     assert found.decisions.layers is not None and sum(found.decisions.layers) == 10

@@ -118,6 +118,11 @@ class JobPlans:
         if self._limit is None:
             return asked
         size, held = self._limit.size, self._rank_bytes(asked.costs)
+        if size is not None and held is None:
+            raise PlanError(
+                f"{self._flags['memory_limit']} {self._limit.text} needs {self._flags['model']} or a profile in "
+                f"{self._flags['costs']} that counted bytes: give one of these, or a fraction such as 0.5"
+            )
         if self.model is not None or size is None or held is None:
             message = 0.0 if self.model is None else self.model.message_bytes
             return with_memory_limit(self._flags["memory_limit"], self._limit, asked, message)
