@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full_matrix: run with --full-matrix alone")
     if config.getoption("--features-to"):
         config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
 

@@ -11,15 +11,15 @@ STALL_VARIABLE = "MEGATRON_SCHEDULES_STALL_SECONDS"
 # Metavar and help of the flags that both have.
 SHARED = {
     "schedule": (
-        "NAME[:CHUNKS]|FILE.csv",
-        "Order of the pipeline's passes: a schedule by name, or your own as a compute-only CSV with one row a rank, as "
+        "auto|NAME[:CHUNKS]|FILE.csv",
+        "Order of the pipeline's passes: auto, a schedule by name, or your own as a compute-only CSV with one row a rank, as "
         "torch.distributed.pipelining writes it. CHUNKS is the number of model chunks a rank: for interleaved-1f1b "
-        "exactly (2 without it), for adaptive at most (4 without it). More chunks shrink the bubble and send more "
+        "exactly (2 without it), for auto and adaptive at most (4 without it). More chunks shrink the bubble and send more "
         "messages. A CSV may have R, O and L: all decoder layers of those stages are recomputed or offloaded.",
     ),
     "memory-limit": (
         "X|GIB|auto",
-        "For adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or in GiB, "
+        "For auto and adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or in GiB, "
         "such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your GPUs have left.",
     ),
     "costs": (

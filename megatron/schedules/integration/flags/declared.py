@@ -7,7 +7,7 @@ import argparse
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_type, no_rope_freq_type
 from megatron.schedules.job.flags import SHARED, STALL_VARIABLE, TRAINING, flags_of
-from megatron.schedules.planner.registry import NAMES, describe
+from megatron.schedules.planner.registry import AUTO, NAMES, describe
 
 # The flag of each part of a request, and of what else is asked about it.
 FLAGS = {
@@ -30,8 +30,10 @@ _SWITCHES = {
 }
 # What training says of the flags that the command line has too.
 _IN_TRAINING = {
-    "schedule": "Megatron's own schedule without the flag. " + "; ".join(f"{each}: {describe(each)}" for each in NAMES),
-    "memory-limit": "GiB count as a dry run does. auto: the job begins within a third of 1F1B's, measures what is "
+    "schedule": "Megatron's own schedule without the flag. "
+    + "; ".join(f"{each}: {describe(each)}" for each in (AUTO, *NAMES)),
+    "memory-limit": "GiB count as a dry run does. --pipeline-schedule auto takes what GPUs have left beside weights "
+    "and optimizer without this flag. auto: the job begins within a third of 1F1B's, measures what is "
     "left, and plans again for that (--pipeline-replan is implied).",
     "costs": "Without this flag costs follow from the model's arithmetic.",
     "layers": "auto and N,N,... replace Megatron's layout flags; the job's first lines have the layout.",

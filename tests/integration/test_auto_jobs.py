@@ -1,0 +1,47 @@
+"""``--pipeline-schedule auto``: stock's losses, a plan within the device's memory, and a reason for the choice."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integration.test_dry_run import JOB, together
+from tests.integration.test_same_result import assert_same_losses, differing
+
+AUTO = "--pipeline-schedule auto --pipeline-model-parallel-size 2 --global-batch-size 8".split()
+
+
+@pytest.fixture(autouse=True)
+def _quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_SCHEDULES_SEARCH_SECONDS", "0.1")
+
+
+@pytest.mark.parametrize("limit", [(), ("--pipeline-memory-limit", "0.4")], ids=["no limit", "little memory"])
+def test_it_trains_to_stocks_losses(train, limit):
+    """Seven layers, which no number of stages divides."""
+    job = ("--train-iters", "3", "--global-batch-size", "8", "--num-layers", "7")
+    ours = train(2, *job, *AUTO[:4], *limit)
+    stock = train.stock(1, *job)
+    assert_same_losses(ours, stock)
+    assert differing(ours, stock) == []
+
+
+def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(megatron):
+    ((status, whole),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", "2x64GiB"])
+    assert status == 0, whole
+    assert "\npipeline schedule: Schedule: " in whole and "\npipeline schedule: Bubble: " in whole
+    room = round(0.9 * max(together(whole)), 2)
+    ((status, less),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", f"2x{room}GiB"])
+    assert status == 0, less
+    assert max(together(less)) <= room
+    limits = [float(found) for found in re.findall(r"within the limit of ([\d.]+) %", whole + less)]
+    assert limits[1] < limits[0]
+
+
+def test_a_device_without_room_is_refused_with_what_would_work(megatron):
+    ((status, said),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", "2x0.5GiB"])
+    assert status == 2
+    last = said.splitlines()[-1]
+    assert "--pipeline-schedule auto: the memory that devices have left" in last
+    assert last.endswith("is the smallest that works")
