@@ -214,10 +214,7 @@ REFUSED = {
         "--dataloader-inter-document-masking --context-parallel-size 2 --pipeline-model-parallel-size 2",
         "leave the flag out",
     ),
-    "auto in training": (
-        "--pipeline-schedule auto",
-        "--pipeline-schedule auto is for the command line; in training name one of 1f1b, ",
-    ),
+    "auto within too little": ("--pipeline-schedule auto --pipeline-memory-limit 0.001", "--pipeline-memory-limit"),
     "adaptive without a limit": ("--pipeline-schedule adaptive", "--pipeline-memory-limit"),
     "a limit that is none": (
         "--pipeline-schedule adaptive --pipeline-memory-limit half",

@@ -12,15 +12,17 @@ STALL_VARIABLE = "MEGATRON_SCHEDULES_STALL_SECONDS"
 SHARED = {
     "schedule": (
         "auto|NAME[:CHUNKS]|FILE.csv",
-        "Order of the pipeline's passes: auto, a schedule by name, or your own as a compute-only CSV with one row a rank, as "
-        "torch.distributed.pipelining writes it. CHUNKS is the number of model chunks a rank: for interleaved-1f1b "
-        "exactly (2 without it), for auto and adaptive at most (4 without it). More chunks shrink the bubble and send more "
-        "messages. A CSV may have R, O and L: all decoder layers of those stages are recomputed or offloaded.",
+        "Order of the pipeline's passes: auto, a schedule by name, or your own as a compute-only CSV with one row a "
+        "rank, as torch.distributed.pipelining writes it. CHUNKS is the number of model chunks a rank: for "
+        "interleaved-1f1b exactly (2 without it), for auto and adaptive at most (4 without it). More chunks shrink the "
+        "bubble and send more messages. A CSV may have R, O and L: all decoder layers of those stages are recomputed or "
+        "offloaded.",
     ),
     "memory-limit": (
         "X|GIB|auto",
-        "For auto and adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or in GiB, "
-        "such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your GPUs have left.",
+        "For auto and adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or "
+        "in GiB, such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your GPUs have "
+        "left.",
     ),
     "costs": (
         "F,I,W[,LATENCY]|FILE.json",
