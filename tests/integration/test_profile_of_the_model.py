@@ -18,7 +18,7 @@ from megatron.schedules.measure.job_profile import JobProfile, Measured, StagePr
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.kinds import Kind, Share
+from megatron.schedules.schedule.kinds import SEEN_BY, Kind, Share
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.utils.errors import PlanError
 from tests.integration.results import MODEL
@@ -33,7 +33,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     measured = Facts(
         "a GPU", layers=8, hidden_size=32, heads=4, sequence_length=16, micro_batch_size=1, tensor_parallel=1
     )
-    stages = (StageProfile(4, TIMES, held=1000.0, sizes={Share.WEIGHTS: 500.0}),) * 2
+    stages = (StageProfile(4, TIMES, held=1000.0, sizes=dict.fromkeys(SEEN_BY, 0.0) | {Share.WEIGHTS: 500.0}),) * 2
     made = JobProfile(measured._replace(**facts), "1f1b", sequential(2), 4, (3, 4), 1, stages)
     path.write_text(to_text(made))
     parser = argparse.ArgumentParser()
