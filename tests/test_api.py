@@ -111,3 +111,19 @@ def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any]
         ms.plan(**{"schedule": "v-half", **SIZE, **arguments})
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def test_install_takes_what_the_flags_take_and_flags_go_before() -> None:
+    program = (
+        "import sys; from unittest import mock; import megatron.schedules as ms\n"
+        "sys.argv = ['train.py', '--num-layers', '8', '--pipeline-schedule=v-half']\n"
+        "early, hooks = mock.Mock(), mock.Mock()\n"
+        "sys.modules |= {'megatron.schedules.integration.flags.early': early, "
+        "'megatron.schedules.integration.hooks': hooks}\n"
+        "import megatron.schedules.integration as integration; integration.hooks = hooks\n"
+        "ms.install(schedule='auto', memory_limit=0.5, replan=True)\n"
+        "hooks.install.assert_called_once_with(); print(*early.refuse_early.call_args.args[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    flags = "--num-layers 8 --pipeline-schedule=v-half --pipeline-memory-limit 0.5 --pipeline-replan"
+    assert done.stdout.split() == flags.split()

@@ -25,13 +25,33 @@ def __getattr__(name: str) -> Any:
     return getattr(api, name)
 
 
-def install() -> None:
-    """Give the running Megatron training script ``--pipeline-schedule`` and the schedules behind it.
+def install(
+    *,
+    schedule: str | None = None,
+    memory_limit: float | str | None = None,
+    costs: str | None = None,
+    layers: str | None = None,
+    save_memory: str | None = None,
+    vocabulary_parallel: bool = False,
+    plan_lengths: bool = False,
+    measure: str | None = None,
+    replan: bool = False,
+) -> None:
+    """Gives the running Megatron training script ``--pipeline-schedule`` and the schedules behind it.
 
-    Call it once, at the top of the script, before Megatron parses its arguments. Without the flag Megatron behaves as
-    it does without this package. Where a flag of ours is wrong the process ends here, with one line and status 2; where
-    that takes Megatron to tell, when the arguments are parsed.
+    Call it once, at the top of the script, before Megatron parses its arguments. Without the flag and without
+    ``schedule`` Megatron behaves as it does without this package. Where a flag of ours is wrong the process ends here,
+    with one line and status 2; where that takes Megatron to tell, when the arguments are parsed.
+
+    Args:
+        schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan: what the
+            flag of that name takes, behind ``--pipeline-``. Flags of the command line go before them.
     """
+    given = {name: value for name, value in locals().items() if value not in (None, False)}
+    for name, value in given.items():
+        flag = f"--pipeline-{name.replace('_', '-')}"
+        if not any(each == flag or each.startswith(f"{flag}=") for each in sys.argv):
+            sys.argv += [flag] if value is True else [flag, str(value)]
     if "megatron.training" not in sys.modules:
         from megatron.schedules.integration.flags.early import refuse_early
 
