@@ -30,7 +30,7 @@ def test_the_example_in_the_documentation_has_every_field_and_is_read():
         stage_weights=(1.5, 1, 1, 1, 1, 1, 1, 1.2),
         stage_activations=(1, 1, 1, 1, 1, 1, 1, 1.3),
         weight_share=0.4,
-        recompute=1.0,
+        stock_recompute=1.0,
         kept=0.06,
         layer_input=0.06,
         copy=1.4,

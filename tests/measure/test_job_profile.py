@@ -207,7 +207,7 @@ def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
         for part in (0.5, 1.0)
     ]
     facts = Facts("a GPU", 8, 64, 4, 128, 1, 1)
-    for stage in profile_of(found, Conditions(facts, plan(Request("1f1b", 2, 2)), Costs(), (3, 5))).stages:
+    for stage in profile_of(found, Conditions(facts, plan(Request("1f1b", 2, 2)), Costs(), Decisions(), (3, 5))).stages:
         assert stage.sizes == {Share.WEIGHTS: 500, Share.VOCABULARY: 60, Share.AGAIN: 200, Share.AWAY: 300}
 
 
