@@ -24,7 +24,22 @@ class JobError(AssertionError):
     """A rank failed, died or hung; the message holds every rank's output."""
 
 
+class _PortTakenError(JobError):
+    """Another process took the port of rank 0 after it had been found free."""
+
+
+_TRIES = 4
+
+
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = HANGS_S) -> list[Any]:
+    """:func:`_run_ranks`, once more where another process took the port that was found free."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(_PortTakenError):
+            return _run_ranks(world, work, *args, timeout=timeout)
+    return _run_ranks(world, work, *args, timeout=timeout)
+
+
+def _run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
     """Fork ``world`` ranks that each call ``work(*args)`` with torchrun's environment set; their results by rank.
 
     Raises:
@@ -52,7 +67,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
         if failed or hung:
             output = "\n".join(f"--- rank {r}\n{_read(Path(folder) / f'{r}.log')}" for r in range(world))
             what = f"ranks hung for {timeout:g} s: {hung}" if hung else f"exit status by rank: {failed}"
-            raise JobError(f"{what}\n{output}")
+            raise (_PortTakenError if "EADDRINUSE" in output else JobError)(f"{what}\n{output}")
         return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

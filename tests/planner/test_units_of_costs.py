@@ -30,7 +30,7 @@ def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:
     if request.recompute or request.offload:
         request = relieve(request)
     schedule = plan(request)
-    return schedule.order, schedule.placement, request.costs.redone, request.costs.offloaded
+    return schedule.order, schedule.placement, request.decisions
 
 
 SMALL: dict[str, Any] = {"memory_limit": 0.5, "search_seconds": 0.002}
