@@ -39,6 +39,14 @@ def test_its_plan_keeps_within_the_devices_memory_and_says_why_it_was_chosen(meg
     assert limits[1] < limits[0]
 
 
+def test_what_does_not_go_with_another_flag_is_not_chosen(megatron):
+    """Iterations that are planned for their lengths recompute nothing, however little memory there is."""
+    asked = [*JOB, *AUTO, "--pipeline-dry-run", "2", "--pipeline-memory-limit", "0.52", "--pipeline-plan-lengths"]
+    ((status, said),) = megatron("outputs", 1, asked)
+    assert status == 0, said
+    assert "recomputed" not in said
+
+
 def test_a_device_without_room_is_refused_with_what_would_work(megatron):
     ((status, said),) = megatron("outputs", 1, [*JOB, *AUTO, "--pipeline-dry-run", "2x0.5GiB"])
     assert status == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -139,10 +140,12 @@ def planned_job(spec: JobSpec, *, quiet: bool = False) -> Planned:
         return _planned(spec, quiet)
     refused: PlanError | None = None
     for each in choices(spec):
-        try:
-            return _planned(each, quiet)
-        except PlanError as error:
-            refused = refused or error
+        with suppress(PlanError):  # what may be chosen goes with the other flags, or is not chosen
+            validate(each)
+            try:
+                return _planned(each, quiet)
+            except PlanError as error:
+                refused = refused or error
     assert refused is not None, "there is a choice"
     raise refused
 
