@@ -45,7 +45,13 @@ _LONGEST_MS = 120_000  # of an iteration: ranks sleep for as long as they are as
 
 
 # The flag of each part of a request.
-FLAGS = {"costs": "--costs", "schedule": "--schedule", "ranks": "--pipeline-size", "microbatches": "--microbatches"}
+FLAGS = {
+    "costs": "--costs",
+    "schedule": "--schedule",
+    "csv": "--schedule",
+    "ranks": "--pipeline-size",
+    "microbatches": "--microbatches",
+}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -27,7 +27,7 @@ def model(layers: int, first: Part = EMBEDDING, last: Part = OUTPUT) -> ModelLoa
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("again", [{}, {"recompute": 0.5, "kept": 0.25, "weight_share": 0.75}])
+@pytest.mark.parametrize("again", [{}, {"stock_recompute": 0.5, "kept": 0.25, "weight_share": 0.75}])
 def test_layers_alone_spread_evenly_cost_what_equal_stages_do(chunks: int, again: dict[str, float]):
     costs, placement = Costs(1, 1.1, 0.75, 0.05, **again), zigzag(4, chunks)
     alike, by_parts = costs.on(placement), replace(costs, model=model(16, Part(), Part())).on(placement)

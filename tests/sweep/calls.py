@@ -22,6 +22,7 @@ _WORDS = {
     Kind.INPUT: ["FILE", "CSV", "JSON", "LOG"],
     Kind.OUTPUT: ["PREFIX"],
     Kind.FOLDER: ["DIR"],
+    Kind.SIZE: ["SIZE"],
 }
 # Parts of a metavar that say how a value goes on.
 _GRAMMARS = {":CHUNKS": Kind.CHUNKS, "=GB/S": Kind.SPEED, ":A-B": Kind.SPAN, "xGIB": Kind.SIZE}

@@ -48,7 +48,7 @@ READERS = {
     "chunk-profile.json": ["--costs", "--recorded"],
     "custom-costs.json": ["--costs", "--recorded"],
     "job-profile.json": ["--costs", "--recorded"],
-    "recorded_run.json": ["--recorded", "--costs"],
+    "recorded.json": ["--recorded", "--costs"],
     "model.sh": ["--model", "--schedule"],
 }
 ODD_PLACES = [

@@ -150,6 +150,11 @@ def _serve(program: Callable[[list[str]], Any], requests: Iterable[bytes], answe
         os.environ.update(before)
 
 
+def _text(said: bytes) -> str:
+    """What a person reads of it: nothing of a picture, which goes to a pipe alone."""
+    return "(a picture)" if said.startswith((b"\x89PNG", b"%PDF")) else said.decode()
+
+
 def _ending(program: Callable[[list[str]], Any], arguments: list[str]) -> dict[str, Any]:
     """How a call ended; its streams are such as a terminal's are, which cannot write everything."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in ("strict", "backslashreplace"))
@@ -169,7 +174,7 @@ def _ending(program: Callable[[list[str]], Any], arguments: list[str]) -> dict[s
     said = []
     for stream in (out, err):
         stream.flush()
-        said.append(stream.buffer.getvalue().decode())  # type: ignore[attr-defined]
+        said.append(_text(stream.buffer.getvalue()))  # type: ignore[attr-defined]
     if took > LONGEST_S:
         said[1] += f"\ntook {took:.0f} s"
         status = None
