@@ -64,8 +64,8 @@ def a_chunks_profile() -> Any:
 def a_jobs_profile(**more: Any) -> JobProfile:
     """With layers that are done again and offloaded."""
     times = dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.O, Kind.L), Measured(2.0, 1.5, 2.5))
-    sizes = {Share.WEIGHTS: 500.0, Share.VOCABULARY: 0.0, Share.AGAIN: 200.0, Share.AWAY: 300.0}
-    stage = StageProfile(2, times, held=1000.0, sizes=sizes, redone=0.5)
+    sizes = {Share.WEIGHTS: 500.0, Share.VOCABULARY: 0.0, Share.RECOMPUTED: 200.0, Share.OFFLOADED: 300.0}
+    stage = StageProfile(2, times, held=1000.0, sizes=sizes, recomputed=0.5)
     facts = Facts("a GPU", 8, 64, 4, 128, 1, 1, vocabulary=512, dtype="bf16")
     return JobProfile(
         facts,
@@ -84,7 +84,7 @@ def a_jobs_profile(**more: Any) -> JobProfile:
 def a_run(offloaded: bool = True) -> Recorded:
     """One that copies, recomputes and counted bytes, or another that does neither."""
     decisions = Decisions(recomputed=(0.5,) * 2, offloaded=(0.5,) * 2) if offloaded else Decisions()
-    costs = Costs(1.0, 1.25, 0.75, copy=0.5, hops=((0, 1, 0.25),))
+    costs = Costs(1.0, 1.25, 0.75, copy=0.5, latencies=((0, 1, 0.25),))
     schedule = written(sequential(2), 2, "0F0 0O0 0F1 0L0 0I0 0W0 0R1 0B1", "1F0 1I0 1F1 1B1 1W0")
     schedule = schedule if offloaded else plan(Request("v-half", 2, 2))
     timeline, planned = (

@@ -33,7 +33,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
+from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -171,10 +171,10 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
         yield Seconds(*_differences(times), *([] if split else [0.0]))
 
 
-def time_again(model: Model, stage: int) -> Iterator[DoneAgain]:
+def time_recompute(model: Model, stage: int) -> Iterator[DoneAgain]:
     """Time R of all layers of ``stage`` over and over, without end; to be called once for a model, after all else."""
     again = Again(surroundings)
-    do_layers_again(model.chunks[stage], None, again)
+    recompute_layers(model.chunks[stage], None, again)
     meter = _meter(model)
     plain, _ = _stages(model, None)
     activation, gradient = _ends(model, stage, plain)
@@ -187,7 +187,7 @@ def time_again(model: Model, stage: int) -> Iterator[DoneAgain]:
         if microbatch == 1:
             left = meter.current - before
         times = [_now()]
-        stages.forward_again(stage, microbatch)
+        stages.recompute_forward(stage, microbatch)
         times.append(_now())
         stages.backward_input(stage, microbatch, gradient)
         stages.backward_weight(stage, microbatch)

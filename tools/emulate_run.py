@@ -23,10 +23,10 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded
-from megatron.schedules.planner.layer_partition import spread_layers
+from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, placement, plan
 from megatron.schedules.report.drawing import write_run
 from megatron.schedules.runtime.program import Program
@@ -128,7 +128,7 @@ def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
     times = [now / before for before, now in zip(planned, measured, strict=True)]
     usual = statistics.median(times)
     found = replace(request, costs=_with_layers(request.costs, [time / usual for time in times]))
-    return spread_layers(found) if layers else found
+    return partition_layers(found) if layers else found
 
 
 def _with_layers(costs: Costs, times: Sequence[float]) -> Costs:
@@ -174,9 +174,9 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
     found = run_ranks(request.ranks, partial(_on_a_rank, programs, measured), timeout=600)
     rows = [[[span[at] for span in rank] for rank in found] for at in (0, 1)]
     start, end, _ = aligned(schedule, *rows)
-    latencies = dict(hops([gaps(schedule, *rows)]))
-    comm = statistics.median(latencies.values())
-    timeline = Timeline(schedule, replace(measured, comm=comm, hops=latencies), start, end)
+    links = dict(latencies([gaps(schedule, *rows)]))
+    comm = statistics.median(links.values())
+    timeline = Timeline(schedule, replace(measured, comm=comm, latencies=links), start, end)
     return Recorded(timeline, simulate(schedule, planned), 1, "passes that sleep")
 
 

@@ -143,7 +143,7 @@ def _record(each: Estimate) -> dict[str, object]:
 
 
 def _heads(answer: Answer) -> tuple[str, ...]:
-    relief = any(found.method.relieves for found in answer.found)
+    relief = any(found.method.saves_memory for found in answer.found)
     return (*_HEADS, *_RELIEF_HEADS) if relief else _HEADS
 
 
@@ -193,7 +193,7 @@ def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
     helps = f"{short.gpus * short.setting.gpus} GPUs may do" if short.gpus else "16 times as many GPUs do not help"
     if fitting:
         helps += f"; {', '.join(fitting)} {'fits' if len(fitting) == 1 else 'fit'}"
-    elif not found.method.relieves and short.held.largest == "activations":
+    elif not found.method.saves_memory and short.held.largest == "activations":
         helps += "; --relief or shorter samples may"
     return helps
 
@@ -348,7 +348,7 @@ def main(
             link = profile.copy_gbps.both_ways * 1e9
     gpu = gpu if link is None else replace(gpu, host_link=link)
     questions = [Question(asked, gpu, gpus, batch, correction) for batch in batch_size]
-    usual = methods or [method.name for method in _METHODS if not method.relieves]
+    usual = methods or [method.name for method in _METHODS if not method.saves_memory]
     names = [*usual, *(method.name for method in RELIEVED if relief)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)

@@ -188,9 +188,9 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
             "activation_bytes": held.after_forward,
             "weight_bytes": held.after_input_grad,
         }
-    forwards = times.time_again(model, times.LAYERS)
-    redone = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
-    again, left = _spread([each.seconds for each in redone]), redone[0].input_bytes
+    forwards = times.time_recompute(model, times.LAYERS)
+    recomputed = [next(forwards) for _ in range(_WARM_UP + repetitions)][_WARM_UP:]
+    again, left = _spread([each.seconds for each in recomputed]), recomputed[0].input_bytes
     say("copies to the host and back", False)
     rates = copy_rates(torch.empty(0, device="cuda").device)
     return ChunkProfileForm(

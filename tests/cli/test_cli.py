@@ -252,7 +252,7 @@ def test_a_csv_with_r_o_and_l_is_of_all_layers_of_its_stages(tmp_path, capsys):
     asked = ["plan", "--schedule", str(path), "--save-memory", "offload", "--costs", custom]
     assert main([*asked, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["redone"], data["offloaded"], data["costs"]["copy"]) == ([0, 1], [1, 0], 1.5)
+    assert (data["recomputed"], data["offloaded"], data["costs"]["copy"]) == ([0, 1], [1, 0], 1.5)
     # F takes 2 and B 4, two of each on both ranks; the second R and B of rank 1 hold rank 0 up.
     figures = data["figures"]
     assert figures["makespan"] == 22
@@ -272,11 +272,11 @@ def test_a_stage_with_both_r_and_o_has_half_of_each(tmp_path, capsys):
     path.write_text("0F0,0O0,0L0,0R0,0B0\n1F0,1B0\n")
     assert main(["plan", "--schedule", str(path), "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["redone"], data["offloaded"]) == ([0.5, 0], [0.5, 0])
+    assert (data["recomputed"], data["offloaded"]) == ([0.5, 0], [0.5, 0])
     llama = ["--model", "Llama-3-8B", "--layers", "13,19"]
     assert main(["plan", "--schedule", str(path), *llama, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["redone"][0] * 13, data["offloaded"][0] * 13) == pytest.approx((6, 7))
+    assert (data["recomputed"][0] * 13, data["offloaded"][0] * 13) == pytest.approx((6, 7))
 
 
 def test_the_time_of_a_copy_is_what_a_profile_has_or_follows_from_a_speed(tmp_path, capsys):

@@ -180,7 +180,7 @@ def test_an_adaptive_plan_takes_what_room_there_is():
     assert memory_limit(asked) == 0.5
 
 
-def relieved(method: Method, room: float = 1.3) -> Setting:
+def saved(method: Method, room: float = 1.3) -> Setting:
     """With so many GiB left to activations on a device with little memory and a fast link to its host."""
     at = replace(setting("adaptive", pipeline=2, global_batch=6, micro_batch=2, data=1), method=method)
     return replace(at, device=replace(free(at, room).device, host_link=100e9))
@@ -188,8 +188,8 @@ def relieved(method: Method, room: float = 1.3) -> Setting:
 
 @pytest.mark.parametrize("method", RELIEVED, ids=lambda method: method.name)
 def test_recompute_and_offload_make_more_of_little_memory(method: Method):
-    at = relieved(method)
-    found, without = estimate(at, search_seconds=0.02), estimate(relieved(ADAPTIVE), search_seconds=0.02)
+    at = saved(method)
+    found, without = estimate(at, search_seconds=0.02), estimate(saved(ADAPTIVE), search_seconds=0.02)
     assert found.fits
     assert found.mfu > 1.02 * without.mfu
     assert least_seconds(at) <= found.seconds + 1e-9
@@ -205,17 +205,17 @@ def test_recompute_and_offload_make_more_of_little_memory(method: Method):
 
 
 def test_copies_take_what_their_bytes_take_on_the_link():
-    at = relieved(RELIEVED[1])
+    at = saved(RELIEVED[1])
     held = LAYERS * (34 * 2048 + 4 * 16) * 2 * SMALL.sequence / 2  # of a rank; arXiv 2205.05198, and rows of scores
     assert at.costs.copy == pytest.approx(held / 2 / 100e9)
     slow = replace(at, device=replace(at.device, host_link=50e9))
     assert slow.costs.copy == pytest.approx(2 * at.costs.copy)
     assert "--pipeline-save-memory offload=50 " in slow.flags
-    assert "--pipeline-save-memory both=100 " in relieved(RELIEVED[2]).flags
+    assert "--pipeline-save-memory both=100 " in saved(RELIEVED[2]).flags
 
 
 def test_what_the_host_has_no_room_for_does_not_fit():
-    found = estimate(relieved(RELIEVED[1]), search_seconds=0.02)
+    found = estimate(saved(RELIEVED[1]), search_seconds=0.02)
     device = replace(found.setting.device, host_memory=found.host / 2)
     assert found.fits and not replace(found, setting=replace(found.setting, device=device)).fits
 

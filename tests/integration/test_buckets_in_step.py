@@ -118,4 +118,6 @@ def test_replicas_do_not_wait_for_each_other_for_ever(
             stages.reduction.finish()
 
         assert errors_in_threads(list(range(len(jobs))), carry_out) == []
-        assert all(meeting.is_completed() for meeting in meetings.values()), "every bucket of every replica is reduced"
+        assert all(collective.is_completed() for collective in meetings.values()), (
+            "every bucket of every replica is reduced"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
+from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.environment import is_first
 from megatron.schedules.job.spec import Sizes
 from tests.integration.results import MODEL, UNTIED
@@ -106,7 +106,7 @@ def test_how_many_gpus_are_supposed(monkeypatch, around: dict[str, str], sizes: 
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    assert supposed_gpus(sizes, given)[0] == gpus
+    assert assumed_gpus(sizes, given)[0] == gpus
 
 
 @pytest.mark.parametrize(

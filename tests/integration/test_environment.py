@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
+from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.environment import check_environment
 from megatron.schedules.job.spec import Sizes
 from megatron.schedules.utils.errors import PlanError
@@ -37,7 +37,7 @@ def test_a_variable_that_is_no_possible_number_is_named(monkeypatch, name: str, 
 def test_so_is_slurms_number_of_tasks_in_a_dry_run(monkeypatch, text: str):
     monkeypatch.setenv("SLURM_NTASKS", text)
     with pytest.raises(PlanError, match=r"^\$SLURM_NTASKS must be "):
-        supposed_gpus(Sizes(0, 1), None)
+        assumed_gpus(Sizes(0, 1), None)
 
 
 def test_a_rank_beyond_the_number_of_processes_is_refused(monkeypatch):

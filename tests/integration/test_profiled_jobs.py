@@ -34,7 +34,7 @@ def test_a_job_measures_itself_and_the_next_is_planned_for_that(megatron, tmp_pa
     # Inputs and gradients of a layer's linears wait for W: 16 hidden states each, the wide ones four of them.
     assert {stage.sizes[Share.WEIGHTS] for stage in profile.stages} == {2 * 16 * 32 * 4 * 16}
     assert profile.stages[-1].held > profile.stages[1].held > profile.stages[1].sizes[Share.WEIGHTS]
-    assert [hop[:2] for hop in profile.hops] == [(0, 1), (1, 0)]
+    assert [latency[:2] for latency in profile.latencies] == [(0, 1), (1, 0)]
     (table,) = [text for text in said if "as measured in iterations 3-4" in text]
     assert "F (forward)" in table and "a message takes" in table and f"costs written to {file}" in table
 

@@ -69,7 +69,7 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     """Of a small GPT's F, R and I, and of an F without R: bytes held after each; how often each layer was run."""
     from counted_forwards import put_in_place
 
-    from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
+    from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
 
     runs = put_in_place()
     model, tokens, forward = small_gpt(sequence_parallel=False)
@@ -83,7 +83,7 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     runs.clear()
     again = Again(surroundings)
     which = None if count is None else range(count)
-    assert do_layers_again(model, which, again) == (2 if count is None else count)
+    assert recompute_layers(model, which, again) == (2 if count is None else count)
     with again.keeping(0, 0), meter.recording():
         loss = forward(model, x).sum()
     held.append(meter.current)
@@ -105,11 +105,11 @@ def test_bytes_held_and_runs_of_a_gpt(count: int | None) -> None:
 
 
 def _inputs_alone() -> tuple[int, int]:
-    from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
+    from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
 
     model, _, _ = small_gpt(sequence_parallel=False)
     again = Again(surroundings)
-    do_layers_again(model, None, again)
+    recompute_layers(model, None, again)
     meter = ActivationMeter(model.parameters())
     hidden = torch.randn(SEQUENCE, BATCH, 8, requires_grad=True)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.schedules.measure.clocks import aligned, gaps, hops, shifts
+from megatron.schedules.measure.clocks import aligned, gaps, latencies, shifts
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
@@ -32,17 +32,17 @@ def waits(schedule: Schedule, start: Times, end: Times) -> float:
 
 @examples(30)
 @given(st.sampled_from(NAMED), st.integers(2, 5), st.integers(1, 9), TIMES, TIMES, TIMES, HOP, OFFSETS)
-def test_a_plan_comes_back_as_it_was_where_messages_wait_for_nothing_else(name, d, n, f, i, w, hop, offsets):
+def test_a_plan_comes_back_as_it_was_where_messages_wait_for_nothing_else(name, d, n, f, i, w, latency, offsets):
     schedule = plan(Request(name, d, n))
-    timeline = simulate(schedule, Costs(f, i, w, hop).on(schedule.placement))
+    timeline = simulate(schedule, Costs(f, i, w, latency).on(schedule.placement))
     found = aligned(schedule, *told(timeline, offsets))
     assert waits(schedule, found.start, found.end) >= -1e-9
     true = gaps(schedule, timeline.start, timeline.end)
-    if all(gap == pytest.approx(hop, abs=1e-9) for gap in true.values()):
-        expected, latencies = timeline.start, set(true)
+    if all(gap == pytest.approx(latency, abs=1e-9) for gap in true.values()):
+        expected, links = timeline.start, set(true)
         assert [pytest.approx(row, abs=1e-7) for row in expected] == list(found.start)
-        measured = hops([gaps(schedule, *told(timeline, offsets))])
-        assert measured.keys() == latencies and all(each == pytest.approx(hop, abs=1e-7) for each in measured.values())
+        measured = latencies([gaps(schedule, *told(timeline, offsets))])
+        assert measured.keys() == links and all(each == pytest.approx(latency, abs=1e-7) for each in measured.values())
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-1p", "v-half", "v-zb", "interleaved-1f1b"])
@@ -55,9 +55,9 @@ def test_the_usual_plans_have_messages_that_wait_for_nothing_else(name):
 
 @examples(100)
 @given(schedules(), TIMES, TIMES, HOP, OFFSETS)
-def test_nothing_begins_before_what_it_waits_for_has_ended(schedule, f, i, hop, offsets):
+def test_nothing_begins_before_what_it_waits_for_has_ended(schedule, f, i, latency, offsets):
     """Sensible or not, on any placement; and the first pass of all begins at 0."""
-    timeline = simulate(schedule, Costs(f, i, 1, hop).on(schedule.placement))
+    timeline = simulate(schedule, Costs(f, i, 1, latency).on(schedule.placement))
     found = aligned(schedule, *told(timeline, offsets))
     between = gaps(schedule, found.start, found.end)
     assert all(gap >= -1e-7 for gap in between.values())
@@ -75,5 +75,5 @@ def test_a_guess_is_mended_where_a_circle_of_ranks_shows_it_wrong():
 
 def test_a_hop_is_the_median_of_iterations_and_never_below_zero():
     rounds = [{(0, 1): 5.0 + more, (1, 0): -4.0 + more} for more in (0.0, 0.5, 2.0)]
-    assert hops(rounds) == {(0, 1): 1.0, (1, 0): 1.0}
-    assert hops([{(0, 1): 1.0, (1, 0): -1.5, (1, 2): 3.0}]) == {(0, 1): 0.0, (1, 0): 0.0}
+    assert latencies(rounds) == {(0, 1): 1.0, (1, 0): 1.0}
+    assert latencies([{(0, 1): 1.0, (1, 0): -1.5, (1, 2): 3.0}]) == {(0, 1): 0.0, (1, 0): 0.0}

@@ -113,7 +113,7 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     on_stages = costs.on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
     assert on_stages.durations[Kind.R] == pytest.approx((0.5 * 1.05 * 40,) * 8)
     # Half of a stage's layers, each but an eighth of it; a stage is half a rank.
-    assert on_stages.held[Share.AGAIN] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
+    assert on_stages.held[Share.RECOMPUTED] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
     for wrong, why in (
         ({"again": {"median": -1.0}}, r"\$.chunk.again.median must be a number >= 1e-15, not -1"),
         ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* is left no more than a forward holds"),

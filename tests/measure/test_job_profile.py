@@ -85,8 +85,8 @@ def test_another_pipeline_has_its_own_share_of_the_same_layers():
 
 
 def test_hops_are_those_measured_where_there_are_as_many_ranks():
-    hops = ((0, 1, 0.1), (1, 0, 0.1), (1, 2, 0.7), (2, 1, 0.7), (2, 3, 0.2), (3, 2, 0.2))
-    found = profile(v_shape(4), *V, hops=hops)
+    latencies = ((0, 1, 0.1), (1, 0, 0.1), (1, 2, 0.7), (2, 1, 0.7), (2, 3, 0.2), (3, 2, 0.2))
+    found = profile(v_shape(4), *V, latencies=latencies)
     same, other = (found.costs(ranks).on(v_shape(ranks)) for ranks in (4, 2))
     assert (same.latency(1, 2), same.latency(0, 3), other.latency(0, 1)) == (0.7, 0.2, 0.2)
 
@@ -110,7 +110,7 @@ def test_an_output_layer_that_all_ranks_share_is_what_they_took_for_it():
 
 
 def test_forwards_done_again_and_copies_are_as_they_were_measured():
-    more = {"redone": 0.5, "sizes": {Share.AGAIN: 470.0}}
+    more = {"recomputed": 0.5, "sizes": {Share.RECOMPUTED: 470.0}}
     again = [replace(stage(2, 2.0, 2.4, 1.6, **more), times=V[1].times | {Kind.R: alike(1.2)}) for _ in range(8)]
     found = profile(v_shape(4), *again, copy_gbps=CopyRates(2e-3, 1e-3, 1e-3))
     costs = found.costs(4).on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
@@ -122,7 +122,11 @@ def test_forwards_done_again_and_copies_are_as_they_were_measured():
 def test_it_is_read_as_it_was_written(tmp_path: Path):
     times = {**V[0].times, Kind.B: Measured(4.0, 3.5, 9.0)}
     made = profile(
-        v_shape(4), replace(V[0], times=times, redone=0.25), *V[1:], hops=((0, 1, 0.5),), copy_gbps=CopyRates(5, 4, 3)
+        v_shape(4),
+        replace(V[0], times=times, recomputed=0.25),
+        *V[1:],
+        latencies=((0, 1, 0.5),),
+        copy_gbps=CopyRates(5, 4, 3),
     )
     path = tmp_path / "costs.json"
     path.write_text(to_text(made, date="today"))
@@ -134,7 +138,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
     [
         ({"stages": []}, r"\$.stages must have 8 values, one for each stage of the placement, not 0"),
         ({"placement": {}}, "lacks 'name'"),
-        ({"hops": [[0, 1, -1]]}, r"\$.hops\[0\]\[2\] must be a number >= 0.0, not -1"),
+        ({"latencies": [[0, 1, -1]]}, r"\$.latencies\[0\]\[2\] must be a number >= 0.0, not -1"),
         ({"version": 4}, "version 4, and 1 or 2 is read here"),
         ({"model": {"layers": 3}}, "lacks 'hidden_size'"),
     ],
@@ -153,7 +157,7 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, change: dict
         ({"passes": {"F": {"median": 1, "low": 1, "high": 1}}}, r"\$.stages\[3\].passes lacks 'I'"),
         ({"layers": -1}, r"\$.stages\[3\].layers must be a whole number >= 0, not -1"),
         ({"activation_bytes": -5}, r"\$.stages\[3\].activation_bytes must be a number >= 0.0, not -5"),
-        ({"redone": 2}, r"\$.stages\[3\].redone must be a number <= 1.0, not 2"),
+        ({"recomputed": 2}, r"\$.stages\[3\].recomputed must be a number <= 1.0, not 2"),
     ],
 )
 def test_a_stage_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], why: str):
@@ -189,7 +193,7 @@ def test_a_stage_takes_as_long_as_on_its_slowest_replica():
     assert [each.median(Kind.F) for each in made.stages] == pytest.approx([4.0, 12.0])
     assert made.stages[1].times[Kind.I] == pytest.approx((15.0, 5.0, 15.0))
     assert (made.stages[1].held, made.stages[1].sizes[Share.WEIGHTS]) == pytest.approx((1000.0, 500.0))
-    assert made.hops == ((0, 1, 3.0),)
+    assert made.latencies == ((0, 1, 3.0),)
 
 
 def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
@@ -208,18 +212,18 @@ def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():
     ]
     facts = Facts("a GPU", 8, 64, 4, 128, 1, 1)
     for stage in profile_of(found, Conditions(facts, plan(Request("1f1b", 2, 2)), Costs(), Decisions(), (3, 5))).stages:
-        assert stage.sizes == {Share.WEIGHTS: 500, Share.VOCABULARY: 60, Share.AGAIN: 200, Share.AWAY: 300}
+        assert stage.sizes == {Share.WEIGHTS: 500, Share.VOCABULARY: 60, Share.RECOMPUTED: 200, Share.OFFLOADED: 300}
 
 
 def test_the_file_names_the_sizes_as_ever():
     """Profiles of jobs that ran before are still read."""
-    seen = {Share.WEIGHTS: 1.0, Share.VOCABULARY: 2.0, Share.AGAIN: 3.0, Share.AWAY: 4.0}
+    seen = {Share.WEIGHTS: 1.0, Share.VOCABULARY: 2.0, Share.RECOMPUTED: 3.0, Share.OFFLOADED: 4.0}
     assert seen.keys() == SEEN_BY.keys()
     written = json.loads(to_text(profile(v_shape(4), *(replace(each, sizes=seen) for each in V))))
     assert written["version"] == 2
     sizes = {name: size for name, size in written["stages"][0].items() if name.endswith("_bytes")}
     assert sizes == {
-        "activation_bytes": 1200, "weight_bytes": 1, "vocabulary_bytes": 2, "again_bytes": 3, "away_bytes": 4
+        "activation_bytes": 1200, "weight_bytes": 1, "vocabulary_bytes": 2, "recompute_bytes": 3, "offload_bytes": 4
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def made(measured: Costs) -> Recorded:
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path):
-    recorded, path = made(Costs(1.5, 1.25, 0.75, 0.5, hops=((0, 1, 0.75), (2, 1, 0.25)))), tmp_path / "run.json"
+    recorded, path = made(Costs(1.5, 1.25, 0.75, 0.5, latencies=((0, 1, 0.75), (2, 1, 0.25)))), tmp_path / "run.json"
     path.write_text(to_text(recorded))
     assert read_recorded(path) == recorded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.schedules.measure.slow_ranks import IdleWatch, Slow, SlowWatch, slow_hops
+from megatron.schedules.measure.slow_ranks import IdleWatch, Slow, SlowWatch, slow_links
 
 V = (0, 1, 2, 2, 1, 0)
 EVEN = [10.0] * 6
@@ -72,5 +72,5 @@ def test_a_bubble_that_has_grown_is_told_once() -> None:
 def test_hops_that_have_become_slow_are_those_that_matter_beside_a_pass() -> None:
     before = [(0, 1, 1.0), (1, 0, 1.0), (1, 2, 0.01), (2, 1, 1.0)]
     now = [(0, 1, 4.0), (1, 0, 1.2), (1, 2, 0.1), (2, 1, 0.5), (2, 3, 9.0)]
-    assert slow_hops(before, now, 10.0) == [(0, 1, 4.0, 1.0)]
-    assert slow_hops(before, now, 1.0) == [(0, 1, 4.0, 1.0), (1, 2, 0.1, 0.01)]
+    assert slow_links(before, now, 10.0) == [(0, 1, 4.0, 1.0)]
+    assert slow_links(before, now, 1.0) == [(0, 1, 4.0, 1.0), (1, 2, 0.1, 0.01)]

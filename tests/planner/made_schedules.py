@@ -70,13 +70,13 @@ def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
     """Costs of any proportion, with and without hops and single stages that take or hold more than others."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
     by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
-    hop = st.sampled_from((0.0, 0.05, 1.0, 7.0))
+    latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))
     return replace(
         draw(recomputing()),
         forward=draw(length),
         input_grad=draw(length),
         weight_grad=draw(length),
-        comm=draw(hop),
+        comm=draw(latency),
         stage_weights=draw(by_stage),
         stage_activations=draw(by_stage),
     )

@@ -20,39 +20,39 @@ def optimal_makespan(
     limit: float,
     seconds: float,
     *,
-    redone: Collection[int] = (),
+    recomputed: Collection[int] = (),
     offloaded: Collection[int] = (),
     copy: int = 0,
 ) -> int:
     """The least makespan at whole-numbered ``costs`` (F, I, W, latency) within ``limit`` microbatches on every rank.
 
-    Stages that are ``redone`` hold nothing from F until their forward is done again; those ``offloaded`` hold nothing
-    between two copies, each of ``copy`` over half a rank's layers and one at a time each way. Memory is given back
-    after the first and taken before the second between two passes of the rank.
+    A stage in ``recomputed`` holds nothing from F until its recompute pass. One in ``offloaded`` holds nothing between
+    its two copies, each of ``copy`` over half a rank's layers, one at a time each way. Between two passes of the rank,
+    memory is freed after the first copy and allocated before the second.
     """
     model, chunks = cp_model.CpModel(), placement.chunks
     # Passes over half a rank's layers, as costs are given, times what a stage has of them.
     lengths = {kind: cost * 2 // chunks for kind, cost in zip("FIW", costs, strict=False)}
-    hop, horizon = costs[3], 2 * microbatches * (sum(costs[:3]) + costs[3]) * placement.stages
+    latency, horizon = costs[3], 2 * microbatches * (sum(costs[:3]) + costs[3]) * placement.stages
     makespan = model.new_int_var(0, horizon, "makespan")
     # In small letters the moments between passes.
     lengths |= {"R": lengths["F"], "O": copy * 2 // chunks, "L": copy * 2 // chunks, "o": 0, "l": 0}
     start = {
         (stage, kind, m): model.new_int_var(0, horizon, f"{stage}{kind}{m}")
         for stage in range(placement.stages)
-        for kind in "FIW" + "R" * (stage in redone) + "OolL" * (stage in offloaded)
+        for kind in "FIW" + "R" * (stage in recomputed) + "OolL" * (stage in offloaded)
         for m in range(microbatches)
     }
 
     def wait(later: tuple[int, str, int], earlier: tuple[int, str, int]) -> None:
         apart = placement.rank_of[later[0]] != placement.rank_of[earlier[0]]
-        model.add(start[later] >= start[earlier] + lengths[earlier[1]] + (hop if apart else 0))
+        model.add(start[later] >= start[earlier] + lengths[earlier[1]] + (latency if apart else 0))
 
     for stage, kind, m in start:
         if kind == "F" and stage:
             wait((stage, kind, m), (stage - 1, "F", m))
         if kind == "I":
-            for before in "F" + "R" * (stage in redone) + "L" * (stage in offloaded):
+            for before in "F" + "R" * (stage in recomputed) + "L" * (stage in offloaded):
                 wait((stage, kind, m), (stage, before, m))
             if stage < placement.last_stage:
                 wait((stage, kind, m), (stage + 1, "I", m))
@@ -72,7 +72,7 @@ def optimal_makespan(
             )
         held = []
         for stage in stages:
-            whole = [("R" if stage in redone else "F", "W")]
+            whole = [("R" if stage in recomputed else "F", "W")]
             for first, last in [("F", "o"), ("l", "W")] if stage in offloaded else whole:
                 for m in range(microbatches):
                     end = start[stage, last, m] + lengths[last]

@@ -95,7 +95,7 @@ class _Checker:
         return sum(self.costs["times"][part][stage] for part in ("IW" if kind == "B" else kind))
 
     def latency(self, source: int, to: int) -> float:
-        pairs = {(a, b): time for a, b, time in self.costs["hops"]}
+        pairs = {(a, b): time for a, b, time in self.costs["latencies"]}
         return 0.0 if source == to else pairs.get((source, to), self.costs["comm"])
 
     def copy(self, rank: int, work: tuple[int, str, int], earliest: float) -> None:
@@ -108,17 +108,17 @@ class _Checker:
         held = most = 0.0
         for stage, kind, m in row:
             size = {share: sizes[stage] for share, sizes in self.costs["held"].items()}
-            kept = size["FORWARD"] + size["AGAIN"] + size["AWAY"]
+            kept = size["FORWARD"] + size["RECOMPUTED"] + size["OFFLOADED"]
             held += {
-                "F": kept - size["AGAIN"] * ((stage, "R", m) in self.there),
+                "F": kept - size["RECOMPUTED"] * ((stage, "R", m) in self.there),
                 "I": size["WEIGHTS"] - kept,
                 "W": -size["WEIGHTS"],
                 "B": -kept,
                 "S": size["VOCABULARY"],
                 "T": -size["VOCABULARY"],
-                "R": size["AGAIN"],
-                "O": -size["AWAY"],
-                "L": size["AWAY"],
+                "R": size["RECOMPUTED"],
+                "O": -size["OFFLOADED"],
+                "L": size["OFFLOADED"],
             }[kind]
             most = max(most, held)
         return most

@@ -27,9 +27,9 @@ def slow_spans(schedule: Schedule, costs: Costs) -> Spans | None:
         settled = True
         for work, sources in needs.items():
             for source in sources:
-                hop = latency(rank_of[source], rank_of[work])
-                if start[work] < start[source] + length[source] + hop:
-                    start[work] = start[source] + length[source] + hop
+                wait = latency(rank_of[source], rank_of[work])
+                if start[work] < start[source] + length[source] + wait:
+                    start[work] = start[source] + length[source] + wait
                     settled = False
         if settled:
             return {work: (at, at + length[work]) for work, at in start.items()}

@@ -59,10 +59,12 @@ def requests(draw: st.DrawFn) -> Request:
     length = st.integers(4, 12).map(lambda quarters: quarters / 4)
     slices = st.lists(st.integers(0, 6).map(lambda halves: halves / 2), min_size=4 * d, max_size=4 * d).map(tuple)
     by_slice = st.none() | slices
-    hop = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
+    latency = draw(st.sampled_from((0.0, 0.05, 1.0, 7.0)))
     times = draw(length), draw(length), draw(length)
     again = draw(recomputing())
-    costs = Costs(*times, hop, draw(by_slice), draw(by_slice), again.weight_share, again.stock_recompute, again.kept)
+    costs = Costs(
+        *times, latency, draw(by_slice), draw(by_slice), again.weight_share, again.stock_recompute, again.kept
+    )
     least = least_limit(asked(d, n, None, costs))
     return asked(d, n, max(least, 0.01) + draw(st.integers(0, 5 * d)) / (4 * d), costs)
 

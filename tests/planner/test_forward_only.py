@@ -25,8 +25,8 @@ PLACEMENTS = st.one_of(
 
 @examples(100)
 @given(PLACEMENTS, st.integers(1, 12), st.sampled_from((0.0, 0.05, 1.0, 8.0)))
-def test_every_forward_is_done_once_where_its_stage_is(placement: Placement, microbatches: int, hop: float):
-    costs = Costs(comm=hop)
+def test_every_forward_is_done_once_where_its_stage_is(placement: Placement, microbatches: int, latency: float):
+    costs = Costs(comm=latency)
     schedule = forward_only(placement, microbatches, costs)
     assert (schedule.placement, schedule.microbatches) == (placement, microbatches)
     for rank, row in enumerate(schedule.order):
@@ -39,15 +39,15 @@ def test_every_forward_is_done_once_where_its_stage_is(placement: Placement, mic
 @examples(60)
 @given(PLACEMENTS, st.integers(1, 8), st.sampled_from((0, 1, 3)), st.integers(1, 3))
 def test_each_rank_does_the_oldest_microbatch_that_is_ready(
-    placement: Placement, microbatches: int, hop: int, forward: int
+    placement: Placement, microbatches: int, latency: int, forward: int
 ):
     """Against a ticking clock: each tick a free rank takes the oldest that has come in, of two the earlier stage."""
     # Costs are of half a rank's layers: a whole number of ticks for each stage.
-    costs = Costs(forward * placement.chunks / 2, comm=hop)
-    assert forward_only(placement, microbatches, costs).order == _ticked(placement, microbatches, forward, hop)
+    costs = Costs(forward * placement.chunks / 2, comm=latency)
+    assert forward_only(placement, microbatches, costs).order == _ticked(placement, microbatches, forward, latency)
 
 
-def _ticked(placement: Placement, microbatches: int, length: int, hop: int) -> Rows:
+def _ticked(placement: Placement, microbatches: int, length: int, latency: int) -> Rows:
     come_in = {Pass(0, Kind.F, m): 0 for m in range(microbatches)}
     rows: list[list[Pass]] = [[] for _ in range(placement.ranks)]
     busy_until = [0] * placement.ranks
@@ -62,7 +62,7 @@ def _ticked(placement: Placement, microbatches: int, length: int, hop: int) -> R
                 busy_until[rank] = now + length
                 if work.stage < placement.last_stage:
                     apart = placement.rank_of[work.stage + 1] != rank
-                    come_in[work._replace(stage=work.stage + 1)] = now + length + (hop if apart else 0)
+                    come_in[work._replace(stage=work.stage + 1)] = now + length + (latency if apart else 0)
         now += 1
     return tuple(map(tuple, rows))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planner.layer_partition import as_layout, spread_layers
+from megatron.schedules.planner.layer_partition import as_layout, partition_layers
 from megatron.schedules.planner.partition_plans import Spread, microbatches_held, with_layers
-from megatron.schedules.planner.plan_cache import kept_spread
+from megatron.schedules.planner.plan_cache import cached_partition
 from megatron.schedules.planner.registry import Request, plan, unchecked_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
@@ -61,7 +61,7 @@ def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
 )
 def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: int, layers: int):
     request = asked(name, d, n, layers)
-    found = spread_layers(request)
+    found = partition_layers(request)
     assert found.costs == request.costs, "costs never change"
     assert found.decisions.layers is not None
     ours, even = timed(found), timed(request)
@@ -80,7 +80,7 @@ def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: in
 )
 def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: float):
     request = asked(name, 3, 7, 12, ends)
-    found = spread_layers(request)
+    found = partition_layers(request)
     ours, even = timed(found), request.costs.model.evenly(len(found.decisions.layers))  # type: ignore[union-attr, arg-type]
     placed = replace(request, chunk_choices=found.chunk_choices)
     others = [even]
@@ -96,7 +96,7 @@ def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: fl
 @pytest.mark.parametrize("limit", [0.5, 1.0])
 def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
     request = asked("adaptive", 4, 12, 16, memory_limit=limit)
-    ours, even = timed(spread_layers(request)), timed(request)
+    ours, even = timed(partition_layers(request)), timed(request)
     assert ours.peak <= 4 * limit + 1e-9
     assert ours.makespan < 0.93 * even.makespan
 
@@ -104,7 +104,7 @@ def test_adaptive_keeps_within_its_limit_and_gains(limit: float):
 @pytest.mark.parametrize(("layers", "stages"), [(30, 16), (3, 4), (5, 2)])
 def test_any_number_of_layers_over_any_number_of_stages(layers: int, stages: int):
     request = asked("1f1b", stages, 2 * stages, layers)
-    found = spread_layers(request)
+    found = partition_layers(request)
     assert found.decisions.layers is not None
     assert sum(found.decisions.layers) == layers
     assert len(found.decisions.layers) == stages
@@ -114,7 +114,7 @@ def test_any_number_of_layers_over_any_number_of_stages(layers: int, stages: int
 def test_adaptive_is_never_longer_than_with_even_layers():
     """Where little is to be gained a climb and the whole search may differ on what is shorter."""
     request = asked("adaptive", 3, 6, 12, 0.0, memory_limit=0.6)
-    assert timed(spread_layers(request)).makespan <= timed(request).makespan + 1e-9
+    assert timed(partition_layers(request)).makespan <= timed(request).makespan + 1e-9
 
 
 def test_what_the_parameters_of_the_ends_take_is_not_there_for_activations():
@@ -133,7 +133,7 @@ def test_what_the_parameters_of_the_ends_take_is_not_there_for_activations():
 
 
 def test_chunks_are_chosen_with_the_layers():
-    found = spread_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
+    found = partition_layers(asked("adaptive", 2, 6, 8, chunk_choices=(1, 2)))
     assert found.decisions.layers is not None
     assert found.chunk_choices == (len(found.decisions.layers) // 2,)
 
@@ -145,18 +145,18 @@ def test_the_layout_is_in_megatrons_letters():
 
 def test_without_a_model_there_is_nothing_to_place():
     with pytest.raises(PlanError, match="where the model is known"):
-        spread_layers(Request("1f1b", 4, 8))
+        partition_layers(Request("1f1b", 4, 8))
 
 
 def test_what_was_found_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
     request = asked("zb-1p", 2, 6, 6)
-    found = kept_spread(request)
-    assert found == spread_layers(request)
+    found = cached_partition(request)
+    assert found == partition_layers(request)
     monkeypatch.setattr(
         "megatron.schedules.planner.plan_cache.spread_layers", lambda *asked: pytest.fail("searched again")
     )
-    assert kept_spread(request) == found
+    assert cached_partition(request) == found
 
 
 @pytest.mark.parametrize(("name", "factor"), [("v-half", 1e-10), ("v-half", 3.0), ("v-half", 7e8), ("adaptive", 1e-10)])
@@ -166,8 +166,8 @@ def test_layers_placed_for_costs_in_any_unit_give_as_short_a_plan(name: str, fac
     costs = request.costs
     times = {field: factor * getattr(costs, field) for field in ("forward", "input_grad", "weight_grad", "comm")}
     scaled = replace(request, costs=replace(costs, **times))
-    found = spread_layers(scaled)
-    assert timed(found).makespan / factor == pytest.approx(timed(spread_layers(request)).makespan, rel=1e-9)
+    found = partition_layers(scaled)
+    assert timed(found).makespan / factor == pytest.approx(timed(partition_layers(request)).makespan, rel=1e-9)
     assert found.costs.forward == scaled.costs.forward
 
 
@@ -183,7 +183,7 @@ SIZES: list[tuple[str, int, int, int]] = [
 @pytest.mark.parametrize(("name", "d", "n", "layers"), SIZES)
 def test_shares_of_progress_add_up_to_the_whole_when_the_search_ends(name: str, d: int, n: int, layers: int):
     shares: list[float] = []
-    spread_layers(asked(name, d, n, layers), shares.append)
+    partition_layers(asked(name, d, n, layers), shares.append)
     assert min(shares) >= 0
     assert sum(shares) == pytest.approx(1)
     assert sum(shares[:-1]) < 1 - 1e-9  # nothing is done after the work is told to be
@@ -205,7 +205,7 @@ def test_the_search_keeps_within_its_budget_of_passes(monkeypatch, name: str, d:
 
     monkeypatch.setattr("megatron.schedules.planner.partition_plans.unchecked_plan", counted_plan)
     monkeypatch.setattr("megatron.schedules.planner.layer_partition.lower_bound", counted_bound)
-    spread_layers(asked(name, d, n, layers))
+    partition_layers(asked(name, d, n, layers))
     # As many passes again for the plans of the whole request, of which some are always made.
     always = (24 + 13) * (3 * 2 * d * n + 2000)
     assert spent["plans"] <= 2 * 300_000 + always
@@ -220,7 +220,7 @@ def test_no_partition_is_bounded_twice(monkeypatch):
         return lower_bound(placement, microbatches, costs, limit)
 
     monkeypatch.setattr("megatron.schedules.planner.layer_partition.lower_bound", once)
-    spread_layers(asked("zb-1p", 4, 8, 16))
+    partition_layers(asked("zb-1p", 4, 8, 16))
     assert len(seen) == len(set(seen))
 
 
@@ -228,6 +228,6 @@ def test_no_partition_is_bounded_twice(monkeypatch):
 def test_adaptive_reports_all_parts_of_its_search(ends: float):
     """The search over each placement, the comparison of the best, and that with even layers are parts of one whole."""
     shares: list[float] = []
-    spread_layers(asked("adaptive", 3, 6, 12, ends, memory_limit=0.6, chunk_choices=(1, 2)), shares.append)
+    partition_layers(asked("adaptive", 3, 6, 12, ends, memory_limit=0.6, chunk_choices=(1, 2)), shares.append)
     assert sum(shares) == pytest.approx(1)
     assert max(shares) < 0.9

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import least_limit
-from megatron.schedules.planner.memory_saving import relieve
-from megatron.schedules.planner.plan_cache import kept_relief
+from megatron.schedules.planner.memory_saving import save_memory
+from megatron.schedules.planner.plan_cache import cached_saving
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -98,21 +98,21 @@ def test_what_is_no_relief_is_refused(csv: str, fault: str):
 
 
 @st.composite
-def relieved(draw: st.DrawFn) -> tuple[Problem, float]:
+def saved(draw: st.DrawFn) -> tuple[Problem, float]:
     """A small problem with some relief, and a limit under which it works."""
     chunks, ranks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(2, 4))
     placement = zigzag(ranks, chunks) if chunks > 1 else sequential(ranks)
     parts = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=placement.stages, max_size=placement.stages)
     away = draw(parts)
-    redone = [min(part, 1 - out) for part, out in zip(draw(parts), away, strict=True)]
+    recomputed = [min(part, 1 - out) for part, out in zip(draw(parts), away, strict=True)]
     costs = replace(REAL, copy=draw(st.sampled_from([0.1, 0.7, 2.0])), one_way=draw(st.booleans()))
-    decisions = Decisions(recomputed=tuple(redone), offloaded=tuple(away))
+    decisions = Decisions(recomputed=tuple(recomputed), offloaded=tuple(away))
     problem = Problem(placement, draw(st.integers(1, 6)), costs.on(placement, decisions))
     return problem, problem.least * draw(st.sampled_from([1.0, 1.3, 2.0, 8.0]))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(asked=relieved(), seed=st.integers(0, 99))
+@given(asked=saved(), seed=st.integers(0, 99))
 def test_what_the_search_finds_is_what_is_simulated(asked: tuple[Problem, float], seed: int):
     problem, limit = asked
     (climb,), _ = race([Entry(problem, [problem.order()])], limit, 20 * problem.effort)
@@ -129,7 +129,7 @@ def test_what_the_search_finds_is_what_is_simulated(asked: tuple[Problem, float]
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(asked=relieved(), seed=st.integers(0, 99), backward=st.booleans(), just_in_time=st.booleans())
+@given(asked=saved(), seed=st.integers(0, 99), backward=st.booleans(), just_in_time=st.booleans())
 def test_compiled_or_not_copies_are_scheduled_alike(
     asked: tuple[Problem, float], seed: int, backward: bool, just_in_time: bool
 ):
@@ -182,7 +182,7 @@ def test_recompute_overtakes_with_the_passes_that_free_its_memory():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    asked=relieved(),
+    asked=saved(),
     seed=st.integers(0, 2**30),
     lookahead=st.sampled_from([4, 16, 64]),
     noise=st.sampled_from([0.0, 0.3]),
@@ -219,7 +219,7 @@ def makespan(request: Request) -> float:
     ("limit", "how"), [(0.25, {"recompute": True}), (0.25, {"offload": True}), (0.5, {"recompute": True})], ids=str
 )
 def test_relief_never_makes_a_plan_longer(limit: float, how: dict[str, bool]):
-    without, chosen = asked(limit), relieve(asked(limit, **how))
+    without, chosen = asked(limit), save_memory(asked(limit, **how))
     assert not chosen.recompute and not chosen.offload
     assert makespan(chosen) <= makespan(without) + 1e-9
     if limit == 0.25:
@@ -231,8 +231,8 @@ def test_relief_never_makes_a_plan_longer(limit: float, how: dict[str, bool]):
 @pytest.mark.parametrize("limit", [0.15, 0.25, 0.375])
 def test_both_together_are_no_longer_than_either(limit: float):
     request = replace(asked(limit, recompute=True, offload=True), costs=replace(REAL, copy=0.7))
-    alone = [relieve(replace(request, recompute=False)), relieve(replace(request, offload=False))]
-    assert makespan(relieve(request)) <= min(map(makespan, alone)) + 1e-9
+    alone = [save_memory(replace(request, recompute=False)), save_memory(replace(request, offload=False))]
+    assert makespan(save_memory(request)) <= min(map(makespan, alone)) + 1e-9
 
 
 def test_less_memory_works_than_without():
@@ -241,7 +241,7 @@ def test_less_memory_works_than_without():
     assert least_limit(low) < 0.13
     with pytest.raises(PlanError, match=r"a memory limit of 0\.13 of 1F1B's is too small for 4 ranks: 0\.25 is"):
         plan(asked(0.13))
-    assert makespan(relieve(low)) > 0
+    assert makespan(save_memory(low)) > 0
 
 
 def test_whole_layers_are_relieved_where_their_number_is_known(tmp_path, monkeypatch):
@@ -251,9 +251,9 @@ def test_whole_layers_are_relieved_where_their_number_is_known(tmp_path, monkeyp
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
     request = replace(asked(0.3, recompute=True), costs=replace(REAL, model=loads(MODELS["Llama-3-8B"].whole)))
     request = replace(request, chunk_choices=(2,))
-    chosen = kept_relief(request)
+    chosen = cached_saving(request)
     assert chosen.costs == request.costs, "costs never change"
-    assert kept_relief(request) == chosen, "the kept one is the same"
+    assert cached_saving(request) == chosen, "the kept one is the same"
     assert chosen.decisions.recomputed is not None
     layers = chosen.layers_on(plan(chosen).placement)
     assert layers is not None
@@ -270,7 +270,7 @@ _GREEDY = [(4, 16, {"recompute": True}, 130.9), (4, 16, {"offload": True}, 149.0
 def test_the_default_search_is_no_longer_than_a_greedy_order(d: int, n: int, how: dict[str, bool], greedy: float):
     costs = replace(REAL, copy=1.425)
     request = Request("adaptive", d, n, costs, memory_limit=0.125, chunk_choices=(1, 2, 4), **how)
-    assert makespan(relieve(request)) <= greedy + 1e-6
+    assert makespan(save_memory(request)) <= greedy + 1e-6
 
 
 # What a plain prototype came to, makespans at d = 8, n = 32 where the work is 182.4: by memory, recompute chosen by
@@ -283,8 +283,8 @@ _PROTOTYPE = {0.125: (263, 227, 251), 0.25: (229, 195, 200), 0.375: (220, 189, 1
 def test_plans_hold_what_was_promised(limit: float):
     again, *offload = _PROTOTYPE[limit]
     request = Request("adaptive", 8, 32, REAL, memory_limit=limit, chunk_choices=(1, 2, 4, 8), recompute=True)
-    assert makespan(relieve(request)) < again + 0.5
+    assert makespan(save_memory(request)) < again + 0.5
     for share, most in zip((4, 2), offload, strict=True):
         costs = replace(REAL, copy=2.85 / share)
         request = replace(request, costs=costs, recompute=False, offload=True)
-        assert makespan(relieve(request)) < 1.03 * most
+        assert makespan(save_memory(request)) < 1.03 * most

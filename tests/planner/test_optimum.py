@@ -64,10 +64,10 @@ def test_four_ranks_and_eight_microbatches_are_near_the_proved_optimum(
 RELIEF = (20, 22, 16, 1)
 
 
-def relieved(d: int, n: int, limit: float, redone: range, offloaded: range, copy: int) -> float:
+def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int) -> float:
     """The plan on the V where these stages are done again or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
-    again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (redone, offloaded))
+    again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
     costs, decisions = Costs(*RELIEF, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)
     request = Request(
         "adaptive",
@@ -86,16 +86,16 @@ NONE = range(0)
 
 
 @pytest.mark.parametrize(
-    ("d", "n", "limit", "redone", "offloaded", "copy"),
+    ("d", "n", "limit", "recomputed", "offloaded", "copy"),
     [(2, 3, 1, range(2), NONE, 0), (3, 3, 1.5, range(3), NONE, 0), (3, 3, 1.5, NONE, range(3), 15)],
 )
 def test_small_plans_with_relief_are_within_two_percent_of_the_optimum(
-    d: int, n: int, limit: float, redone: range, offloaded: range, copy: int
+    d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int
 ):
-    best = optimal_makespan(v_shape(d), n, RELIEF, limit, 60, redone=redone, offloaded=offloaded, copy=copy)
-    assert best - 1e-6 <= relieved(d, n, limit, redone, offloaded, copy) <= 1.02 * best
+    best = optimal_makespan(v_shape(d), n, RELIEF, limit, 60, recomputed=recomputed, offloaded=offloaded, copy=copy)
+    assert best - 1e-6 <= saved(d, n, limit, recomputed, offloaded, copy) <= 1.02 * best
 
 
 def test_four_ranks_and_eight_microbatches_with_forwards_done_again_reach_the_proved_optimum():
     """It took :func:`optimal_makespan` two minutes on a busy core to prove."""
-    assert 1188 - 1e-6 <= relieved(4, 8, 1.5, range(4), NONE, 0) <= 1.02 * 1188
+    assert 1188 - 1e-6 <= saved(4, 8, 1.5, range(4), NONE, 0) <= 1.02 * 1188

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.planner import plan_cache
-from megatron.schedules.planner.plan_cache import kept_plan
+from megatron.schedules.planner.plan_cache import cached_plan
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
@@ -53,8 +53,8 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
-    first = kept_plan(REQUEST)
-    again = kept_plan(replace(REQUEST))
+    first = cached_plan(REQUEST)
+    again = cached_plan(replace(REQUEST))
     assert searched == [REQUEST]
     assert first == again == plan(REQUEST)
     assert [path.suffix for path in sorted(kept.glob("*.*"))] == [".json"], "and nothing half-written, and no lock"
@@ -73,8 +73,8 @@ def test_the_same_is_searched_once(kept: Path, searched: list[Request]):
     ids=["microbatches", "limit", "seconds", "chunks", "hop", "weights"],
 )
 def test_something_else_is_searched_for_itself(kept: Path, searched: list[Request], other: Request):
-    kept_plan(REQUEST)
-    assert kept_plan(other).microbatches == other.microbatches
+    cached_plan(REQUEST)
+    assert cached_plan(other).microbatches == other.microbatches
     assert searched == [REQUEST, other]
 
 
@@ -84,11 +84,11 @@ def test_another_version_of_the_planner_searches_anew(
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "climb.py").write_text("one")
     monkeypatch.setattr(cache_directory, "__file__", str(tmp_path / "utils" / "cache_directory.py"))
-    kept_plan(REQUEST)
-    kept_plan(REQUEST)
+    cached_plan(REQUEST)
+    cached_plan(REQUEST)
     assert len(searched) == 1
     (tmp_path / "search" / "climb.py").write_text("another")
-    kept_plan(REQUEST)
+    cached_plan(REQUEST)
     assert len(searched) == 2
 
 
@@ -96,14 +96,14 @@ def test_another_version_of_the_planner_searches_anew(
     "left", [b"", b"{}", b"\xff\x00", b"half", None], ids=["empty", "other", "bytes", "half", "gone"]
 )
 def test_what_is_not_whole_is_searched_and_written_anew(kept: Path, searched: list[Request], left: bytes | None):
-    schedule = kept_plan(REQUEST)
+    schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     whole = path.read_bytes()
     if left is None:
         path.unlink()
     else:
         path.write_bytes(whole[: len(whole) // 2] if left == b"half" else left)
-    assert kept_plan(REQUEST) == schedule
+    assert cached_plan(REQUEST) == schedule
     assert len(searched) == 2
     assert path.read_bytes() == whole
 
@@ -113,7 +113,7 @@ def test_without_a_folder_to_write_to_it_plans_all_the_same(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(PLANS_VARIABLE, str(tmp_path / "file" / "plans"))
-    assert kept_plan(REQUEST) == kept_plan(REQUEST) == plan(REQUEST)
+    assert cached_plan(REQUEST) == cached_plan(REQUEST) == plan(REQUEST)
     assert len(searched) == 2
 
 
@@ -122,14 +122,14 @@ def test_on_a_full_disk_it_plans_all_the_same(kept: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache_directory.os, "replace", full)
-    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert cached_plan(REQUEST) == plan(REQUEST)
     assert not list(kept.glob("*.*"))
 
 
 def test_what_cannot_be_planned_is_not_kept(kept: Path):
     for _ in range(2):
         with pytest.raises(PlanError, match="too small"):
-            kept_plan(replace(REQUEST, memory_limit=0.01))
+            cached_plan(replace(REQUEST, memory_limit=0.01))
     assert not list(kept.glob("*.json"))
 
 
@@ -141,15 +141,15 @@ def test_what_cannot_be_planned_is_not_kept(kept: Path):
 def test_a_plan_in_the_place_of_anothers_is_not_believed_and_the_log_says_so_once(
     kept: Path, searched: list[Request], other: Request, caplog: pytest.LogCaptureFixture
 ):
-    kept_plan(other)
+    cached_plan(other)
     (path,) = kept.glob("*.json")
     foreign = path.read_bytes()
     path.unlink()
-    kept_plan(REQUEST)
+    cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     path.write_bytes(foreign)
     for _ in range(2):
-        assert kept_plan(REQUEST) == plan(REQUEST)
+        assert cached_plan(REQUEST) == plan(REQUEST)
     assert searched == [other, REQUEST, REQUEST]
     (said,) = caplog.messages
     assert said.startswith(f"pipeline schedule: {path} does not hold the plan it was made for, or not all of it")
@@ -157,25 +157,25 @@ def test_a_plan_in_the_place_of_anothers_is_not_believed_and_the_log_says_so_onc
 
 
 def test_a_plan_in_which_something_was_changed_is_not_believed(kept: Path, searched: list[Request]):
-    schedule = kept_plan(REQUEST)
+    schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     record = json.loads(path.read_text())
     record["order"] = json.loads(to_json(plan(replace(REQUEST, memory_limit=1.5, search_seconds=0.02))))["order"]
     path.write_text(json.dumps(record))
-    assert kept_plan(REQUEST) == schedule
+    assert cached_plan(REQUEST) == schedule
     assert len(searched) == 2
 
 
 def test_a_large_plan_by_name_is_kept_too(kept: Path, searched: list[Request]):
     request = Request("1f1b", 8, 512)
-    assert kept_plan(request) == kept_plan(request) == plan(request)
+    assert cached_plan(request) == cached_plan(request) == plan(request)
     assert searched == [request]
     assert len(list(kept.glob("*.json"))) == 1
 
 
 def test_small_plans_by_name_are_not_kept(kept: Path, searched: list[Request]):
     for _ in range(2):
-        kept_plan(replace(REQUEST, schedule="v-half"))
+        cached_plan(replace(REQUEST, schedule="v-half"))
     assert len(searched) == 2
     assert not kept.exists()
 
@@ -250,7 +250,7 @@ def test_who_waits_for_anothers_plan_hears_how_far_it_is(kept: Path):
             other.stdin.write("on\n")
             other.stdin.flush()
 
-        assert kept_plan(REQUEST, progress) == plan(REQUEST)
+        assert cached_plan(REQUEST, progress) == plan(REQUEST)
     assert heard == [0.25] * 4
 
 
@@ -278,11 +278,11 @@ FORGED = {
 def test_a_forged_plan_with_a_right_checksum_is_not_believed(
     kept: Path, searched: list[Request], forged: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
-    schedule = kept_plan(REQUEST)
+    schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     whole = path.read_bytes()
     forge(path, **forged)
-    assert kept_plan(REQUEST) == schedule
+    assert cached_plan(REQUEST) == schedule
     assert len(searched) == 2
     assert path.read_bytes() == whole, "written anew"
     (said,) = caplog.messages
@@ -294,24 +294,24 @@ NOT_RECORDS = [b"null", b"[]", b"3", b'"kept"', b'{"kept": 1}', b"[" * 100_000, 
 
 @pytest.mark.parametrize("left", NOT_RECORDS, ids=lambda left: left[:12].decode())
 def test_whatever_a_kept_file_holds_the_plan_is_found(kept: Path, left: bytes):
-    schedule = kept_plan(REQUEST)
+    schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     path.write_bytes(left)
-    assert kept_plan(REQUEST) == schedule
+    assert cached_plan(REQUEST) == schedule
 
 
 @pytest.mark.parametrize("how", ["link", "writable"])
 def test_a_plan_that_others_may_have_put_there_is_replaced(
     kept: Path, searched: list[Request], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ):
-    schedule = kept_plan(REQUEST)
+    schedule = cached_plan(REQUEST)
     (path,) = kept.glob("*.json")
     if how == "link":
         path.symlink_to(path.rename(tmp_path / "elsewhere"))
     else:
         path.chmod(0o666)
     for _ in range(2):
-        assert kept_plan(REQUEST) == schedule
+        assert cached_plan(REQUEST) == schedule
     assert len(searched) == 2
     assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600
     assert len(caplog.messages) == 1
@@ -322,7 +322,7 @@ def test_in_a_directory_open_to_others_it_plans_all_the_same_and_says_so_once(
 ):
     kept.mkdir(parents=True)
     kept.chmod(0o777)
-    assert kept_plan(REQUEST) == kept_plan(REQUEST) == plan(REQUEST)
+    assert cached_plan(REQUEST) == cached_plan(REQUEST) == plan(REQUEST)
     assert len(searched) == 2
     assert not list(kept.iterdir())
     assert len(caplog.messages) == 1
@@ -331,7 +331,7 @@ def test_in_a_directory_open_to_others_it_plans_all_the_same_and_says_so_once(
 def test_what_is_kept_is_read_where_nothing_can_be_written(
     kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    kept_plan(REQUEST)
+    cached_plan(REQUEST)
     before, really = sorted(kept.iterdir()), os.open
 
     def read_only(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -341,9 +341,9 @@ def test_what_is_kept_is_read_where_nothing_can_be_written(
 
     monkeypatch.setattr(os, "open", read_only)
     other = replace(REQUEST, microbatches=5)
-    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert cached_plan(REQUEST) == plan(REQUEST)
     assert searched == [REQUEST], "read"
-    assert kept_plan(other) == plan(other)
+    assert cached_plan(other) == plan(other)
     assert searched == [REQUEST, other], "planned, since it is not there"
     monkeypatch.undo()
     assert sorted(kept.iterdir()) == before
@@ -371,9 +371,9 @@ def test_roots_plans_are_read_by_a_user_who_cannot_write():
 
 
 def test_what_is_kept_needs_no_lock(kept: Path, searched: list[Request], monkeypatch: pytest.MonkeyPatch):
-    kept_plan(REQUEST)
+    cached_plan(REQUEST)
     monkeypatch.setattr(plan_cache, "locked", None)
-    assert kept_plan(REQUEST) == plan(REQUEST)
+    assert cached_plan(REQUEST) == plan(REQUEST)
     assert searched == [REQUEST]
 
 
@@ -386,7 +386,7 @@ def test_after_a_planner_that_is_stopped_others_plan_for_themselves(
         assert other.stdout and other.stdout.readline() == "worked\n"
         other.send_signal(signal.SIGSTOP)
         for _ in range(2):
-            assert kept_plan(REQUEST) == plan(REQUEST)
+            assert cached_plan(REQUEST) == plan(REQUEST)
         other.kill()
     (said,) = caplog.messages
     assert f"is locked by process {other.pid} on " in said

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.times import loads
-from megatron.schedules.planner.layer_partition import placed, spread_layers
-from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.layer_partition import partition_layers, placed
+from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_checks import check_layers, check_plan, check_shares
 from megatron.schedules.planner.registry import NAMES, Request, plan
 from megatron.schedules.schedule.costs import Costs
@@ -60,8 +60,8 @@ def of_csv(text: str, name: str) -> Schedule:
 
 
 SPLIT = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1"
-AGAIN = "0F0,0F1,0R0,0B0,0B1\n1F0,1B0,1F1,1B1"
-AWAY = "0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1"
+RECOMPUTED = "0F0,0F1,0R0,0B0,0B1\n1F0,1B0,1F1,1B1"
+OFFLOADED = "0F0,0F1,0O0,0L0,0B0,0B1\n1F0,1B0,1F1,1B1"
 SHARED = "0F0,0S0,0B0,0T0\n1F0,1S0,1B0,1T0"
 TWO = Request("1f1b", 2, 2)
 
@@ -75,8 +75,8 @@ TWO = Request("1f1b", 2, 2)
         (of_csv(SPLIT, "mine"), TWO, "the plan is 'mine'"),
         (of_csv(SPLIT, "file"), replace(ADAPTIVE, ranks=2, microbatches=2), "the plan is 'file'"),
         (of_csv(SPLIT, "1f1b"), TWO, "passes [IW] on stage"),
-        (of_csv(AGAIN, "1f1b"), TWO, "passes R on stage 0"),
-        (of_csv(AWAY, "1f1b"), TWO, "passes [OL] on stage 0"),
+        (of_csv(RECOMPUTED, "1f1b"), TWO, "passes R on stage 0"),
+        (of_csv(OFFLOADED, "1f1b"), TWO, "passes [OL] on stage 0"),
         (of_csv(SHARED, "1f1b"), replace(TWO, microbatches=1), "passes [ST] on stage"),
         (plan(TWO), replace(TWO, costs=replace(MODEL, shared_vocabulary=True)), "no S and T"),
         (
@@ -110,7 +110,7 @@ def test_a_layer_partition_that_was_searched_answers_its_request():
         replace(LAYERED, schedule="zb-1p", memory_limit=None),
         replace(LAYERED, ranks=2, chunk_choices=(1,)),
     ):
-        found = spread_layers(request)
+        found = partition_layers(request)
         assert found.decisions.layers is not None
         check_layers(found.decisions.layers, found.chunk_choices, request)
         check_plan(plan(found), found)
@@ -152,7 +152,7 @@ def test_shares_that_were_searched_answer_their_request(recompute: bool, offload
     for known in (replace(LAYERED, costs=COSTS), placed(LAYERED, (2, 3, 3, 3, 6, 5, 5, 5), (2,))):
         request = replace(known, costs=replace(known.costs, copy=0.5), chunk_choices=(2,), memory_limit=0.35)
         request = replace(request, recompute=recompute, offload=offload)
-        found = relieve(request)
+        found = save_memory(request)
         check_shares(found.decisions.recomputed, found.decisions.offloaded, found.chunk_choices, request)
 
 
@@ -160,7 +160,7 @@ HALF, NONE = (0.5,) * 4, (0.0,) * 4
 
 
 @pytest.mark.parametrize(
-    ("recompute", "offload", "redone", "offloaded", "chunks"),
+    ("recompute", "offload", "recomputed", "offloaded", "chunks"),
     [
         (False, True, HALF, None, (1,)),
         (True, False, None, HALF, (1,)),
@@ -178,14 +178,14 @@ HALF, NONE = (0.5,) * 4, (0.0,) * 4
 def test_shares_that_a_request_does_not_allow_are_refused(
     recompute: bool,
     offload: bool,
-    redone: tuple[float, ...] | None,
+    recomputed: tuple[float, ...] | None,
     offloaded: tuple[float, ...] | None,
     chunks: tuple[int, ...],
 ):
     check_shares(HALF, HALF, (1,), replace(LAYERED, recompute=True, offload=True))
     check_shares(None, None, LAYERED.chunk_choices, replace(LAYERED, recompute=True))
     with pytest.raises(PlanError):
-        check_shares(redone, offloaded, chunks, replace(LAYERED, recompute=recompute, offload=offload))
+        check_shares(recomputed, offloaded, chunks, replace(LAYERED, recompute=recompute, offload=offload))
 
 
 def test_interleaved_may_be_the_answer_of_adaptive():

@@ -147,9 +147,9 @@ def test_any_plan_can_be_checked_and_reads_back(made: tuple[Schedule, Costs]):
 
 def test_every_sort_of_pass_and_copy_reads_back():
     csv = from_csv("0F0,0F1,0O0,0L0,0O1,0B0,0L1,0B1\n1F0,1R0,1I0,1F1,1R1,1B1,1W0\n")
-    hops = ((0, 1, 0.25), (1, 0, 2.0))
+    latencies = ((0, 1, 0.25), (1, 0, 2.0))
     for one_way in (False, True):
-        costs = Costs(1, 1, 1, copy=1.5, one_way=one_way, hops=hops)
+        costs = Costs(1, 1, 1, copy=1.5, one_way=one_way, latencies=latencies)
         timeline = timed(csv, costs, Decisions(recomputed=(0, 1), offloaded=(1, 0)))
         assert from_text(document_of(timeline, costs)) == timeline
         assert assert_follows(json.loads(document_of(timeline, costs)))["copying"] > 0

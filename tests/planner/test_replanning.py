@@ -46,7 +46,7 @@ def test_a_plan_for_measured_costs_is_shorter_under_them_than_the_one_for_assume
 
 def test_a_slow_hop_is_worked_round() -> None:
     current = plan(ADAPTIVE)
-    costs = replace(ADAPTIVE.costs, comm=0.05, hops=((1, 2, 3.0), (2, 1, 3.0)))
+    costs = replace(ADAPTIVE.costs, comm=0.05, latencies=((1, 2, 3.0), (2, 1, 3.0)))
     found = propose(replace(ADAPTIVE, costs=costs), current)
     assert found.csv and found.after.makespan < 0.98 * found.before.makespan
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_json import from_text
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.planner.service import Plan, make_plan
@@ -64,7 +64,7 @@ def test_recompute_and_offload_are_searched_with_the_layers_that_were_settled():
         decisions=replace(PLAIN, layers=found.decisions.layers),
         chunk_choices=found.request.chunk_choices,
     )
-    assert found.decisions == relieve(layers).decisions
+    assert found.decisions == save_memory(layers).decisions
 
 
 def test_a_csv_says_itself_what_is_recomputed():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 
@@ -28,7 +28,7 @@ def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:
     """Order, placement and shares of a small plan under costs in another unit."""
     request = Request(name, 2, 4, scaled(COSTS, factor), **how)
     if request.recompute or request.offload:
-        request = relieve(request)
+        request = save_memory(request)
     schedule = plan(request)
     return schedule.order, schedule.placement, request.decisions
 

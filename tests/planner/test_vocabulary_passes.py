@@ -52,10 +52,10 @@ def test_every_schedule_has_them_and_ends(name: str, d: int, n: int, output: flo
     for m in range(n):
         backward = Pass(last, Kind.I, m) if Pass(last, Kind.I, m) in start else Pass(last, Kind.B, m)
         for stage in stages_doing(Kind.S, schedule.placement):
-            hop = 0.05 * (rank_of[stage] != rank_of[last])
-            assert start[Pass(stage, Kind.S, m)] >= end[Pass(last, Kind.F, m)] + hop - 1e-9
-            assert start[backward] >= end[Pass(stage, Kind.S, m)] + hop - 1e-9
-            assert start[Pass(stage, Kind.T, m)] >= end[backward] + hop - 1e-9
+            latency = 0.05 * (rank_of[stage] != rank_of[last])
+            assert start[Pass(stage, Kind.S, m)] >= end[Pass(last, Kind.F, m)] + latency - 1e-9
+            assert start[backward] >= end[Pass(stage, Kind.S, m)] + latency - 1e-9
+            assert start[Pass(stage, Kind.T, m)] >= end[backward] + latency - 1e-9
     assert timeline.ideal == pytest.approx(n * 2 * 2.85 * (1 + output / (4 * d)))
     if name == "adaptive":
         assert timeline.makespan >= bound(request) - 1e-6

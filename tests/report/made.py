@@ -19,7 +19,7 @@ def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", *
     return simulate(schedule, request.costs_on(schedule.placement))
 
 
-def relieved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Timeline:
+def saved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Timeline:
     """V-Half in which each first chunk is offloaded and each second one done again, in full."""
     schedule = timeline("v-half", ranks, microbatches).schedule
     first = [float(stage < ranks) for stage in range(2 * ranks)]

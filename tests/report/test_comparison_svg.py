@@ -16,7 +16,7 @@ from megatron.schedules.report.table import Row
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from tests.report.fonts import measured
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 LEFT, RIGHT, TOP, FLOOR = 58, 936, 56, 482
@@ -89,7 +89,7 @@ def test_what_has_no_plan_is_said_below():
 
 
 def test_forwards_done_again_count_as_bubble():
-    found, base = figures(relieved()), figures(timeline("1f1b", 4, 8))
+    found, base = figures(saved()), figures(timeline("1f1b", 4, 8))
     assert 1 - found.useful > base.bubble > found.bubble
     root = drawn([Row("file", found), Row("1f1b", base)])
     assert any("Forwards done again count as bubble." in each for each in words(root))

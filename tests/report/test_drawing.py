@@ -16,7 +16,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.simulator import simulate
 from tests.measure.test_recorded_run import made
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,8 +32,8 @@ def test_the_plan_is_scaled_to_the_work_of_the_run():
 
 
 def test_scaling_scales_all_that_is_a_time():
-    line = relieved()
-    longer = scaled(replace(line, costs=replace(line.costs, comm=2.0, hops={(0, 1): 3.0})), 4.0)
+    line = saved()
+    longer = scaled(replace(line, costs=replace(line.costs, comm=2.0, latencies={(0, 1): 3.0})), 4.0)
     assert longer.makespan == 4 * line.makespan
     assert longer.costs.durations == {kind: tuple(4 * t for t in line.costs.durations[kind]) for kind in KINDS}
     assert (longer.costs.latency(0, 1), longer.costs.latency(1, 0)) == (12.0, 8.0)

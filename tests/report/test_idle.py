@@ -19,7 +19,7 @@ from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
-from tests.report.made import relieved
+from tests.report.made import saved
 
 
 def shaken(planned: Timeline, seed: int) -> Timeline:
@@ -64,7 +64,7 @@ def test_in_a_plan_nobody_waits_for_a_host(made: tuple[Schedule, Costs]):
 
 @pytest.mark.parametrize("one_way", [False, True])
 def test_copies_are_waited_for_too(one_way: bool):
-    each = relieved(one_way=one_way)
+    each = saved(one_way=one_way)
     assert_whole(each)
     assert sum(rank.of(Cause.COPY) for rank in idle(each)) > 0
     assert sum(rank.of(Cause.HOST) for rank in idle(each)) == pytest.approx(0, abs=1e-9)

@@ -23,9 +23,11 @@ def made(ranks: int, **times: Measured) -> tuple[JobProfile, Recorded]:
         StageProfile(1, {**TIMES, **times}, held=2.0**20, sizes={Share.WEIGHTS: 2.0**19})
     ] * schedule.placement.stages
     stages[3] = replace(stages[3], times=stages[3].times | {Kind.F: Measured(4.0, 3.0, 5.0)}, held=3.0 * 2**20)
-    hops = tuple((rank, rank + 1, 0.1 if rank else 0.75) for rank in range(ranks - 1))
+    latencies = tuple((rank, rank + 1, 0.1 if rank else 0.75) for rank in range(ranks - 1))
     facts = Facts("a GPU", len(stages), 64, 4, 128, 1, 1)
-    profile = JobProfile(facts, "v-half", schedule.placement, 8, (3, 5), 2, tuple(stages), hops, CopyRates(20, 19, 18))
+    profile = JobProfile(
+        facts, "v-half", schedule.placement, 8, (3, 5), 2, tuple(stages), latencies, CopyRates(20, 19, 18)
+    )
     slow, planned = (simulate(schedule, costs.on(schedule.placement)) for costs in (Costs(2, 3, 1, 0.5), Costs()))
     return profile, Recorded(slow, planned, 5, "a GPU")
 

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.simulator import simulate
 from tests.report.fonts import measured
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 CELL = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-([\d.]+)z")
@@ -128,7 +128,7 @@ def test_memory_is_in_gib_too_where_a_model_says_what_a_microbatch_takes():
 
 
 def test_a_heading_keeps_to_the_page():
-    line = relieved(8, 32)
+    line = saved(8, 32)
     line = replace(line, schedule=replace(line.schedule, name="interleaved-1f1b"))
     for microbatch_bytes in (0.0, 11.123 * 2**30):
         root = ElementTree.fromstring(draw_svg([line], microbatch_bytes=microbatch_bytes))
@@ -194,7 +194,7 @@ def test_flags_stand_where_each_chunks_gradients_are_complete():
 
 @pytest.mark.parametrize("one_way", [False, True])
 def test_copies_stand_in_lanes_of_their_own(one_way):
-    line = relieved(one_way=one_way)
+    line = saved(one_way=one_way)
     root = ElementTree.fromstring(draw_svg([line]))
     lanes: dict[float, list[tuple[float, float]]] = {}
     for left, top, wide, _ in cells(root):
@@ -230,5 +230,5 @@ def test_what_takes_no_time_has_no_cell():
     assert len(drawn) == sum(work.stage != 1 for _, work in schedule.passes())
     assert all(wide > 0 and tall > 0 for _, _, wide, tall in drawn)
     decisions = Decisions(recomputed=(1.0,) * 8, offloaded=(1.0,) * 8)
-    instant = draw_svg([simulate(relieved().schedule, Costs().on(schedule.placement, decisions))])
+    instant = draw_svg([simulate(saved().schedule, Costs().on(schedule.placement, decisions))])
     assert not re.search(r"h-?0v|h0z|NaN", instant)

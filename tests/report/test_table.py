@@ -10,7 +10,7 @@ import pytest
 
 from megatron.schedules.report import table
 from megatron.schedules.report.figures import figures
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 REASON = "interleaved-1f1b needs at least 2 chunks a rank, not 1"
 
@@ -68,7 +68,7 @@ def test_memory_is_in_gib_too_where_a_model_says_what_a_microbatch_takes(rows):
 
 
 def test_what_is_done_again_and_copied_has_columns_where_there_is_any(rows):
-    line = relieved()
+    line = saved()
     more = [*rows, table.Row("file", figures(line), 1.5)]
     lines = table.as_text(more).splitlines()
     assert "done again" in lines[0] and "done again" not in table.as_text(rows)

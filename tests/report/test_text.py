@@ -12,7 +12,7 @@ from megatron.schedules.report.text import draw_text
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.simulator import simulate
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 
 def rows(plain: str) -> list[str]:
@@ -146,7 +146,7 @@ def test_the_legend_names_what_was_drawn_and_no_more():
 
 @pytest.mark.parametrize("one_way", [False, True])
 def test_copies_are_spelled_below_what_is_computed(one_way):
-    line = relieved(one_way=one_way)
+    line = saved(one_way=one_way)
     plain = draw_text([line], 300, colour=False).plain
     spelled = [re.findall("[FIWBRfiwbr]", row) for row in rows(plain)]
     placement = line.schedule.placement
@@ -165,5 +165,5 @@ def test_copies_are_spelled_below_what_is_computed(one_way):
 @pytest.mark.parametrize("colour", [False, True])
 @pytest.mark.parametrize("width", [60, 100, 300])
 def test_a_drawing_with_copies_keeps_to_the_width(width, colour):
-    plain = draw_text([relieved(8, 16), relieved(4, 8, one_way=True)], width, colour).plain
+    plain = draw_text([saved(8, 16), saved(4, 8, one_way=True)], width, colour).plain
     assert max(len(line) for line in plain.splitlines() if re.match("rank|   [OL]", line)) <= width

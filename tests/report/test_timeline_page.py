@@ -20,7 +20,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from tests.measure.test_recorded_run import made
 from tests.report.chromium import Chromium, found
-from tests.report.made import relieved, timeline
+from tests.report.made import saved, timeline
 
 PROGRAM = found()
 in_a_browser = pytest.mark.skipif(
@@ -78,7 +78,7 @@ def test_it_opens_without_errors_and_without_a_network(opened: Open):
 @in_a_browser
 @pytest.mark.parametrize("lines", ["plain", "copies"])
 def test_every_pass_is_there_and_where_it_belongs(opened: Open, lines: str):
-    line = timeline("v-half", 4, 8, "1,1.1,0.75,0.05") if lines == "plain" else relieved()
+    line = timeline("v-half", 4, 8, "1,1.1,0.75,0.05") if lines == "plain" else saved()
     page = opened(of_plans([line], "", ""))
     assert (page.value("timeline.last.drawn"), page.value("timeline.last.merged")) == (
         page.value("timeline.passes[0]"),

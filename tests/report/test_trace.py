@@ -13,7 +13,7 @@ from megatron.schedules.report.drawing import drawn, of_plans, of_run
 from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
 from tests.measure.test_recorded_run import made
-from tests.report.made import relieved
+from tests.report.made import saved
 
 # By phase of an event, the fields that the format asks for: metadata, complete events, counters.
 FIELDS = {
@@ -40,7 +40,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("of", ["run", "copies"])
 def test_every_event_has_the_fields_of_its_phase(of: str):
-    for event in events(drawn(of_run(made(Costs())) if of == "run" else of_plans([relieved()], "", ""), "trace")):
+    for event in events(drawn(of_run(made(Costs())) if of == "run" else of_plans([saved()], "", ""), "trace")):
         fields = FIELDS[event["ph"]]
         assert fields.keys() <= event.keys() <= {*fields, "tid"}
         assert all(isinstance(event[name], kind) for name, kind in fields.items())
@@ -71,7 +71,7 @@ def test_a_run_has_a_process_for_each_rank_of_plan_and_measurement():
 
 
 def test_nothing_of_one_thread_overlaps():
-    for drawing in (of_run(made(Costs(1.3, 1.1, 0.7, 0.05))), of_plans([relieved()], "", "")):
+    for drawing in (of_run(made(Costs(1.3, 1.1, 0.7, 0.05))), of_plans([saved()], "", "")):
         threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         for event in events(drawn(drawing, "trace")):
             if event["ph"] == "X":
@@ -95,7 +95,7 @@ def test_idle_time_and_memory_are_those_of_the_run():
 
 
 def test_copies_have_threads_of_their_own():
-    found = events(drawn(of_plans([relieved()], "", ""), "trace"))
+    found = events(drawn(of_plans([saved()], "", ""), "trace"))
     threads = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert threads == {"computing", "offloaded to the host", "loaded back", "idle"}
     assert {event["name"][1] for event in found if event["ph"] == "X" and event["tid"] == 1} == {"O"}

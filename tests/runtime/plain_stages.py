@@ -102,7 +102,7 @@ class PlainStages:
         self._open[stage, microbatch] = x, output
         return None if stage == self._last_stage else output
 
-    def forward_again(self, stage: int, microbatch: int) -> None:
+    def recompute_forward(self, stage: int, microbatch: int) -> None:
         with self.store.split(stage, microbatch) if (stage, microbatch) in self._split else nullcontext():
             self.again.run(stage, microbatch)
 

@@ -113,14 +113,14 @@ class Hall:
 
     def __init__(self, ranks: int, patience: float) -> None:
         self._ranks, self._patience = ranks, patience
-        self._meetings: list[Rendezvous] = []
+        self._collectives: list[Rendezvous] = []
         self._lock = threading.Lock()
 
-    def meeting(self, number: int) -> Rendezvous:
+    def collective(self, number: int) -> Rendezvous:
         with self._lock:
-            if number == len(self._meetings):
-                self._meetings.append(Rendezvous(self._ranks, self._patience))
-            return self._meetings[number]
+            if number == len(self._collectives):
+                self._collectives.append(Rendezvous(self._ranks, self._patience))
+            return self._collectives[number]
 
 
 class Meeter:
@@ -131,13 +131,13 @@ class Meeter:
         self._met: list[Rendezvous] = []
 
     def meet(self, chain: Chain) -> Meeting:
-        self._met.append(self._hall.meeting(len(self._met)))
+        self._met.append(self._hall.collective(len(self._met)))
         self._device.post(self._met[-1])
         return Meeting(self._met[-1], chain)
 
     def finish(self) -> None:
-        for meeting in self._met:
-            meeting.wait()
+        for collective in self._met:
+            collective.wait()
 
 
 class Meeting:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.runtime.collectives import SideStream, Worker, meetings_on
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_meeting_group
+from megatron.schedules.runtime.collectives import SideStream, Worker, collectives_on
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_collective_group
 from megatron.schedules.runtime.variable_transport import VariableTransport
 from tests.ranks import run_ranks
 from tests.waiting import until
@@ -260,9 +260,9 @@ def test_an_error_on_a_stream_is_raised_where_it_is_posted(cuda: FakeCuda):
 
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(meetings_on(CPU), Worker)
+    assert isinstance(collectives_on(CPU), Worker)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    assert isinstance(meetings_on(torch.device("cuda", 5)), SideStream)
+    assert isinstance(collectives_on(torch.device("cuda", 5)), SideStream)
 
 
 # --- their group --------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _group_body() -> tuple[list[int], list[tuple[Any, ...]], float]:
         return dist.new_group(ranks, **named)
 
     limit = timedelta(seconds=9)
-    group = make_meeting_group(PIPELINES, timeout=limit, options=lambda: "options", new_group=new_group)
+    group = make_collective_group(PIPELINES, timeout=limit, options=lambda: "options", new_group=new_group)
     worker, word = Worker(), torch.tensor([1.0 + dist.get_rank()])
 
     def chain() -> Tensor:
@@ -301,7 +301,7 @@ def test_there_is_a_group_of_each_whole_pipeline_and_every_process_is_told_of_al
 
 def _refused_body() -> str:
     with pytest.raises(ValueError) as caught:
-        make_meeting_group([[1]] if dist.get_rank() == 0 else [[1], [1]])
+        make_collective_group([[1]] if dist.get_rank() == 0 else [[1], [1]])
     return str(caught.value)
 
 

@@ -132,8 +132,8 @@ def test_any_valid_schedule(seed: int, forward_only: bool):
         _check_sends(program)
     _check_receives(passes, programs)
     rank_of = passes.placement.rank_of
-    hops = sum(a != b for a, b in pairwise(rank_of)) * passes.microbatches
-    assert sum(sent.values()) == hops * (1 if forward_only else 2)
+    latencies = sum(a != b for a, b in pairwise(rank_of)) * passes.microbatches
+    assert sum(sent.values()) == latencies * (1 if forward_only else 2)
 
 
 def _passes(program: Program) -> list[str]:

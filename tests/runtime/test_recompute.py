@@ -210,8 +210,8 @@ def test_an_error_of_r_leaves_the_random_state_as_it_was() -> None:
 def test_a_program_says_which_forwards_are_done_again() -> None:
     program = one_rank("0F0 0F1 0R1 0B0 0I1 0W1", n=2)
     check([program])
-    assert program.has_again and not one_rank("0F0 0B0").has_again
-    assert [program.does_again(0, m) for m in range(2)] == [False, True]
+    assert program.has_recompute and not one_rank("0F0 0B0").has_recompute
+    assert [program.recomputes(0, m) for m in range(2)] == [False, True]
     assert [program.splits(0, m) for m in range(2)] == [False, True]
 
 
@@ -227,7 +227,7 @@ def test_the_engine_carries_it_out() -> None:
 
 def test_stages_without_it_and_programs_in_a_wrong_order_say_so() -> None:
     class Without(Recorder):
-        forward_again = Stages.forward_again
+        recompute_forward = Stages.recompute_forward
 
     program = one_rank("0F0 0R0 0B0")
     with pytest.raises(ProgramError, match="these stages do no forward again"):

@@ -22,7 +22,7 @@ from megatron.schedules.runtime.transport import (
     GroupTransport,
     MessageSpec,
     make_channels,
-    make_meeting_group,
+    make_collective_group,
 )
 from megatron.schedules.schedule.schedule import Schedule
 from tests.planner.made_schedules import NAMED
@@ -162,7 +162,7 @@ def _gather_over(group: dist.ProcessGroup) -> Gather:
 def _gloo_body(schedules: list[Schedule]) -> list[tuple[list, dict]]:
     world = list(range(dist.get_world_size()))
     channels = make_channels([world], {each for schedule in schedules for each in channels_of(schedule.placement)})
-    gather = _gather_over(make_meeting_group([world]))
+    gather = _gather_over(make_collective_group([world]))
     spec = MessageSpec(SHAPE, torch.float64, torch.device("cpu"))
     found = []
     for schedule in schedules:
@@ -189,7 +189,7 @@ def _breaking_body(schedule: Schedule, op: Op, patience: float) -> None:
     world = list(range(dist.get_world_size()))
     channels = make_channels([world], channels_of(schedule.placement))
     program = lowered(schedule)[dist.get_rank()]
-    stages = SharingStages(program, _gather_over(make_meeting_group([world])))
+    stages = SharingStages(program, _gather_over(make_collective_group([world])))
     if dist.get_rank() == 1:
         _failing(stages, op)
     spec = MessageSpec(SHAPE, torch.float64, torch.device("cpu"))

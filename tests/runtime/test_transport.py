@@ -122,9 +122,9 @@ def test_no_rank_meets_two_others_in_a_round(place: Callable[[int], Placement], 
     """So a pipeline of 64 ranks is connected as fast as one of four."""
     channels = channels_of(place(d))
     found = rounds(reversed(channels))
-    assert sorted(channel for meeting in found for channel in meeting) == sorted(channels)
-    for meeting in found:
-        assert len({end for channel in meeting for end in channel}) == 2 * len(meeting)
+    assert sorted(channel for collective in found for channel in collective) == sorted(channels)
+    for collective in found:
+        assert len({end for channel in collective for end in channel}) == 2 * len(collective)
     assert len(found) <= most
 
 

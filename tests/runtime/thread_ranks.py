@@ -25,7 +25,7 @@ class ThreadTransport:
     ) -> None:
         self._rank, self._queues, self._patience = rank, queues, patience
         self._posted: dict[Channel, list[_Receive]] = {}
-        self._meetings = meetings or _worker()
+        self._collectives = meetings or _worker()
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._queues[Channel(self._rank, peer)].put(tensor.clone())
@@ -37,10 +37,10 @@ class ThreadTransport:
         return receive
 
     def meet(self, chain: Chain) -> Coming:
-        return self._meetings.meet(chain)
+        return self._collectives.meet(chain)
 
     def finish(self) -> None:
-        self._meetings.finish()
+        self._collectives.finish()
         assert not any(self._posted.values()), "a posted receive was not used"
 
 

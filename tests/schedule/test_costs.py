@@ -36,8 +36,8 @@ def test_costs_are_three_or_four_numbers(text: str, expected: Costs):
 
 @examples(100)
 @given(TIME, TIME, TIME, TIME)
-def test_written_costs_read_back(forward: float, backward: float, weight: float, hop: float):
-    assert Costs.parse(f"{forward!r},{backward!r},{weight!r},{hop!r}") == Costs(forward, backward, weight, hop)
+def test_written_costs_read_back(forward: float, backward: float, weight: float, latency: float):
+    assert Costs.parse(f"{forward!r},{backward!r},{weight!r},{latency!r}") == Costs(forward, backward, weight, latency)
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,1", "1,1,1,0,0", "a,b,c", "1;1;1", "1,1,1,", "1,,1", "1 1 1"])
@@ -51,8 +51,8 @@ def test_a_pass_must_take_time(text: str):
 
 
 @pytest.mark.parametrize("hop", ["-1", "nan", "inf"])
-def test_a_hop_may_take_none_but_not_less(hop: str):
-    assert refused(f"1,1,1,{hop}") == f"the P2P latency must be zero or a positive number, not {hop}"
+def test_a_hop_may_take_none_but_not_less(latency: str):
+    assert refused(f"1,1,1,{latency}") == f"the P2P latency must be zero or a positive number, not {latency}"
 
 
 @pytest.mark.parametrize("field", ["stage_weights", "stage_activations"])

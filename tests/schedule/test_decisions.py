@@ -20,7 +20,7 @@ def test_costs_have_times_of_those_savings_alone_that_were_decided():
     offloading = costs.on(where, Decisions(offloaded=(0.0, 1.0)))
     assert offloading.times.keys() & RELIEF == {Kind.O, Kind.L}
     assert offloading.times[Kind.O] == offloading.times[Kind.L] == (0.0, 1.0)
-    assert offloading.held[Share.AWAY] == (0.0, 1.0)
+    assert offloading.held[Share.OFFLOADED] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["recomputed", "offloaded"])

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.host_memory import made, taken
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import from_csv
 
-AWAY = Decisions(offloaded=(1.0,))
+OFFLOADED = Decisions(offloaded=(1.0,))
 
 
 def blocks(csv: str, decisions: Decisions) -> float:
@@ -35,7 +35,7 @@ def blocks(csv: str, decisions: Decisions) -> float:
     ],
 )
 def test_a_block_is_used_again_from_its_l_on(csv: str, number: int):
-    assert blocks(csv, AWAY) == pytest.approx(number * made(1))
+    assert blocks(csv, OFFLOADED) == pytest.approx(number * made(1))
 
 
 @pytest.mark.parametrize("parts", [(1.0, 0.5, 0.25), (0.25, 1.0, 0.0), (0.5, 0.25, 1.0)])
@@ -54,7 +54,7 @@ def test_the_run_time_makes_as_many(parts: tuple[float, ...]):
         leaving = {(stage, m) for stage, kind, m in row if kind is Kind.O}
         for stage, kind, m in row:
             if kind is Kind.F and (stage, m) in leaving:
-                held[stage, m] = memory.take(round(of_stages.held[Share.AWAY][stage] * unit))
+                held[stage, m] = memory.take(round(of_stages.held[Share.OFFLOADED][stage] * unit))
             elif kind is Kind.L:
                 memory.give_back(held.pop((stage, m)), None)
         assert memory.bytes == pytest.approx(found * unit, rel=1e-3)

@@ -22,15 +22,15 @@ from tests.planner.slow_oracle import slow_spans
 HOPS = st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), min_size=16, max_size=16)
 
 
-def with_hops(costs: Costs, ranks: int, times: list[float]) -> Costs:
+def with_latency(costs: Costs, ranks: int, times: list[float]) -> Costs:
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    return replace(costs, hops=tuple((*pair, time) for pair, time in zip(pairs, times, strict=False)))
+    return replace(costs, latencies=tuple((*pair, time) for pair, time in zip(pairs, times, strict=False)))
 
 
 @examples(60)
 @given(schedules(), HOPS)
 def test_every_message_takes_as_long_as_its_hop(schedule: Schedule, times: list[float]):
-    costs = with_hops(Costs(1, 1.5, 0.5, 0.25), schedule.ranks, times)
+    costs = with_latency(Costs(1, 1.5, 0.5, 0.25), schedule.ranks, times)
     timeline = simulate(schedule, costs.on(schedule.placement))
     spans = slow_spans(schedule, costs)
     assert spans is not None
@@ -41,13 +41,13 @@ def test_every_message_takes_as_long_as_its_hop(schedule: Schedule, times: list[
 @pytest.mark.parametrize("name", NAMED)
 def test_hops_all_alike_are_as_one_number(name: str):
     costs = Costs(1, 1.25, 0.75, 0.5)
-    alike = with_hops(replace(costs, comm=0.0), 4, [0.5] * 16)
+    alike = with_latency(replace(costs, comm=0.0), 4, [0.5] * 16)
     assert plan(Request(name, 4, 9, costs)) == plan(Request(name, 4, 9, alike))
 
 
 def test_a_search_knows_them():
     made = plan(Request("1f1b", 3, 4))
-    costs = replace(Costs(1, 1, 1, 0.25), hops=((1, 2, 7.0),)).on(made.placement)
+    costs = replace(Costs(1, 1, 1, 0.25), latencies=((1, 2, 7.0),)).on(made.placement)
     tasks, passes = tasks_of(made, costs)
     delays = {
         (made.placement.rank_of[passes[source].stage], made.placement.rank_of[passes[task].stage]): tasks.before.delay[
@@ -67,13 +67,13 @@ def test_a_search_knows_them():
 
 def test_the_lower_bound_counts_each_way():
     """One microbatch on three ranks: three F, three I, the last W, and four hops."""
-    costs = replace(Costs(1, 1, 1, 0.25), hops=((1, 2, 7.0), (2, 1, 3.0))).on(sequential(3))
+    costs = replace(Costs(1, 1, 1, 0.25), latencies=((1, 2, 7.0), (2, 1, 3.0))).on(sequential(3))
     assert lower_bound(sequential(3), 1, costs, 3.0) == pytest.approx(14 + 0.25 + 7 + 3 + 0.25)
 
 
 def test_a_plan_goes_round_a_slow_hop():
     """More microbatches in flight over it: with a hop of two passes 1F1B waits, an order planned for it waits less."""
-    costs = replace(Costs(1, 1, 1), hops=((1, 2, 4.0), (2, 1, 4.0)))
+    costs = replace(Costs(1, 1, 1), latencies=((1, 2, 4.0), (2, 1, 4.0)))
     blind, seeing = (plan(Request("zb-2p", 4, 16, each)) for each in (Costs(1, 1, 1), costs))
     blind_time, seeing_time = (simulate(each, costs.on(each.placement)).makespan for each in (blind, seeing))
     assert seeing_time < blind_time
@@ -82,4 +82,4 @@ def test_a_plan_goes_round_a_slow_hop():
 @pytest.mark.parametrize("latency", [-1.0, float("nan"), float("inf")])
 def test_a_latency_that_is_none_is_refused(latency: float):
     with pytest.raises(PlanError, match="the P2P latency must be zero or a positive number"):
-        Costs(hops=((0, 1, latency),))
+        Costs(latencies=((0, 1, latency),))

@@ -85,9 +85,9 @@ def test_1f1b_takes_what_its_closed_form_says(ranks: int, microbatches: int, cos
 def test_a_hop_takes_time_between_ranks_and_none_within_one():
     """A V with one microbatch: the chain crosses between ranks twice forward and twice backward."""
     rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
-    without, with_hops = (timed(written(v_shape(2), 1, *rows), Costs(comm=hop)) for hop in (0.0, 10.0))
-    assert with_hops.makespan == without.makespan + 4 * 10
-    assert with_hops.start[1] == (11, 12, 36, 38)
+    without, with_latency = (timed(written(v_shape(2), 1, *rows), Costs(comm=latency)) for latency in (0.0, 10.0))
+    assert with_latency.makespan == without.makespan + 4 * 10
+    assert with_latency.start[1] == (11, 12, 36, 38)
 
 
 def test_the_span_form_looks_at_the_worst_rank_between_its_own_first_start_and_last_end():

@@ -67,8 +67,8 @@ def test_what_stays_split_next_to_its_w_has_someone_waiting(made: tuple[Schedule
             if kind is Kind.I and second == Pass(stage, Kind.W, m):
                 assert stage > 0, "nobody waits for the first stage"
                 waits = next(starts[w] for k in (Kind.I, Kind.B) if (w := Pass(stage - 1, k, m)) in starts)
-                hop = costs.comm if rank_of[stage - 1] != rank_of[stage] else 0
-                assert waits < end + hop
+                latency = costs.comm if rank_of[stage - 1] != rank_of[stage] else 0
+                assert waits < end + latency
 
 
 def test_the_first_stage_is_joined_and_one_that_is_waited_for_is_not():

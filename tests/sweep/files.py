@@ -74,7 +74,7 @@ def good(folder: Path) -> dict[str, Path]:
         "schedule.csv": to_csv(plan(Request("v-half", 4, 8))),
         "chunk-profile.json": json.dumps(CHUNK_PROFILE),
         "job-profile.json": job_profile_json.to_text(profile(v_shape(4), *V)),
-        "recorded.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, hops=((0, 1, 0.75),)))),
+        "recorded.json": recorded_run.to_text(made(Costs(1.5, 1.25, 0.75, 0.5, latencies=((0, 1, 0.75),)))),
         "custom-costs.json": json.dumps(CUSTOM_COSTS),
         "model.sh": MODEL_FLAGS,
         "conversation.jsonl": '{"text": "some words"}\n' * 3,

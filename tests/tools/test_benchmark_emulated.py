@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from tools.benchmarks import emulated, lengths_section, relief, relief_section
+from tools.benchmarks import emulated, lengths_section, saving, saving_section
 from tools.benchmarks.emulated_section import KEY, claims, section
 
 ENGINES = {
@@ -22,13 +22,13 @@ ENGINES = {
 
 JOB = """
 import json
-from tools.benchmarks import emulated, lengths, relief
+from tools.benchmarks import emulated, lengths, saving
 from tools.benchmarks.emulated_ranks import RankError, run_ranks
 
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
 rows = list(emulated.measure(True, lambda text: None, 2, 4, "1,1.1,0.75"))
-relief.UNIT_S, relief.SEARCH_SECONDS = 0.002, 0.05
-relieved = list(relief.setting(2, 4, [0.375], 1, lambda text: None))
+saving.UNIT_S, saving.SEARCH_SECONDS = 0.002, 0.05
+relieved = list(saving.setting(2, 4, [0.375], 1, lambda text: None))
 lengths._RANKS, lengths._UNIT_S, lengths._QUICK_SETS, lengths._EMULATED = 2, 0.002, 1, ("v-zb", "1f1b")
 by_length = list(lengths.measure(True, lambda text: None))
 
@@ -52,8 +52,8 @@ def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, An
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    emulated, relieved, by_length, error = json.loads(done.stdout.splitlines()[-1])
-    return emulated, relieved, by_length, error
+    emulated, saved, by_length, error = json.loads(done.stdout.splitlines()[-1])
+    return emulated, saved, by_length, error
 
 
 def test_every_engine_runs_and_a_failing_rank_says_why(job):
@@ -66,7 +66,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
         assert 0 < row["low"] <= row["seconds"] <= row["high"]
         # At least 2 x 4 x (F + I + W) on each rank; a busy machine may make it much more.
         assert row["seconds"] > 0.95 * 8 * 2.85 * 0.002
-        assert row["simulated_seconds_without_hops"] <= row["simulated_seconds"]
+        assert row["simulated_seconds_without_latency"] <= row["simulated_seconds"]
         assert 1 <= row["memory"] <= 2.5
         assert 0 <= row["hop_seconds"] <= 0.001 and 0 <= row["hop_seconds_beforehand"] <= 0.001
     assert len(claims(rows)) == 2  # of a size that the claims about V-ZB, V-Half and adaptive are not about
@@ -77,9 +77,9 @@ def test_what_is_relieved_runs_and_holds_what_is_planned(job):
     _, rows, _, _ = job
     stock = [row for row in rows if row["engine"] == "megatron-core"]
     ours = {(row["schedule"], row["relief"]): row for row in rows if row["engine"] == "ours"}
-    assert [row["relief"] for row in stock] == list(relief.STOCK)
+    assert [row["relief"] for row in stock] == list(saving.STOCK)
     # Less than one microbatch's: without relief nothing runs.
-    expected = [("v-zb", "nothing"), *(("adaptive 0.375", relieved) for relieved in ("R", "O, L", "R, O, L"))]
+    expected = [("v-zb", "nothing"), *(("adaptive 0.375", saved) for saved in ("R", "O, L", "R, O, L"))]
     assert list(ours) == expected
     assert ours["adaptive 0.375", "R"]["again"] > 0 and ours["adaptive 0.375", "O, L"]["offloaded"] > 0
     for row in rows:
@@ -89,9 +89,9 @@ def test_what_is_relieved_runs_and_holds_what_is_planned(job):
     everything, full, core, other = (max(row["measured_bytes"]) for row in stock)
     assert full < core < everything and full < other < everything
     assert all(row["time_over_stock_1f1b"] > 0 for row in stock)
-    claims = relief_section.claims([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
+    claims = saving_section.claims([rows[0], *({**row, "error": 0.04} for row in rows[1:])])
     assert "not held" in [claim.verdict for claim in claims]
-    assert "| ours adaptive 0.375 | recompute |" in relief_section.section(rows)
+    assert "| ours adaptive 0.375 | recompute |" in saving_section.section(rows)
 
 
 def test_iterations_of_different_lengths_run_as_planned_for_both(job):
@@ -139,7 +139,7 @@ def row(engine: str, schedule: str, seconds: float, memory: float, error: float 
         "low": seconds,
         "high": seconds,
         "simulated_seconds": seconds,
-        "simulated_seconds_without_hops": seconds,
+        "simulated_seconds_without_latency": seconds,
         "hop_seconds": 0.0003,
         "hop_seconds_beforehand": 0.0004,
         "error": error,

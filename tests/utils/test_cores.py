@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megatron.schedules.planner.adaptive import placements
-from megatron.schedules.planner.layer_partition import spread_layers
+from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.search.climb import Entry, race
@@ -38,15 +38,15 @@ def test_so_are_the_layers(monkeypatch: pytest.MonkeyPatch):
     found = []
     for count in ("1", "3"):
         monkeypatch.setenv(THREADS_VARIABLE, count)
-        found.append(spread_layers(asked))
+        found.append(partition_layers(asked))
     assert found[0] == found[1]
 
 
 def test_as_many_run_at_a_time_as_there_are_threads(monkeypatch: pytest.MonkeyPatch):
     """Each of three waits until all three are there."""
-    meeting = threading.Barrier(3, timeout=20)
+    collective = threading.Barrier(3, timeout=20)
     monkeypatch.setenv(THREADS_VARIABLE, "3")
-    assert sorted(on_all_cores([meeting.wait] * 3)) == [0, 1, 2]
+    assert sorted(on_all_cores([collective.wait] * 3)) == [0, 1, 2]
     monkeypatch.setenv(THREADS_VARIABLE, "1")
     assert on_all_cores([threading.get_ident] * 3) == [threading.get_ident()] * 3
 

@@ -104,7 +104,7 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
         "low": low,
         "high": high,
         "simulated_seconds": round(expected, 4),
-        "simulated_seconds_without_hops": round(simulated(one.schedule, on_stages, 0.0), 4),
+        "simulated_seconds_without_latency": round(simulated(one.schedule, on_stages, 0.0), 4),
         "error": round(spread.median / expected - 1, 4),
         "memory": simulate(one.schedule, on_stages).peak,
     }

@@ -21,7 +21,7 @@ from megatron.schedules.runtime.transport import (
     GroupTransport,
     MessageSpec,
     make_channels,
-    make_meeting_group,
+    make_collective_group,
 )
 from megatron.schedules.schedule.kinds import Kind
 from tools.benchmarks.emulated_passes import SHAPE, Layers, Passes
@@ -65,8 +65,8 @@ def _channels(wanted: tuple[Channel, ...]) -> Channels:
 
 
 @cache
-def _meeting_group() -> dist.ProcessGroup:
-    return make_meeting_group([range(dist.get_world_size())])
+def _collective_group() -> dist.ProcessGroup:
+    return make_collective_group([range(dist.get_world_size())])
 
 
 class _Stages(Stages):
@@ -76,7 +76,7 @@ class _Stages(Stages):
         self._passes, self._placement = passes, program.placement
         self._layers = {stage: Layers(passes, stage, Kind.I) for stage in program.placement.stages_of(program.rank)}
         if any(action.op in COLLECTIVES for action in program.actions):
-            self._group = _meeting_group()
+            self._group = _collective_group()
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:

@@ -152,12 +152,12 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
     taken = timed(contestants, on_stages, repetitions, 4 * expected * repetitions + 180)
     spreads = [Spread.of(each) for each in taken]
     pairs = [
-        (lambda hop, costs=costs, planned=planned: _seconds(planned, costs, loads, hop), spread.median)
+        (lambda latency, costs=costs, planned=planned: _seconds(planned, costs, loads, latency), spread.median)
         for (_, costs, planned), spread in zip(found, spreads, strict=True)
     ]
-    hop = fitted(pairs, _UNIT_S / 4)
+    latency = fitted(pairs, _UNIT_S / 4)
     for (name, (planned_for, costs, planned)), spread in zip(_named(found), spreads, strict=True):
-        simulated = _seconds(planned, costs, loads, hop)
+        simulated = _seconds(planned, costs, loads, latency)
         yield {
             "what": "emulated",
             "schedule": name,
@@ -165,7 +165,7 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
             "microbatches": n,
             "drawn": drawn,
             "repetitions": repetitions,
-            "hop_seconds": hop,
+            "hop_seconds": latency,
             "seconds": round(spread.median, 4),
             "low": round(spread.low, 4),
             "high": round(spread.high, 4),
@@ -186,8 +186,8 @@ def _contestant(name: str, planned: LengthsPlan, costs: Costs, loads: Microbatch
     return of_plan(name, planned.schedule, on_stages)._replace(loads=loads.in_order(planned.order))
 
 
-def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, hop: float) -> float:
-    own = replace(costs, comm=hop).on(planned.schedule.placement)
+def _seconds(planned: LengthsPlan, costs: Costs, loads: MicrobatchLoads, latency: float) -> float:
+    own = replace(costs, comm=latency).on(planned.schedule.placement)
     return simulate(planned.schedule, replace(own, loads=loads.in_order(planned.order))).makespan
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.schedules.job.flags import SEARCH_VARIABLE
-from tools.benchmarks import memory_relief
+from tools.benchmarks import memory_saving
 from tools.benchmarks.apart import rows_apart, tell_megatron
 from tools.benchmarks.parts import Claim, Part, Row, Say, markdown_table, verdict
 
@@ -77,9 +77,9 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
             found = run_ranks(size, partial(_train, schedule, size, share), 300)
             baseline = baseline or found
             yield memory_row(schedule, size, found, baseline)
-            if (schedule, size) == (_BASELINE, memory_relief.RANKS):
+            if (schedule, size) == (_BASELINE, memory_saving.RANKS):
                 inner = [rank.one for rank in found[1:-1]]  # which have decoder layers only
-                yield from memory_relief.measure(_model(), round(sum(inner) / len(inner)), quick, say)
+                yield from memory_saving.measure(_model(), round(sum(inner) / len(inner)), quick, say)
 
 
 def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Sequence[Peaks]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """About the plan's bytes and the shares of 1F1B's; then the same with recompute and offload."""
-    schedules, relieved = _apart(rows)
+    schedules, saved = _apart(rows)
     found = []
     if schedules:
         worst = max(schedules, key=lambda row: abs(row["worst_error"]))
@@ -172,14 +172,14 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                     verdict(row["ratio"] <= most),
                 )
             )
-    return found + (memory_relief.claims(relieved) if relieved else [])
+    return found + (memory_saving.claims(saved) if saved else [])
 
 
 def section(rows: Sequence[Row]) -> str:
     """How it was measured, and every schedule's worst rank; then the same with recompute and offload."""
-    schedules, relieved = _apart(rows)
+    schedules, saved = _apart(rows)
     text = [_HOW, _table(schedules)]
-    return "\n\n".join([*text, memory_relief.section(relieved)] if relieved else text)
+    return "\n\n".join([*text, memory_saving.section(saved)] if saved else text)
 
 
 def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

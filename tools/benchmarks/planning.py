@@ -43,16 +43,14 @@ class Cells(NamedTuple):
     peers: dict[tuple[int, int, str], Cell]
     optima: dict[str, Cell]
     curve: dict[float, Cell]
-    relieved: dict[str, list[Cell]]
+    saved: dict[str, list[Cell]]
     lots: list[Cell]
     times: list[tuple[Cell, float]]
 
     def untimed(self) -> list[Cell]:
         """Those whose processor time nobody asks for, the longest first."""
-        relieved = [cell for cells in self.relieved.values() for cell in cells]
-        found = dict.fromkeys(
-            [*self.peers.values(), *self.optima.values(), *self.curve.values(), *relieved, *self.lots]
-        )
+        saved = [cell for cells in self.saved.values() for cell in cells]
+        found = dict.fromkeys([*self.peers.values(), *self.optima.values(), *self.curve.values(), *saved, *self.lots])
         return sorted(found, key=lambda cell: -cell.ranks * cell.microbatches * (cell.seconds or 1))
 
 
@@ -78,7 +76,7 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
         peers=compared,
         optima={text: Cell("frontier", 4, 8, text, 4.0) for text in table.OPTIMA},
         curve=curve,
-        relieved={
+        saved={
             heading: [
                 Cell("relief", d, n, costs[name], limit, again=again, copy=copy)
                 for limit in _RELIEVED[:: 4 if quick else 1]
@@ -200,7 +198,7 @@ activations to the host and back; "0.5" says that a copy one way takes half as l
 layers. Lost: the share of the time that is no useful computing, so idle or spent on forwards done again (without
 these it is the bubble). In brackets: how much of the layers is done again, or offloaded.
 
-{table.relieved(cells.relieved, curve, kept.find)}
+{table.saved(cells.saved, curve, kept.find)}
 ## Sizes and costs drawn by lot
 
 d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, every 1/(4d) of the model of another length, half of them of
@@ -214,7 +212,7 @@ On one core, with the schedules by name that it starts from; costs `{drawn_costs
 {table.times(cells.times, kept.find)}"""
 
 
-def drawing(found: Result, relieved: dict[str, list[Found]], peers: table.Peers) -> str:
+def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) -> str:
     """The frontier with everybody's schedules in it."""
     d, n, name = _DRAWN
     points = [Point(rung["limit"], rung["bubble"], max(0.0, rung["bubble_bound"])) for rung in found["rungs"]]
@@ -225,23 +223,21 @@ def drawing(found: Result, relieved: dict[str, list[Found]], peers: table.Peers)
     costs = table.costs_text(peers.data["costs"][name])
     heading = f"Bubble against activation memory: {d} ranks, {n} microbatches, costs {costs}"
     caption = f"1F1B holds {d}. Beyond the edges: {', '.join(beyond)}"
-    if relieved:
+    if saved:
         caption += (
             f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
             "Each curve shows the best plan found for a limit or a smaller one; with recompute or offload, plans "
             "without count too."
         )
-    return draw_frontier(points, marks, heading, caption, most, relieved)
+    return draw_frontier(points, marks, heading, caption, most, saved)
 
 
-def _curves(relieved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Found]]:
+def _curves(saved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Found]]:
     """The drawing's curves: recompute, and offload where copies are slowest."""
     looks = {"again": "recompute", "offload": _offload(_COPIES[-1])}
     return {
         look: [
-            Found(cell.up_to * cell.ranks, 1 - found["useful"])
-            for cell in relieved[heading]
-            if (found := kept.find(cell))
+            Found(cell.up_to * cell.ranks, 1 - found["useful"]) for cell in saved[heading] if (found := kept.find(cell))
         ]
         for look, heading in looks.items()
     }
@@ -283,8 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells, kept = cells_of(data, arguments.quick), Kept(arguments.results)
     try:
         if arguments.drawing:
-            relieved = [cell for of_heading in cells.relieved.values() for cell in of_heading]
-            run([*cells.curve.values(), *relieved], kept, arguments.jobs, "plans")
+            saved = [cell for of_heading in cells.saved.values() for cell in of_heading]
+            run([*cells.curve.values(), *saved], kept, arguments.jobs, "plans")
         else:
             run(cells.untimed(), kept, arguments.jobs, "plans")
             run([cell for cell, _ in cells.times], kept, 1, "planning times")
@@ -300,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments.drawing:
             write_text(output, report(cells, kept, peers, command))
-        write_text(image, drawing(drawn, _curves(cells.relieved, kept), peers))
+        write_text(image, drawing(drawn, _curves(cells.saved, kept), peers))
     except OSError as error:
         parser.error(one_line(f"cannot write {error.filename}: {error.strerror}"))
     print(f"{image} is written" if arguments.drawing else f"{output} and {image} are written")

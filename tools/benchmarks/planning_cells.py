@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.planner.adaptive import bound, default_seconds, effort, least_limit, placements
-from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, every_named, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import Timeline, simulate
@@ -99,10 +99,10 @@ def _relief(cell: Cell) -> Result:
     asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
     asked = replace(asked, recompute=cell.again, offload=cell.copy > 0, search_seconds=seconds)
-    request = relieve(asked)
+    request = save_memory(asked)
     schedule = plan(request)
     timeline, savings = simulate(schedule, request.costs_on(schedule.placement)), request.decisions.mean_savings
-    parts = {"redone": savings.get("recomputed", 0.0), "offloaded": savings.get("offloaded", 0.0)}
+    parts = {"recomputed": savings.get("recomputed", 0.0), "offloaded": savings.get("offloaded", 0.0)}
     within = timeline.peak <= cell.up_to * cell.ranks + _EPSILON
     shares = {"useful": timeline.useful, "copying": timeline.copying, "within": within}
     return _figures(timeline, 1.0) | parts | shares | {"chunks": schedule.placement.chunks}

@@ -180,7 +180,7 @@ def curve(found: Mapping[float, Result], most: float) -> str:
     return _table(heads, body)
 
 
-def relieved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result], find: Find) -> str:
+def saved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result], find: Find) -> str:
     """What recompute and offload make of each memory limit; ``curves`` is without, by seconds of search."""
     body = []
     longest = curves[max(curves)] if curves else {"rungs": []}
@@ -201,7 +201,7 @@ def relieved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result]
 
 
 def _lost(found: Result) -> str:
-    parts = [f"{100 * found[name]:.0f} %" for name in ("redone", "offloaded") if found[name]]
+    parts = [f"{100 * found[name]:.0f} %" for name in ("recomputed", "offloaded") if found[name]]
     return f"{percent(1 - found['useful'])}{f' ({", ".join(parts)})' if parts else ''}, {number(found['makespan'])}"
 
 

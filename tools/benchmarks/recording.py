@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule
@@ -70,7 +70,7 @@ def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
     errors = [error for _, found, _ in told for error in found]
     spans = [[rank[at] for _, _, rank in told] for at in range(repetitions)]
     starts = [([[s for s, _ in rank] for rank in each], [[e for _, e in rank] for rank in each]) for each in spans]
-    latencies = hops([gaps(schedule, *each) for each in starts])
+    links = latencies([gaps(schedule, *each) for each in starts])
     lengths = [max(row[-1] for row in aligned(schedule, *each).end) / 1e3 for each in starts]
     return {
         "schedule": schedule.name,
@@ -78,7 +78,7 @@ def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
         "recorded_s": Spread.of(recorded)._asdict(),
         "ratio": Spread.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
         "worst_pass_error": max(errors, key=abs),
-        "hop_ms": Spread.of(list(latencies.values()))._asdict(),
+        "hop_ms": Spread.of(list(links.values()))._asdict(),
         "aligned_length_over_wall": Spread.of([a / b for a, b in zip(lengths, recorded, strict=True)])._asdict(),
     }
 

@@ -160,7 +160,7 @@ def section(rows: Sequence[Row]) -> str:
             f"A GPU copies {_DEVICE.host_link / 1e9:g} GB/s each way; a node's host has "
             f"{_DEVICE.host_memory / 1e12:g} TB.",
             _grid_table(grid),
-            *(_with_relief(these) for these in _by(grid, "sequence_length").values()),
+            *(_with_saving(these) for these in _by(grid, "sequence_length").values()),
         ]
     ).rstrip()
 
@@ -191,7 +191,7 @@ def _best_of_ours(found: Sequence[Row]) -> tuple[float | None, str]:
     return gain, f"{ours['method']} {_percent(gain)} above {theirs['method']}"
 
 
-def _with_relief(found: Sequence[Row]) -> str:
+def _with_saving(found: Sequence[Row]) -> str:
     """What recompute and offload add to the best of ours without them."""
     fitting = {row["method"]: row["mfu"] for row in found if row["mfu"]}
     without = max((mfu for name, mfu in fitting.items() if name in _OURS), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.schedules.planner.layer_partition import spread_layers
+from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -93,7 +93,7 @@ def _entries(n: int) -> list[_Entry]:
     for ends, request in stock.items():
         contestant = stocks("1F1B", plan(request))
         found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), ends))
-    auto = spread_layers(Request("adaptive", _RANKS, n, even, memory_limit=1.0))
+    auto = partition_layers(Request("adaptive", _RANKS, n, even, memory_limit=1.0))
     requests = [(f"adaptive {auto.memory_limit:g}", auto, "layers placed")]
     for name in ("1f1b", "v-half", "v-zb"):
         requests.append((name, Request(name, _RANKS, n, shared), "vocabulary shared"))

@@ -100,7 +100,7 @@ def against(profile: JobProfile, ranks: Any, *, strict: bool) -> Row:
             fault = fault or f"{kind} of stage {stage} took {other:.3f} ms, and {own:.3f} by the profile"
     if not all(stage.held > 0 for stage in profile.stages):
         fault = fault or "no bytes were counted on some stage"
-    if not profile.hops:
+    if not profile.latencies:
         fault = fault or "no hop was measured"
     rates = profile.copy_gbps
     return {

@@ -79,9 +79,9 @@ class _Watched:
         with self._around(Action(Kind.W, stage, microbatch)):
             self._stages.backward_weight(stage, microbatch)
 
-    def forward_again(self, stage: int, microbatch: int) -> None:
+    def recompute_forward(self, stage: int, microbatch: int) -> None:
         with self._around(Action(Kind.R, stage, microbatch)):
-            self._stages.forward_again(stage, microbatch)
+            self._stages.recompute_forward(stage, microbatch)
 
     def reduce_gradients(self, stage: int) -> None:
         with self._around(Action(Op.REDUCE, stage, 0)):

@@ -259,7 +259,7 @@ def _how_good(plan: Plan) -> str:
     if least is None:
         return ""
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
-    bubble = "" if timeline.costs.relieved else f", a bubble of {percent(1 - timeline.ideal / least)}"
+    bubble = "" if timeline.costs.saved else f", a bubble of {percent(1 - timeline.ideal / least)}"
     return (
         f"{chosen}"
         f"No schedule within this memory ends before {number(least)}{bubble}: this one, which ends at "

@@ -24,7 +24,7 @@ from megatron.schedules.estimate.models import Model, built
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
-from megatron.schedules.planner.memory_saving import relieve
+from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
@@ -66,7 +66,7 @@ class Method(NamedTuple):
     offload: bool = False
 
     @property
-    def relieves(self) -> bool:
+    def saves_memory(self) -> bool:
         """Whether the plan chooses layers to do again or to offload."""
         return self.again or self.offload
 
@@ -232,7 +232,7 @@ class Setting:
             yield " ".join(f"--{name.replace('_', '-')}" for name in _STAND_IN)
         if adaptive:
             yield f"--pipeline-memory-limit {memory_limit(self):.3f}"
-        if self.method.relieves:
+        if self.method.saves_memory:
             rate = f"={self.device.host_link / 1e9:g}" if offload else ""
             how = "recompute" if not offload else "both" if self.method.again else "offload"
             yield f"--pipeline-save-memory {how}{rate}"
@@ -294,8 +294,8 @@ def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | 
         PlanError: where there is no such plan, such as an adaptive one in less memory than anything runs in.
     """
     request = request_for(setting, search_seconds)
-    if setting.method.relieves:
-        request = relieve(request)
+    if setting.method.saves_memory:
+        request = save_memory(request)
     schedule = planned(request)
     timeline = simulate(schedule, request.costs_on(schedule.placement))
     seconds = timeline.makespan + after_the_pipeline(setting)

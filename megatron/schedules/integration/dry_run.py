@@ -8,7 +8,7 @@ from typing import NoReturn
 from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
+from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
@@ -27,7 +27,7 @@ def dry_run(asked: Planned, how: DryRun) -> NoReturn:
     try:
         room, planner = how.device_bytes, Planner(asked)
         found = estimated(asked, planner)
-        _, source = supposed_gpus(asked.spec.sizes, how.gpus)
+        _, source = assumed_gpus(asked.spec.sizes, how.gpus)
     except PlanError as error:
         refuse(error.told(FLAGS))
     sys.stdout.write(

@@ -17,7 +17,7 @@ from megatron.schedules.runtime.transport import (
     MessageSpec,
     Transport,
     make_channels,
-    make_meeting_group,
+    make_collective_group,
 )
 from megatron.schedules.runtime.variable_transport import VariableTransport
 
@@ -52,7 +52,7 @@ class Messages:
         over = how | ({"options": partial(nccl_options, args)} if "nccl" in dist.get_backend() else {})
         self._channels = make_channels(pipelines, channels, **over)
         self._shapes: Channels | None = None
-        self.meeting_group = make_meeting_group(pipelines, **over) if planner.shares_vocabulary else None
+        self.collective_group = make_collective_group(pipelines, **over) if planner.shares_vocabulary else None
 
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
         """For the messages of one run; all ranks ask alike."""

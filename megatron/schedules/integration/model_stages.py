@@ -153,7 +153,7 @@ class MegatronStages(Stages):
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
 
-    def forward_again(self, stage: int, microbatch: int) -> None:
+    def recompute_forward(self, stage: int, microbatch: int) -> None:
         """R: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.R, stage, microbatch)
         timers = self._config.timers

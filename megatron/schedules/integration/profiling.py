@@ -26,7 +26,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.timeline_files import saved_timeline
-from megatron.schedules.measure.clocks import aligned, gaps, hops
+from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import to_text
 from megatron.schedules.measure.measured_passes import (
@@ -169,7 +169,7 @@ class Profiler:
             [each for iteration in iterations for each in iteration.passes],
             [each for iteration in iterations for each in iteration.copies],
             changes,
-            hops([gaps(every[0].schedule, *_times(every)) for every in zip(*(of for of, _ in told), strict=True)]),
+            latencies([gaps(every[0].schedule, *_times(every)) for every in zip(*(of for of, _ in told), strict=True)]),
         )
         rows: list[RankMeasured | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, measured)

@@ -19,7 +19,7 @@ from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.job_profile import JobProfile
-from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_hops
+from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_links
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
@@ -93,7 +93,7 @@ class JobReplan:
         decisions = replace(self._planner.decisions, layers=profile.layers)
         request = replace(self._planner.request, costs=costs, decisions=decisions)
         if before is not None:
-            for source, to, time, earlier in slow_hops(before.hops, profile.hops, _usual_pass(profile)):
+            for source, to, time, earlier in slow_links(before.latencies, profile.latencies, _usual_pass(profile)):
                 print_rank_0(
                     f"WARNING: messages from pipeline rank {source} to {to} take {time:.2f} ms, and took "
                     f"{earlier:.2f} ms when they were profiled first"

@@ -18,7 +18,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
-from megatron.schedules.integration.layers.recompute import do_layers_again, surroundings
+from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
 from megatron.schedules.integration.lengths.background import LengthsBeside, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -251,14 +251,14 @@ class ScheduleFunction:
         """What keeps things for later passes, known to the model's modules."""
         offloads = self._begun_offloads(chunks, program, meter)
         store = self._bound_store(chunks, meter)
-        return _Bound(store, self._bound_again(chunks, program) if program.has_again else None, offloads)
+        return _Bound(store, self._bound_recompute(chunks, program) if program.has_recompute else None, offloads)
 
     def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int) -> Exchange | None:
         """Where all ranks share the vocabulary, what they exchange."""
-        if self._messages.meeting_group is None:
+        if self._messages.collective_group is None:
             return None
         words = sizes.rows, sizes.sequence // cp_size
-        return Exchange(self._messages.meeting_group, spec.shape, words, spec.dtype, spec.device)
+        return Exchange(self._messages.collective_group, spec.shape, words, spec.dtype, spec.device)
 
     def _run(
         self,
@@ -317,13 +317,13 @@ class ScheduleFunction:
                 split_te_linears(chunk, self._store)
         return self._store
 
-    def _bound_again(self, chunks: Sequence[torch.nn.Module], program: Program) -> Again:
+    def _bound_recompute(self, chunks: Sequence[torch.nn.Module], program: Program) -> Again:
         """The forwards that wait for their R, which the model's layers know from the first program on that has one."""
         if self._again is None:
             self._again = Again(surroundings)
-            which = self._planner.layers_again
+            which = self._planner.recomputed_layers
             for chunk, stage in zip(chunks, program.placement.stages_of(program.rank), strict=True):
-                do_layers_again(chunk, None if which is None else which[stage], self._again)
+                recompute_layers(chunk, None if which is None else which[stage], self._again)
         return self._again
 
     def _finish_gradients(

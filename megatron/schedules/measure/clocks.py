@@ -71,7 +71,7 @@ def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Seq
     return found
 
 
-def hops(found: Sequence[Gaps]) -> Hops:
+def latencies(found: Sequence[Gaps]) -> Hops:
     """The latency of each pair that has messages both ways, never below 0: of several iterations the median."""
     each: dict[tuple[int, int], list[float]] = defaultdict(list)
     for of_one in found:

@@ -42,7 +42,7 @@ class StageProfile:
         halved: whether I and W were never apart, and are parts of B as was planned.
         held: bytes from F until I, those that R makes again and those that are away included.
         sizes: bytes of each part of the activations that can be seen by itself (:data:`.kinds.SEEN_BY`).
-        redone: the part of its layers that R does again.
+        recomputed: the part of its layers that R does again.
     """
 
     layers: int
@@ -50,7 +50,7 @@ class StageProfile:
     halved: bool = False
     held: float = 0.0
     sizes: Mapping[Share, float] = field(default_factory=lambda: dict.fromkeys(SEEN_BY, 0.0))
-    redone: float = 0.0
+    recomputed: float = 0.0
 
     def median(self, kind: Kind) -> float:
         """Milliseconds; 0 for what the stage does not do."""
@@ -68,7 +68,7 @@ class JobProfile:
         iterations: the first and the last that were timed.
         replicas: ranks of each stage, over which everything was gathered.
         stages: in model order.
-        hops: rank, rank, and the latency of a message from the one to the other, in milliseconds.
+        latencies: rank, rank, and the latency of a message from the one to the other, in milliseconds.
         copy_gbps: how fast activations went to the host and came back, as other copies and messages let them; None
             where none did.
     """
@@ -80,7 +80,7 @@ class JobProfile:
     iterations: tuple[int, int]
     replicas: int
     stages: tuple[StageProfile, ...]
-    hops: tuple[tuple[int, int, float], ...] = ()
+    latencies: tuple[tuple[int, int, float], ...] = ()
     copy_gbps: CopyRates | None = None
 
     @property
@@ -97,7 +97,7 @@ class JobProfile:
     def comm(self) -> float:
         """The usual hop, in milliseconds: of those from stage to stage. Others are of what all ranks do together."""
         along = set(pairwise(self.placement.rank_of))
-        found = [time for source, to, time in self.hops if (source, to) in along or (to, source) in along]
+        found = [time for source, to, time in self.latencies if (source, to) in along or (to, source) in along]
         return statistics.median(found) if found else 0.0
 
     @property
@@ -173,7 +173,7 @@ class JobProfile:
             copy=self.copy_time(ranks) or 0.0,
             again=again,
             layer_input=layer_input,
-            hops=self.hops if ranks == self.placement.ranks else (),
+            latencies=self.latencies if ranks == self.placement.ranks else (),
         )
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
@@ -221,13 +221,13 @@ class JobProfile:
     @property
     def _again(self) -> tuple[float, float]:
         """How long a forward takes that is done again, against F, and what F leaves to it, against all."""
-        redone = [stage for stage in self.stages if stage.redone and Kind.R in stage.times]
-        forwards = sum(stage.redone * stage.median(Kind.F) for stage in redone)
+        recomputed = [stage for stage in self.stages if stage.recomputed and Kind.R in stage.times]
+        forwards = sum(stage.recomputed * stage.median(Kind.F) for stage in recomputed)
         if not forwards:
             return 1.0, LAYER_INPUT
-        held = sum(stage.redone * stage.held for stage in redone)
-        left = 1 - sum(stage.sizes[Share.AGAIN] for stage in redone) / held if held else LAYER_INPUT
-        return sum(stage.median(Kind.R) for stage in redone) / forwards, min(1.0, max(0.0, left))
+        held = sum(stage.recomputed * stage.held for stage in recomputed)
+        left = 1 - sum(stage.sizes[Share.RECOMPUTED] for stage in recomputed) / held if held else LAYER_INPUT
+        return sum(stage.median(Kind.R) for stage in recomputed) / forwards, min(1.0, max(0.0, left))
 
 
 def _all(stage: StageProfile) -> Load:

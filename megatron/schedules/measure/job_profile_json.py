@@ -23,7 +23,7 @@ from megatron.schedules.utils.json_files import (
     check_length,
     decode,
     encode,
-    read_hops,
+    read_latencies,
 )
 
 VERSION = 2
@@ -32,8 +32,8 @@ VERSION = 2
 _BYTES = {
     Share.WEIGHTS: "weight_bytes",
     Share.VOCABULARY: "vocabulary_bytes",
-    Share.AGAIN: "again_bytes",
-    Share.AWAY: "away_bytes",
+    Share.RECOMPUTED: "recompute_bytes",
+    Share.OFFLOADED: "offload_bytes",
 }
 
 
@@ -51,11 +51,11 @@ class StageForm(Form, frozen=True, kw_only=True):
     layers: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
     passes: ByKind[MeasuredForm]
     halved: bool
-    redone: Portion
+    recomputed: Portion
     activation_bytes: Amount
     weight_bytes: Amount
-    again_bytes: Amount
-    away_bytes: Amount
+    recompute_bytes: Amount
+    offload_bytes: Amount
     vocabulary_bytes: Amount
 
     @staticmethod
@@ -65,7 +65,7 @@ class StageForm(Form, frozen=True, kw_only=True):
             layers=stage.layers,
             passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
             halved=stage.halved,
-            redone=stage.redone,
+            recomputed=stage.recomputed,
             activation_bytes=stage.held,
             **{name: stage.sizes[share] for share, name in _BYTES.items()},
         )
@@ -78,7 +78,7 @@ class StageForm(Form, frozen=True, kw_only=True):
             self.halved,
             held=self.activation_bytes,
             sizes={share: getattr(self, name) for share, name in _BYTES.items()},
-            redone=self.redone,
+            recomputed=self.recomputed,
         )
 
 
@@ -92,7 +92,7 @@ class JobProfileForm(FactsForm, frozen=True, kw_only=True):
     replicas: Count
     times_in: Literal["ms"] = "ms"
     stages: tuple[StageForm, ...]
-    hops: tuple[Hop, ...]
+    latencies: tuple[Hop, ...]
     copy_gbps: RatesForm | UnsetType = UNSET
 
 
@@ -108,7 +108,7 @@ def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) ->
         iterations=profile.iterations,
         replicas=profile.replicas,
         stages=tuple(map(StageForm.of, profile.stages)),
-        hops=profile.hops,
+        latencies=profile.latencies,
         copy_gbps=UNSET if rates is None else RatesForm(**rates._asdict()),
         versions=versions,
         date=date,
@@ -129,12 +129,12 @@ def from_text(text: str) -> JobProfile:
         form.iterations,
         form.replicas,
         tuple(stage.stage() for stage in form.stages),
-        form.hops,
+        form.latencies,
         None if form.copy_gbps is UNSET else form.copy_gbps.rates(),
     )
     if sum(found.layers) != found.facts.layers:
         raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")
     if not found.iterations[0] <= found.iterations[1]:
         raise PlanError("$.iterations must be the first and the last one that were timed")
-    read_hops(form.hops, placement.ranks, "$.hops")
+    read_latencies(form.latencies, placement.ranks, "$.latencies")
     return found

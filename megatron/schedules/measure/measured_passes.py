@@ -33,14 +33,14 @@ class RankMeasured:
         bytes: by stage and kind, the change of a pass in the middle of all; ``held`` below has what F and R make
             together.
         held: by stage, bytes from F until I.
-        hops: of its pipeline, as (from, to) -> milliseconds.
+        latencies: of its pipeline, as (from, to) -> milliseconds.
     """
 
     rank: int
     times: Mapping[StageKind, Measured]
     bytes: Mapping[StageKind, float]
     held: Mapping[int, float]
-    hops: Mapping[tuple[int, int], float]
+    latencies: Mapping[tuple[int, int], float]
 
 
 def rank_measured(
@@ -48,7 +48,7 @@ def rank_measured(
     passes: Iterable[Timed],
     copies: Iterable[Timed],
     changes: Sequence[Change],
-    hops: Mapping[tuple[int, int], float],
+    latencies: Mapping[tuple[int, int], float],
 ) -> RankMeasured:
     """What ``rank`` says of all ``passes`` and ``copies`` that were timed, and of those that were counted."""
     took: dict[StageKind, list[float]] = defaultdict(list)
@@ -67,7 +67,7 @@ def rank_measured(
         {key: _measured(each) for key, each in took.items()},
         {key: statistics.median(each) for key, each in changed.items()},
         {stage: statistics.median(each) for stage, each in held.items()},
-        dict(hops),
+        dict(latencies),
     )
 
 
@@ -125,12 +125,12 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
                 halved,
                 held=max(0.0, held),
                 sizes={share: _most(rows, (stage, kind), sign) for share, (kind, sign) in SEEN_BY.items()},
-                redone=0.0 if Kind.R not in times else 1.0 if recomputed is None else recomputed[stage],
+                recomputed=0.0 if Kind.R not in times else 1.0 if recomputed is None else recomputed[stage],
             )
         )
-    hops = {
-        pair: max(row.hops[pair] for row in ranks if pair in row.hops)
-        for pair in sorted({pair for row in ranks for pair in row.hops})
+    latencies = {
+        pair: max(row.latencies[pair] for row in ranks if pair in row.latencies)
+        for pair in sorted({pair for row in ranks for pair in row.latencies})
     }
     return JobProfile(
         under.facts,
@@ -140,7 +140,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
         under.iterations,
         max(len(rows) for rows in replicas.values()),
         tuple(_with_left(stages, under.costs.weight_share)),
-        tuple((source, to, time) for (source, to), time in hops.items()),
+        tuple((source, to, time) for (source, to), time in latencies.items()),
         _rates(stages),
     )
 

@@ -102,7 +102,7 @@ class IdleWatch:
         return self._in_a_row == _TIMES
 
 
-def slow_hops(before: Hops, now: Hops, usual_pass: float) -> list[tuple[int, int, float, float]]:
+def slow_links(before: Hops, now: Hops, usual_pass: float) -> list[tuple[int, int, float, float]]:
     """Hops that have become slow: from, to, how long they take and how long they took.
 
     Args:

@@ -109,8 +109,8 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
-    relieved = any(problem.costs.relieved for problem in problems)
-    return frontier(problems, known, limit, effort(request.ranks, seconds), progress, alone=relieved)[-1].best.schedule
+    saved = any(problem.costs.saved for problem in problems)
+    return frontier(problems, known, limit, effort(request.ranks, seconds), progress, alone=saved)[-1].best.schedule
 
 
 def limit_in_microbatches(request: Request) -> float:

@@ -54,7 +54,7 @@ _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
 _MOST_MOVES = 1_600
 
 
-def spread_layers(request: Request, progress: Progress = unheard) -> Request:
+def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
 
     It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved;

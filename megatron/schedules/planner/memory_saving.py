@@ -61,14 +61,16 @@ class Shares(NamedTuple):
             either = away + placement.chunks * self.recomputed / _FINEST
             for chunk, stage in enumerate(placement.stages_of(rank)):
                 parts = counts[stage] if counts else _FINEST
-                to_host, relieved = (
+                to_host, saved = (
                     round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
                 )
-                offloaded[stage], recomputed[stage] = to_host, relieved - to_host
+                offloaded[stage], recomputed[stage] = to_host, saved - to_host
         return request.decisions.saving(recomputed, offloaded)
 
 
-def relieve(request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan) -> Request:
+def save_memory(
+    request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan
+) -> Request:
     """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
 
     The plan is never longer than without, nor, where both may be done, than with one of them alone: plans are compared
@@ -92,7 +94,7 @@ def relieve(request: Request, progress: Progress = unheard, planned: Callable[[R
     settled = [_settled(each, climbs, lambda done: progress(part * done)) for each in fitting]
     shortest = min(length for _, length in settled)
     finalists = [each for each, length in settled if length <= CLEARLY * shortest]
-    plain = relieved(request, None, None, request.chunk_choices)
+    plain = saved(request, None, None, request.chunk_choices)
     unit = request.costs.around_one()[1]
     if least_limit(plain) * request.ranks <= limit + EPSILON and bound(plain) < CLEARLY * shortest * unit:
         finalists.insert(0, plain)
@@ -111,10 +113,10 @@ def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) ->
     best.refine()
     found, length = best.settled()
     progress(1 - _SEARCHING)
-    return relieved(request, found.recomputed, found.offloaded, (best.chunks,)), length
+    return saved(request, found.recomputed, found.offloaded, (best.chunks,)), length
 
 
-def relieved(
+def saved(
     request: Request, recomputed: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
 ) -> Request:
     """``request`` with this settled, by stage, and with so many chunks."""
@@ -122,11 +124,11 @@ def relieved(
     return replace(request, decisions=decisions, recompute=False, offload=False, chunk_choices=chunk_choices)
 
 
-def without_relief(request: Request) -> Request:
+def without_saving(request: Request) -> Request:
     """``request`` for a plan that relieves nothing, with a memory limit under which there is one."""
     if not (request.recompute or request.offload):
         return request
-    plain = relieved(request, None, None, request.chunk_choices)
+    plain = saved(request, None, None, request.chunk_choices)
     return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from megatron.schedules.planner.layer_partition import placed, spread_layers
-from megatron.schedules.planner.memory_saving import relieve, relieved, without_relief
+from megatron.schedules.planner.layer_partition import partition_layers, placed
+from megatron.schedules.planner.memory_saving import save_memory, saved, without_saving
 from megatron.schedules.planner.plan_checks import check_layers, check_plan, check_shares
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.schedule import Schedule
@@ -26,7 +26,7 @@ _LARGE = 4096
 _log = logging.getLogger(__name__)
 
 
-def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
+def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
     """:func:`plan`, which plans an equal request once only, even where many processes ask at the same time.
 
     What takes no time is planned each time. Where nothing can be written each process plans for itself what it cannot
@@ -51,7 +51,7 @@ def kept_plan(request: Request, progress: Progress = unheard) -> Schedule:
     return _kept(_key(request), progress, lambda told: plan(request, told), to_record, found)
 
 
-def kept_spread(request: Request, progress: Progress = unheard) -> Request:
+def cached_partition(request: Request, progress: Progress = unheard) -> Request:
     """:func:`spread_layers`, which searches once only for an equal request, as :func:`kept_plan` plans.
 
     Layers are placed as for a plan that relieves nothing.
@@ -68,12 +68,12 @@ def kept_spread(request: Request, progress: Progress = unheard) -> Request:
         check_layers(kept.layers, kept.chunks, plain)
         return placed(plain, kept.layers, kept.chunks)
 
-    plain = without_relief(request)
-    placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: spread_layers(plain, told), record, found)
+    plain = without_saving(request)
+    placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: partition_layers(plain, told), record, found)
     return placed(request, placed_plainly.decisions.layers or (), placed_plainly.chunk_choices)
 
 
-def kept_relief(request: Request, progress: Progress = unheard) -> Request:
+def cached_saving(request: Request, progress: Progress = unheard) -> Request:
     """:func:`relieve`, which searches once only for an equal request, as :func:`kept_plan` plans.
 
     Raises:
@@ -90,9 +90,11 @@ def kept_relief(request: Request, progress: Progress = unheard) -> Request:
     def found(record: Any) -> Request:
         kept = msgspec.convert(record, _Shares)
         check_shares(kept.recomputed, kept.offloaded, kept.chunks, request)
-        return relieved(request, kept.recomputed, kept.offloaded, kept.chunks)
+        return saved(request, kept.recomputed, kept.offloaded, kept.chunks)
 
-    return _kept(f"relief-{_key(request)}", progress, lambda told: relieve(request, told, kept_plan), record, found)
+    return _kept(
+        f"relief-{_key(request)}", progress, lambda told: save_memory(request, told, cached_plan), record, found
+    )
 
 
 class _Layers(msgspec.Struct, forbid_unknown_fields=True):

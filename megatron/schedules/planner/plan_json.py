@@ -122,7 +122,7 @@ class PlanForm(Form, frozen=True, kw_only=True):
     costs: as they were given.
     stage_costs: the times and sizes of every stage, which are all that the figures follow from.
     layers: decoder layers of each stage; missing without a model.
-    redone, offloaded: the part of each stage's layers that R passes recompute, and that O and L offload.
+    recomputed, offloaded: the part of each stage's layers that R passes recompute, and that O and L offload.
     figures: what it comes to.
     order: for each rank its passes, first to last, each written as stage, kind, microbatch.
     """
@@ -135,7 +135,7 @@ class PlanForm(Form, frozen=True, kw_only=True):
     costs: GivenCostsForm
     stage_costs: StageCostsForm[Quantity]
     layers: tuple[Index, ...] | UnsetType = UNSET
-    redone: tuple[Portion, ...] | UnsetType = UNSET
+    recomputed: tuple[Portion, ...] | UnsetType = UNSET
     offloaded: tuple[Portion, ...] | UnsetType = UNSET
     figures: FiguresForm
     order: tuple[tuple[str, ...], ...]
@@ -161,7 +161,7 @@ class PlanForm(Form, frozen=True, kw_only=True):
             costs=GivenCostsForm.of(planned.costs),
             stage_costs=StageCostsForm.of(timeline.costs),
             layers=UNSET if layers is None else layers,
-            redone=UNSET if decided.recomputed is None else decided.recomputed,
+            recomputed=UNSET if decided.recomputed is None else decided.recomputed,
             offloaded=UNSET if decided.offloaded is None else decided.offloaded,
             figures=FiguresForm.of(timeline, lower_bound),
             order=schedule.order,
@@ -175,7 +175,7 @@ class PlanForm(Form, frozen=True, kw_only=True):
         for kind in sorted(schedule.kinds):
             if lacking := [part for part in KINDS[kind].parts or (kind,) if part not in costs.times]:
                 raise PlanError(f"$.stage_costs.times lacks {lacking[0].value!r}, and the order has such passes")
-        for name, each in (("layers", self.layers), ("redone", self.redone), ("offloaded", self.offloaded)):
+        for name, each in (("layers", self.layers), ("recomputed", self.recomputed), ("offloaded", self.offloaded)):
             if each is not UNSET:
                 check_length(each, schedule.placement.stages, f"$.{name}", "stage")
         return simulate(schedule, costs)

@@ -264,13 +264,13 @@ def placement(request: Request) -> Placement | None:
     return entry.placement(request.ranks, entry.chunks or request.chunks)
 
 
-def with_own_relief(request: Request) -> Request:
+def with_own_saving(request: Request) -> Request:
     """``request`` with what is recomputed and offloaded where its schedule itself says so, as a CSV does.
 
     Raises:
         PlanError: where the CSV cannot be read.
     """
-    return from_file.with_relief(request) if request.schedule == "file" else request
+    return from_file.with_memory_saving(request) if request.schedule == "file" else request
 
 
 def stages(request: Request) -> int:

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from megatron.schedules.planner.adaptive import bound, least_limit, search_seconds
 from megatron.schedules.planner.explanation import explanation
-from megatron.schedules.planner.plan_cache import kept_plan, kept_relief, kept_spread
+from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
 from megatron.schedules.planner.plan_json import PlanForm, to_text
-from megatron.schedules.planner.registry import AUTO, named_within, with_own_relief
+from megatron.schedules.planner.registry import AUTO, named_within, with_own_saving
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_memory import activation_bytes
@@ -119,12 +119,12 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
     """
     if asked.schedule == AUTO:
         return _shortest(asked, progress)
-    request, seconds = with_own_relief(asked), search_seconds(asked)
+    request, seconds = with_own_saving(asked), search_seconds(asked)
     steps = _searches(asked, seconds)
     parts = Parts(progress, sum(each for _, each in steps) + seconds)
     for search, each in steps:
         request = search(request, parts.begin(each))
-    schedule = kept_plan(request, parts.begin(seconds))
+    schedule = cached_plan(request, parts.begin(seconds))
     parts.end()
     return Plan(asked, request, schedule)
 
@@ -166,8 +166,8 @@ def _searches(asked: Request, seconds: float) -> list[tuple[_Search, float]]:
         placed = len(asked.chunk_choices) if asked.schedule == "adaptive" else 1
         # The whole search is made of what was found and of even layers on each placement.
         whole = (1 + placed) * seconds if asked.schedule == "adaptive" else 0.0
-        found.append((kept_spread, placed * _PARTITION_SECONDS + whole))
+        found.append((cached_partition, placed * _PARTITION_SECONDS + whole))
     if asked.recompute or asked.offload:
         # Each alone, both together and neither are compared where both are allowed.
-        found.append((kept_relief, seconds * (8 if asked.recompute and asked.offload else 3)))
+        found.append((cached_saving, seconds * (8 if asked.recompute and asked.offload else 3)))
     return found

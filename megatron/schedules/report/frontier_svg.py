@@ -64,7 +64,7 @@ def draw_frontier(
     heading: str,
     caption: str,
     most: tuple[float, float],
-    relieved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
+    saved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
     unit: str = "microbatches",
 ) -> str:
     """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
@@ -84,7 +84,7 @@ def draw_frontier(
     chart.axes(unit)
     plain = [Found(point.memory, point.bubble) for point in curve]
     chart.bound(curve)
-    for look, found in {"curve": plain, **{look: [*plain, *found] for look, found in relieved.items()}}.items():
+    for look, found in {"curve": plain, **{look: [*plain, *found] for look, found in saved.items()}}.items():
         chart.steps(look, lowest(found))
     chart.marks([mark for mark in marks if mark.memory <= chart.memory and mark.bubble <= chart.bubble])
     height = _n(chart.words(heading, caption))

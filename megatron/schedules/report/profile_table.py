@@ -49,8 +49,8 @@ def _row(profile: JobProfile, kind: Kind) -> tuple[str, ...]:
 
 def _others(profile: JobProfile) -> str:
     said = []
-    if profile.hops:
-        source, to, worst = max(profile.hops, key=lambda hop: hop[2])
+    if profile.latencies:
+        source, to, worst = max(profile.latencies, key=lambda latency: latency[2])
         said.append(f"a message takes {profile.comm:.3g} ms, {worst:.3g} from rank {source} to {to}")
     held = [stage.held / 2**20 for stage in profile.stages]
     if any(held):

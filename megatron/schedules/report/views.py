@@ -75,7 +75,7 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
             costs,
             times={kind: tuple(factor * time for time in times) for kind, times in costs.times.items()},
             comm=factor * costs.comm,
-            hops={pair: factor * latency for pair, latency in costs.hops.items()},
+            latencies={pair: factor * latency for pair, latency in costs.latencies.items()},
         ),
         tuple(tuple(factor * time for time in row) for row in timeline.start),
         tuple(tuple(factor * time for time in row) for row in timeline.end),

@@ -112,10 +112,10 @@ def _check_collectives(programs: Sequence[Program]) -> None:
     present = {action.op for program in programs for action in program.actions}
     expected = {*collectives_among(present), *(op for op in COLLECTIVES if op in present)}
     rows = [[action for action in program.actions if action.op in COLLECTIVES] for program in programs]
-    for number, meeting in enumerate(zip_longest(*rows)):
-        for rank, action in enumerate(meeting):
-            if action is None or meeting[0] is None or action[::2] != meeting[0][::2]:
-                found = [f"rank {r} posts {meeting[r] or 'none'}" for r in (0, rank)]
+    for number, collective in enumerate(zip_longest(*rows)):
+        for rank, action in enumerate(collective):
+            if action is None or collective[0] is None or action[::2] != collective[0][::2]:
+                found = [f"rank {r} posts {collective[r] or 'none'}" for r in (0, rank)]
                 raise ProgramError(f"collective {number}: {' and '.join(found)}")
     posted = Counter((action.op, action.microbatch) for action in rows[0])
     for op in sorted(expected):
@@ -225,11 +225,11 @@ class _Run:
 
     def _meet(self, rank: int) -> list[int]:
         """Post ``rank``'s end of its next collective; the others where all have posted theirs and this woke them."""
-        meeting = _Meeting(self._met[rank])
+        collective = _Meeting(self._met[rank])
         self._met[rank] += 1
-        self._open[rank].append(meeting)
-        self._posted[meeting.number] += 1
-        if self._posted[meeting.number] < len(self._programs):
+        self._open[rank].append(collective)
+        self._posted[collective.number] += 1
+        if self._posted[collective.number] < len(self._programs):
             return []
         return self._woken(self._stopped)
 

@@ -52,7 +52,7 @@ class Meetings(Protocol):
         ...
 
 
-def meetings_on(device: torch.device) -> Meetings:
+def collectives_on(device: torch.device) -> Meetings:
     """What carries out chains that compute on ``device``."""
     return SideStream(device) if device.type == "cuda" else Worker()
 

@@ -95,13 +95,13 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
 
     def forward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
-        split, again = program.splits(stage, microbatch), program.does_again(stage, microbatch)
+        split, again = program.splits(stage, microbatch), program.recomputes(stage, microbatch)
         output = stages.forward(stage, microbatch, mailbox.take(instruction), split=split, again=again)
         mailbox.put(instruction, output)
 
-    def forward_again(instruction: Instruction) -> None:
+    def recompute_forward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
-        stages.forward_again(stage, microbatch)
+        stages.recompute_forward(stage, microbatch)
 
     def whole_backward(instruction: Instruction) -> None:
         _, stage, microbatch, _ = instruction.action
@@ -158,7 +158,7 @@ def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _
         Kind.B: whole_backward,
         Kind.S: output_part,
         Kind.T: output_weight,
-        Kind.R: forward_again,
+        Kind.R: recompute_forward,
         Kind.O: offload,
         Kind.L: load,
         Op.SEND_F: send,

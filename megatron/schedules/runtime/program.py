@@ -229,8 +229,8 @@ class Channel(NamedTuple):
 
 def channels_of(placement: Placement) -> tuple[Channel, ...]:
     """The channels that schedules on ``placement`` use, sorted: both ways between neighbouring stages' ranks."""
-    hops = [(a, b) for a, b in pairwise(placement.rank_of) if a != b]
-    return tuple(sorted({Channel(*pair) for a, b in hops for pair in ((a, b), (b, a))}))
+    latencies = [(a, b) for a, b in pairwise(placement.rank_of) if a != b]
+    return tuple(sorted({Channel(*pair) for a, b in latencies for pair in ((a, b), (b, a))}))
 
 
 @dataclass(frozen=True)
@@ -348,12 +348,12 @@ class Program:
         """Whether that backward is done as I and W rather than as B."""
         return (stage, microbatch) in self._split
 
-    def does_again(self, stage: int, microbatch: int) -> bool:
+    def recomputes(self, stage: int, microbatch: int) -> bool:
         """Whether an R comes between that forward and its backward."""
         return (stage, microbatch) in self._again
 
     @property
-    def has_again(self) -> bool:
+    def has_recompute(self) -> bool:
         """Whether there is any R."""
         return bool(self._again)
 

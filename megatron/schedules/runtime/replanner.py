@@ -60,7 +60,7 @@ class Replanner:
         say: Callable[[str], None],
         exchange: Callable[[str], list[str]] = told_by_all,
     ) -> None:
-        self._plans, self._notices, self._first, self._say, self._exchange = plans, notices, first, say, exchange
+        self._plans, self._messages, self._first, self._say, self._exchange = plans, notices, first, say, exchange
         self._now = self._started = self._round = 0
         self._request: Request | None = None
         self._beside: Beside | None = None
@@ -88,7 +88,7 @@ class Replanner:
         self._now += 1
         if self._request is None or self._started == self._now:
             return
-        text = self._notices.read(f"{self._round}/{self._now}")
+        text = self._messages.read(f"{self._round}/{self._now}")
         if text:
             request, self._request = self._request, None
             self._conclude(request, text)
@@ -104,7 +104,7 @@ class Replanner:
 
     def _post(self, text: str) -> None:
         """For the next boundary."""
-        self._notices.post(f"{self._round}/{self._now + 1}", text)
+        self._messages.post(f"{self._round}/{self._now + 1}", text)
 
     def _status(self) -> str:
         """A proposal as text, or why there is none; empty while it is made."""

@@ -47,7 +47,7 @@ class Stages(Protocol):
         """W, the second half: adds to the weights' gradients and lets go of all the microbatch still held."""
         ...
 
-    def forward_again(self, stage: int, microbatch: int) -> None:
+    def recompute_forward(self, stage: int, microbatch: int) -> None:
         """R: makes what I or B needs and F, told of this, has not kept; with the same results to the bit."""
         raise ProgramError("these stages do no forward again")
 

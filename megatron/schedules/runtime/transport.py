@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.runtime.collectives import Chain, Meetings, meetings_on
+from megatron.schedules.runtime.collectives import Chain, Meetings, collectives_on
 from megatron.schedules.runtime.program import Channel
 
 
@@ -146,8 +146,8 @@ def make_channels(
     backend = backend or dist.get_backend()
     device = _device_of(backend)
     made, numbers = Channels({}, {}, device), count()
-    for meeting in rounds(channels):
-        for pipeline, channel in product(pipelines, meeting):
+    for collective in rounds(channels):
+        for pipeline, channel in product(pipelines, collective):
             ends = pipeline[channel.source], pipeline[channel.destination]
             group = new_group(
                 list(ends), timeout=timeout, backend=backend, pg_options=options(), group_desc=f"pipeline {channel}"
@@ -156,12 +156,12 @@ def make_channels(
                 made.outgoing[channel.destination] = End(group, dist.get_group_rank(group, ends[1]))
             elif me == ends[1]:
                 made.incoming[channel.source] = End(group, dist.get_group_rank(group, ends[0]))
-        for channel in meeting:
+        for channel in collective:
             _greet(made, mine.index(me), channel, next(numbers))
     return made
 
 
-def make_meeting_group(
+def make_collective_group(
     pipelines: Sequence[Sequence[int]],
     *,
     backend: str | None = None,
@@ -264,7 +264,7 @@ class GroupTransport:
     def __init__(self, channels: Channels, spec: MessageSpec, meetings: Meetings | None = None) -> None:
         self._channels = channels
         self._spec = spec
-        self._meetings = meetings
+        self._collectives = meetings
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
@@ -290,9 +290,9 @@ class GroupTransport:
 
     def meet(self, chain: Chain) -> Pending:
         """See :meth:`Transport.meet`."""
-        if self._meetings is None:
-            self._meetings = meetings_on(self._spec.device)
-        return self._meetings.meet(chain)
+        if self._collectives is None:
+            self._collectives = collectives_on(self._spec.device)
+        return self._collectives.meet(chain)
 
     def post_send(self, peer: int, tensor: Tensor) -> None:
         """Send ``tensor`` as it is; the other end must post a receive of its shape."""
@@ -308,8 +308,8 @@ class GroupTransport:
 
     def finish(self) -> None:
         """See :meth:`Transport.finish`."""
-        if self._meetings is not None:
-            self._meetings.finish()
+        if self._collectives is not None:
+            self._collectives.finish()
         while self._sends:
             self._sends[0][0].wait()
             self._sends.popleft()

@@ -56,7 +56,7 @@ class Costs:
     A layer that an R pass recomputes keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as
     its F. ``copy`` is the time to copy what half a rank's layers hold, one way, in O and L passes; ``one_way`` says
     that a rank copies one way at a time.
-    ``hops`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
+    ``latencies`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
     ``memory`` (optional, with ``model``) says in bytes what the parts of the model keep. Every share of memory among
     the other fields then counts for nothing: what is kept, waits for W, is recomputed or offloaded follows from it.
     ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
@@ -78,7 +78,7 @@ class Costs:
     copy: float = 0.0
     one_way: bool = False
     again: float = 1.0
-    hops: tuple[tuple[int, int, float], ...] = ()
+    latencies: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
     memory: ModelMemory | None = None
 
@@ -86,7 +86,7 @@ class Costs:
         times = (self.forward, self.input_grad, self.weight_grad)
         if fault := _fault(times, "positive numbers", zero=False):
             raise PlanError(f"costs F,I,W must be {fault}, not {','.join(f'{t:g}' for t in times)}", "costs")
-        latencies = [self.comm, *(time for _, _, time in self.hops)]
+        latencies = [self.comm, *(time for _, _, time in self.latencies)]
         for latency in latencies:
             if fault := _fault([latency], "zero or a positive number", zero=True):
                 raise PlanError(f"the P2P latency must be {fault}, not {latency:g}", "costs")
@@ -158,8 +158,8 @@ class Costs:
         times = {
             field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
         }
-        hops = tuple((source, to, time / unit) for source, to, time in self.hops)
-        return replace(self, **times, hops=hops), unit
+        latencies = tuple((source, to, time / unit) for source, to, time in self.latencies)
+        return replace(self, **times, latencies=latencies), unit
 
     def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
         """These costs for every stage of ``placement``, under what was decided about its stages."""
@@ -169,7 +169,7 @@ class Costs:
         recomputed, _ = decisions.savings_on(placement)
         times = self._times(placement, parts)
         # The time of a copy is given for half of what an average rank's layers hold.
-        copies = tuple(2 * self.copy * away for away in held[Share.AWAY])
+        copies = tuple(2 * self.copy * away for away in held[Share.OFFLOADED])
         times |= {
             Kind.R: tuple(share * time for share, time in zip(recomputed, times[Kind.R], strict=True)),
             Kind.O: copies,
@@ -178,10 +178,10 @@ class Costs:
         done = {Kind.R: decisions.recomputed, Kind.O: decisions.offloaded, Kind.L: decisions.offloaded}
         times = {kind: each for kind, each in times.items() if done.get(kind, ()) is not None}
         times |= self._vocabulary_times(placement)
-        hops = {(source, to): time for source, to, time in self.hops}
+        latencies = {(source, to): time for source, to, time in self.latencies}
         standing = self._standing(placement, memory)
         attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
-        return StageCosts(times, activation, self.comm, held, standing, self.one_way, hops, attention)
+        return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
         """How many decoder layers each stage has; None where the model is not known."""
@@ -280,8 +280,8 @@ class Costs:
         return activation, vocabulary | {
             Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
             Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
-            Share.AGAIN: tuple(again),
-            Share.AWAY: tuple(away),
+            Share.RECOMPUTED: tuple(again),
+            Share.OFFLOADED: tuple(away),
         }
 
     def _standing(self, placement: Placement, stages: Sequence[StageMemory] | None) -> tuple[float, ...]:
@@ -319,8 +319,8 @@ def _held_by_stage(
     return tuple(map(sum, zip(forward, recomputed, offloaded, strict=True))), {
         Share.FORWARD: forward,
         Share.WEIGHTS: weights,
-        Share.AGAIN: recomputed,
-        Share.AWAY: offloaded,
+        Share.RECOMPUTED: recomputed,
+        Share.OFFLOADED: offloaded,
     }
 
 

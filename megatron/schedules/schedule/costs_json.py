@@ -11,7 +11,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kind_forms import ByKind, ByShare
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.utils.json_files import Form, Index, Portion, check_length, read_hops
+from megatron.schedules.utils.json_files import Form, Index, Portion, check_length, read_latencies
 
 Quantity = Annotated[float, Meta(ge=0)]
 """A time or a size as costs have it: any that a plan may be made for."""
@@ -26,7 +26,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     held: by part of a stage's activations, its size on each stage.
     standing: what each stage's parameters hold all the time; empty where that is not counted.
     one_way: whether a rank copies in one direction at a time.
-    hops: the latency of single pairs of ranks that differs from comm: from, to, time.
+    latencies: the latency of single pairs of ranks that differs from comm: from, to, time.
     """
 
     times: ByKind[tuple[Value, ...]]
@@ -35,7 +35,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     held: ByShare[tuple[Value, ...]]
     standing: tuple[Value, ...]
     one_way: bool
-    hops: tuple[tuple[Index, Index, Value], ...]
+    latencies: tuple[tuple[Index, Index, Value], ...]
 
     @staticmethod
     def of(costs: StageCosts) -> StageCostsForm[float]:
@@ -47,7 +47,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
             held=ByShare.of(costs.held),
             standing=costs.standing,
             one_way=costs.one_way,
-            hops=tuple((source, to, latency) for (source, to), latency in costs.hops.items()),
+            latencies=tuple((source, to, latency) for (source, to), latency in costs.latencies.items()),
         )
 
 
@@ -62,8 +62,8 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
     }
     for name, each in lists.items():
         check_length(each, placement.stages, f"{at}.{name}", "stage")
-    hops = read_hops(form.hops, placement.ranks, f"{at}.hops")
-    return StageCosts(times, form.activation, form.comm, held, form.standing, form.one_way, hops)
+    latencies = read_latencies(form.latencies, placement.ranks, f"{at}.latencies")
+    return StageCosts(times, form.activation, form.comm, held, form.standing, form.one_way, latencies)
 
 
 class GivenCostsForm(Form, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     again: the time of a recompute pass R over that of F; 1 where it is missing.
     copy: the time to copy the activations of half a rank's layers, one way; missing where nothing was said of copies.
     one_way: whether a rank copies in one direction at a time; false where it is missing.
-    hops: the latency of single pairs of ranks that differs from comm: from, to, time.
+    latencies: the latency of single pairs of ranks that differs from comm: from, to, time.
     output_layer_in_layers: how many decoder layers take as long as the output layer; missing without a model.
     shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism); missing without a model.
     """
@@ -96,7 +96,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     again: Quantity | UnsetType = UNSET
     copy: Quantity | UnsetType = UNSET
     one_way: bool | UnsetType = UNSET
-    hops: tuple[tuple[Index, Index, Quantity], ...] | UnsetType = UNSET
+    latencies: tuple[tuple[Index, Index, Quantity], ...] | UnsetType = UNSET
     output_layer_in_layers: Quantity | UnsetType = UNSET
     shared_vocabulary: bool | UnsetType = UNSET
 

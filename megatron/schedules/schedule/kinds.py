@@ -61,8 +61,8 @@ class Share(StrEnum):
     FORWARD = "from F until I"
     WEIGHTS = "from I until W"
     VOCABULARY = "from S until T"
-    AGAIN = "from F or, where it comes, R until I"
-    AWAY = "from F until O and from L until I, where these come"
+    RECOMPUTED = "from F or, where it comes, R until I"
+    OFFLOADED = "from F until O and from L until I, where these come"
 
 
 class Resource(StrEnum):
@@ -118,7 +118,7 @@ _SINGLE = {
         "forward",
         needs=(Need((Kind.F,), At.PREVIOUS),),
         makes=Result.ACTIVATION,
-        takes=(Share.FORWARD, Share.AGAIN, Share.AWAY),
+        takes=(Share.FORWARD, Share.RECOMPUTED, Share.OFFLOADED),
         in_evaluation=True,
     ),
     Kind.I: Row(
@@ -132,7 +132,7 @@ _SINGLE = {
         ),
         makes=Result.GRADIENT,
         takes=(Share.WEIGHTS,),
-        gives=(Share.FORWARD, Share.AGAIN, Share.AWAY),
+        gives=(Share.FORWARD, Share.RECOMPUTED, Share.OFFLOADED),
     ),
     Kind.W: Row(
         "weight gradient",
@@ -161,14 +161,14 @@ _SINGLE = {
     Kind.R: Row(
         "forward again",
         needs=(Need((Kind.F,), At.SAME),),
-        takes=(Share.AGAIN,),
+        takes=(Share.RECOMPUTED,),
         optional=True,
-        spares=(Share.AGAIN,),
+        spares=(Share.RECOMPUTED,),
     ),
     Kind.O: Row(
         "offloaded to the host",
         needs=(Need((Kind.F,), At.SAME),),
-        gives=(Share.AWAY,),
+        gives=(Share.OFFLOADED,),
         resource=Resource.TO_HOST,
         optional=True,
         returns=Kind.L,
@@ -176,7 +176,7 @@ _SINGLE = {
     Kind.L: Row(
         "loaded back",
         needs=(Need((Kind.O,), At.SAME),),
-        takes=(Share.AWAY,),
+        takes=(Share.OFFLOADED,),
         resource=Resource.FROM_HOST,
         optional=True,
         returns=Kind.O,

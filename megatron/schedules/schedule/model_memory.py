@@ -178,7 +178,7 @@ class ModelMemory:
     def _stage(self, begin: int, count: int, again: int, away: int) -> StageMemory:
         key = begin, count, again, away
         if key not in self._known:
-            forward = weights = redone = moved = parameters = 0.0
+            forward = weights = recomputed = moved = parameters = 0.0
             for at, layer in enumerate(self.layers[begin : begin + count]):
                 kept = layer.kept
                 if at < self._recomputed(count):
@@ -187,12 +187,12 @@ class ModelMemory:
                     moved += kept
                 elif at < away + again:
                     forward += self.input
-                    redone += max(0.0, kept - self.input)
+                    recomputed += max(0.0, kept - self.input)
                 else:
                     forward += kept
                 weights += layer.weights
                 parameters += layer.parameters
-            self._known[key] = StageMemory(forward, weights, redone, moved, parameters)
+            self._known[key] = StageMemory(forward, weights, recomputed, moved, parameters)
         return self._known[key]
 
     def _passing(self, begin: int, count: int) -> Passing:

@@ -82,8 +82,8 @@ class Timeline:
     @cached_property
     def recomputed(self) -> float:
         """The share of computing that does forwards again, in passes of their own; the papers count the rest."""
-        redone = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
-        again = sum(self.costs.durations_of(redone))
+        recomputed = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
+        again = sum(self.costs.durations_of(recomputed))
         return again / (self.ideal * self.schedule.ranks)
 
     @property

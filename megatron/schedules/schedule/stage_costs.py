@@ -28,7 +28,7 @@ class StageCosts:
             comes, and what is away from O to L, where these come.
         standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
         one_way: whether a rank copies to the host and from it by turns, not both at once.
-        hops: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
+        latencies: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
         attention: of ``times``, what attention takes.
         loads: how much of all this each microbatch has; None where they are alike.
     """
@@ -39,13 +39,13 @@ class StageCosts:
     held: Mapping[Share, tuple[float, ...]]
     standing: tuple[float, ...] = ()
     one_way: bool = False
-    hops: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    latencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
     attention: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     loads: MicrobatchLoads | None = None
 
     def latency(self, source: int, to: int) -> float:
         """The time of a message from rank ``source`` to rank ``to``; none within a rank."""
-        return 0.0 if source == to else self.hops.get((source, to), self.comm)
+        return 0.0 if source == to else self.latencies.get((source, to), self.comm)
 
     def doing(self, placement: Placement) -> Doing:
         """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
@@ -58,7 +58,7 @@ class StageCosts:
         }
 
     @property
-    def relieved(self) -> bool:
+    def saved(self) -> bool:
         """Whether any stage's activations may be recomputed or offloaded."""
         return any(kind in self.times for kind in RELIEF)
 

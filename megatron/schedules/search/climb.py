@@ -67,7 +67,7 @@ class Climb:
         self.best = self.order
         self._length = float("inf")
         self._random = random.Random(self.seed)
-        scarce = self.problem.costs.relieved and self.limit < _SCARCE - EPSILON
+        scarce = self.problem.costs.saved and self.limit < _SCARCE - EPSILON
         lookaheads = _LOOKAHEADS_WHERE_SCARCE if scarce else _LOOKAHEADS
         self._lookaheads = [max(8, int(share * ranks)) for share in lookaheads]
         self._threshold = _THRESHOLD * sum(self.problem.costs.durations[Kind.F]) / (2 * ranks)
@@ -86,7 +86,7 @@ class Climb:
         """One move: a noisy round, then plain ones while they gain. How many rounds it took."""
         draw = self._random
         plain = Policy(draw.choice(self._lookaheads), draw.random() < mixture.defer, draw.choice(mixture.patience))
-        if self.problem.costs.relieved:
+        if self.problem.costs.saved:
             plain = plain._replace(just_in_time=draw.random() < _JUST_IN_TIME)
         noisy = plain._replace(noise=draw.choice(_NOISE), seed=draw.randrange(1 << 30))
         if draw.random() < 0.5:

@@ -163,10 +163,10 @@ def list_schedule(
                         awaited = ready[task]
                 else:
                     fits, last = takes <= 0 or highest + takes <= limit, task
-                    relieving = takes > 0 and returns[task] >= 0
-                    if relieving and just_in_time and task != head and missing[returns[task]] > 1:
+                    saving = takes > 0 and returns[task] >= 0
+                    if saving and just_in_time and task != head and missing[returns[task]] > 1:
                         fits = False
-                    elif relieving and not fits:
+                    elif saving and not fits:
                         net, least, other = takes, takes, returns[task]
                         while held[rank] + net <= limit and other >= 0 and missing[other] == 1:
                             net += change[other]

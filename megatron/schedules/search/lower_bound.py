@@ -30,7 +30,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         """How long what is relieved is there all the same: in passes of ``kinds`` and in I."""
         return sum(costs.durations[kind][stage] for kind in (*kinds, Kind.I))
 
-    again, away, redo = costs.held[Share.AGAIN], costs.held[Share.AWAY], costs.durations[Kind.R]
+    again, away, redo = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED], costs.durations[Kind.R]
     forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
     # All ranks together do what is between the last stage's F and its I.
@@ -64,7 +64,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         bound = max(bound, head + passes + weights, head + passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
             spared = [(n * redo[s], n * again[s] * max(0.0, span[s] - _there(s, Kind.R))) for s in held]
-            bound = max(bound, head + _least_with_again(passes + weights, occupied, limits[rank], spared))
+            bound = max(bound, head + _least_with_recompute(passes + weights, occupied, limits[rank], spared))
     return bound
 
 
@@ -72,7 +72,7 @@ def _there_and_back(costs: StageCosts, rank: int, other: int) -> float:
     return costs.latency(rank, other) + costs.latency(other, rank)
 
 
-def _least_with_again(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:
+def _least_with_recompute(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:
     """The least time in which both the work can be done and what is held fits under the limit.
 
     Args:

@@ -65,7 +65,7 @@ class Problem:
             return np.arange(self.size)
         passes = [work for _, work in schedule.passes()]
         there = set(passes)
-        every = (each for work in passes for each in _with_relief(work, there))
+        every = (each for work in passes for each in _with_saving(work, there))
         return np.array([self._number[work] for work in every if work in self._number])
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
@@ -100,7 +100,7 @@ class Problem:
         return scheduled(instance, order, self._limits[limit], policy)
 
 
-def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
+def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
     """``work`` in parts, and next to it the relief that might go with it and is not ``there``.
 
     What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
@@ -110,7 +110,7 @@ def _with_relief(work: Pass, there: Collection[Pass]) -> list[Pass]:
     return [Pass(stage, each, m) for each in (*before, *(KINDS[kind].parts or (kind,)), *after)]
 
 
-def _relief_beside(kind: Kind) -> tuple[list[Kind], list[Kind]]:
+def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
     """The relief that ``kind`` needs, and that which needs it and gives memory back."""
     needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
     gives = [each for each in RELIEF if KINDS[each].gives]
@@ -120,7 +120,7 @@ def _relief_beside(kind: Kind) -> tuple[list[Kind], list[Kind]]:
     )
 
 
-_BESIDE = {kind: _relief_beside(kind) for kind in KINDS}
+_BESIDE = {kind: _other_saving(kind) for kind in KINDS}
 
 
 def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:

@@ -115,10 +115,10 @@ def check_length(values: Sequence[Any], length: int, at: str, of: str) -> None:
         raise PlanError(f"{at} must have {length} values, one for each {of}, not {len(values)}")
 
 
-def read_hops(hops: Iterable[Hop], ranks: int, at: str) -> dict[tuple[int, int], float]:
+def read_latencies(latencies: Iterable[Hop], ranks: int, at: str) -> dict[tuple[int, int], float]:
     """Latencies by pair of ranks; raises :class:`.PlanError` for other ranks, and for a pair that comes twice."""
     found: dict[tuple[int, int], float] = {}
-    for index, (source, to, latency) in enumerate(hops):
+    for index, (source, to, latency) in enumerate(latencies):
         if max(source, to) >= ranks or source == to:
             raise PlanError(f"{at}[{index}] must be between two of {ranks} ranks, not from {source} to {to}")
         if (source, to) in found:

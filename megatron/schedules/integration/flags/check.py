@@ -16,7 +16,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
 from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.flags.memory_saving import check_host, with_relief
+from megatron.schedules.integration.flags.memory_saving import check_host, with_memory_saving
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
 from megatron.schedules.integration.flags.reader import check_unscheduled, completed, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
@@ -230,7 +230,7 @@ def _request(spec: JobSpec) -> Request:
         decisions=Decisions(layers=layers_of(spec, number)),
         partition=settings.layers == "auto",
     )
-    request = with_relief(spec, request)
+    request = with_memory_saving(spec, request)
     limit = _limit(spec, request) if searched else None
     if limit is None:
         return request

@@ -9,7 +9,7 @@ from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.job.spec import Sizes
 
 
-def supposed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:
+def assumed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:
     """Their number, and where it is from: the flag, torchrun, SLURM, or else a single replica of the model.
 
     Args:

@@ -38,7 +38,7 @@ class _Facts(NamedTuple):
         return self.schedule.splits
 
     @property
-    def does_again(self) -> bool:
+    def recomputes(self) -> bool:
         return Kind.R in self.schedule.kinds
 
     @property
@@ -117,7 +117,7 @@ def _splits_te(facts: _Facts) -> bool:
 
 def _again(name: str, why: str, written: str | None = None) -> _Rule:
     """A rule against a stock argument beside forwards that the schedule does again."""
-    rule = _flag(name, why, lambda facts: facts.does_again, written)
+    rule = _flag(name, why, lambda facts: facts.recomputes, written)
     return _Rule(rule.applies, lambda facts: f"with forwards done again (R) {rule.why(facts)}")
 
 
@@ -172,7 +172,7 @@ _RULES = (
     _again("kitchen_recipe_number", _NOT_TWICE),
     _again("te_rng_tracker", "its random states cannot be brought back one by one; leave the flag out"),
     _Rule(
-        lambda facts: facts.does_again and facts.spec.recompute.granularity == "full",
+        lambda facts: facts.recomputes and facts.spec.recompute.granularity == "full",
         lambda facts: (
             "with forwards done again (R) does not work with --recompute-granularity full: both do whole layers again; "
             "leave the flag out, or give selective"

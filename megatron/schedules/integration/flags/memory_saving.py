@@ -14,7 +14,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 
 
-def with_relief(spec: JobSpec, request: Request) -> Request:
+def with_memory_saving(spec: JobSpec, request: Request) -> Request:
     """``request`` as ``--pipeline-save-memory`` asks.
 
     Raises:

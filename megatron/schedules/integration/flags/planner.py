@@ -89,7 +89,7 @@ class Planner:
         return self._layers_of(self._request.decisions.offloaded)
 
     @cached_property
-    def layers_again(self) -> tuple[range, ...] | None:
+    def recomputed_layers(self) -> tuple[range, ...] | None:
         """Which of each stage's decoder layers R recomputes: after those that are offloaded; None for all."""
         again = self._layers_of(self._request.decisions.recomputed)
         away = self.layers_away or (0,) * self.placement.stages

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.model_build import as_built, expert_tensor, numbers, stock_recompute
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
-from megatron.schedules.integration.flags.dry_run_machine import supposed_gpus
+from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.settings import Settings
@@ -37,7 +37,7 @@ def spec_of(args: Any) -> JobSpec:
         optimizer_instances=args.num_distributed_optimizer_instances if args.use_distributed_optimizer else 0,
     )
     dry_run = settings.dry_run
-    world = args.world_size if dry_run is None else supposed_gpus(sizes, dry_run.gpus)[0]
+    world = args.world_size if dry_run is None else assumed_gpus(sizes, dry_run.gpus)[0]
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     return JobSpec(
         settings,

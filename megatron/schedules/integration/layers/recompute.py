@@ -16,7 +16,7 @@ from megatron.schedules.integration.layers.decoder import decoder_layers
 from megatron.schedules.runtime.recompute import Again, do_again
 
 
-def do_layers_again(model_chunk: torch.nn.Module, which: range | None, again: Again) -> int:
+def recompute_layers(model_chunk: torch.nn.Module, which: range | None, again: Again) -> int:
     """Have decoder layers of ``model_chunk`` wait for their R in ``again``.
 
     Embedding, final norm, output layer, loss and the layers of multi-token prediction stay as they are. To be called

@@ -61,7 +61,7 @@ class Product:
         self._gathered_over, self._result = gathered_over, None
         self.ahead, self.gathers = ahead, over is not None or gathered_over is not None
         if not ahead:
-            self._let_go()
+            self._free()
 
     @property
     def held(self) -> list[Tensor]:
@@ -89,10 +89,10 @@ class Product:
         if ahead:
             self._result = self._computed()
         else:
-            self._let_go()
+            self._free()
         return self.held
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         if self._gathered_over is not None:
             self._operands[1] = part_of(self._operands[1], self._gathered_over)
             self._in_parts = (1, self._gathered_over)

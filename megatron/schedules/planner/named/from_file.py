@@ -25,7 +25,7 @@ def from_file(request: Request) -> Schedule:
     return schedule
 
 
-def with_relief(request: Request) -> Request:
+def with_memory_saving(request: Request) -> Request:
     """``request`` with what its CSV says of recompute and offload, where its decisions say nothing of it.
 
     A stage with an R has all of its layers recomputed, one with an O all of them offloaded. Where it has both, the

@@ -43,19 +43,19 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
         f"{off[name]:+.1%} at worst ({name})",
         verdict(abs(off[name]) <= WITHIN_BYTES),
     )
-    relieved = [row for row in ours if row["limit"] is not None and row["relief"] != "nothing"]
+    saved = [row for row in ours if row["limit"] is not None and row["relief"] != "nothing"]
     full = {_size(row): row for row in rows if row["relief"] == "full recompute"}
-    slowest = max(relieved, key=lambda row: row["seconds"] / full[_size(row)]["seconds"])
+    slowest = max(saved, key=lambda row: row["seconds"] / full[_size(row)]["seconds"])
     ratio = slowest["seconds"] / full[_size(slowest)]["seconds"]
     yield Claim(
         "Recompute or offload in the plan takes less time than stock 1F1B with full recompute",
         f"{ratio:.3f} x at worst ({_named(slowest)})",
         verdict(ratio < 1),
     )
-    times = {(_size(row), row["limit"], row["relief"]): row["seconds"] for row in relieved}
+    times = {(_size(row), row["limit"], row["relief"]): row["seconds"] for row in saved}
     both = {
         _named(row): row["seconds"] / min(times[_size(row), row["limit"], each] for each in ("R", "O, L")) - 1
-        for row in relieved
+        for row in saved
         if row["relief"] == "R, O, L"
     }
     name = max(both, key=both.__getitem__)

@@ -15,7 +15,7 @@ from megatron.schedules.schedule.kinds import Kind, Share
 from tools.benchmarks.emulated_passes import Passes
 
 
-def _let_go(kept: Tensor) -> None: ...
+def _free(kept: Tensor) -> None: ...
 
 
 class Part(nn.Module):
@@ -26,7 +26,7 @@ class Part(nn.Module):
         left: told in the backward what the forward has kept.
     """
 
-    def __init__(self, size: int, left: Callable[[Tensor], None] = _let_go) -> None:
+    def __init__(self, size: int, left: Callable[[Tensor], None] = _free) -> None:
         super().__init__()
         self.size, self.left = size, left
         self.weight = nn.Parameter(torch.zeros(()))

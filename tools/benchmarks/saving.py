@@ -18,8 +18,8 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.simulator import simulate
 from tools.benchmarks.emulated import fitted_latency, simulated
 from tools.benchmarks.parts import Part, Row, Say, Spread
-from tools.benchmarks.relief_entry import Entry
-from tools.benchmarks.relief_section import claims, section
+from tools.benchmarks.saving_entry import Entry
+from tools.benchmarks.saving_section import claims, section
 
 UNIT_S = 0.040
 RANK_BYTES = 2**22
@@ -59,7 +59,7 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
 
 def setting(d: int, n: int, limits: Sequence[float], repetitions: int, say: Say) -> Iterator[Row]:
     """The rows of one size."""
-    from tools.benchmarks.relief_ranks import peaks, timed  # Megatron, which --help need not wait for
+    from tools.benchmarks.saving_ranks import peaks, timed  # Megatron, which --help need not wait for
 
     say(f"relief: planning for {d} ranks, {n} microbatches")
     entries = [*_stocks(d, n), *_ours(d, n, limits)]
@@ -108,7 +108,7 @@ def _in_seconds(costs: Costs) -> Costs:
 
 
 def _stocks(d: int, n: int) -> Iterator[Entry]:
-    from tools.benchmarks.relief_ranks import start_stock
+    from tools.benchmarks.saving_ranks import start_stock
 
     for relief, (granularity, modules, layers) in STOCK.items():
         args = _WIDE.trained(
@@ -154,7 +154,7 @@ def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
 
 
 def _of_ours(asked: Request, relief: str) -> Entry:
-    from tools.benchmarks.relief_ranks import start_ours
+    from tools.benchmarks.saving_ranks import start_ours
 
     plan = make_plan(asked)
     request, order = plan.request, plan.schedule

@@ -21,7 +21,7 @@ from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.stage_costs import StageCosts
 from tools.benchmarks.emulated_ours import carry_out
 from tools.benchmarks.emulated_passes import SHAPE, Passes
-from tools.benchmarks.relief_tensors import Part
+from tools.benchmarks.saving_tensors import Part
 
 _MARKS = 251  # fewer than a byte can tell, and no power of two, as blocks that are used again come round by
 
@@ -59,10 +59,10 @@ class ReliefStages(Stages):
         for stage in program.placement.stages_of(program.rank):
             sizes = {
                 share: round(passes.costs.held[share][stage] * rank_bytes)
-                for share in (Share.AWAY, Share.AGAIN, Share.FORWARD)
+                for share in (Share.OFFLOADED, Share.RECOMPUTED, Share.FORWARD)
             }
             self._chunks[stage] = {share: Part(size, self._leave) for share, size in sizes.items() if size}
-            if again := self._chunks[stage].get(Share.AGAIN):
+            if again := self._chunks[stage].get(Share.RECOMPUTED):
                 do_again(again, self._again)
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._left: dict[tuple[int, int], list[tuple[Tensor, Hold | None]]] = {}
@@ -79,12 +79,12 @@ class ReliefStages(Stages):
             around.enter_context(self._taking(Kind.F, stage))
             output = x
             for share, part in self._chunks[stage].items():
-                with self._offloads.saving() if share is Share.AWAY else nullcontext():
+                with self._offloads.saving() if share is Share.OFFLOADED else nullcontext():
                     output = part(output, microbatch % _MARKS)
         self._open[stage, microbatch] = x, output
         return output
 
-    def forward_again(self, stage: int, microbatch: int) -> None:
+    def recompute_forward(self, stage: int, microbatch: int) -> None:
         with self._taking(Kind.R, stage), self._counting():
             self._again.run(stage, microbatch)
 
@@ -143,5 +143,7 @@ class ReliefStages(Stages):
 def _gbps(costs: StageCosts, rank_bytes: int) -> float:
     """The bandwidth at which each stage's copy takes its time."""
     times = costs.times.get(Kind.O, ())
-    rates = [held * rank_bytes / time / 1e9 for held, time in zip(costs.held[Share.AWAY], times, strict=False) if time]
+    rates = [
+        held * rank_bytes / time / 1e9 for held, time in zip(costs.held[Share.OFFLOADED], times, strict=False) if time
+    ]
     return max(rates, default=math.inf)

@@ -12,12 +12,12 @@ from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
-from tools.benchmarks import emulated_stock, relief_stages
+from tools.benchmarks import emulated_stock, saving_stages
 from tools.benchmarks.emulated_engines import Contestant, measure
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
-from tools.benchmarks.relief_entry import Entry
-from tools.benchmarks.relief_tensors import StockLayers
+from tools.benchmarks.saving_entry import Entry
+from tools.benchmarks.saving_tensors import StockLayers
 
 Start = Callable[[Passes, ActivationMeter | None], Callable[[], None]]
 
@@ -44,7 +44,7 @@ def start_ours(schedule: Schedule, costs: StageCosts, rank_bytes: int) -> Start:
     """Our engine with ``schedule``, lowered for ``costs``."""
     programs = lower(schedule, costs)
     check(programs)
-    return partial(relief_stages.start, programs, rank_bytes)
+    return partial(saving_stages.start, programs, rank_bytes)
 
 
 def timed(entries: Sequence[Entry], repetitions: int, timeout: float) -> list[list[float]]:
