@@ -197,7 +197,7 @@ def slowly(request, progress):
 plan, plan_cache.plan = plan_cache.plan, slowly
 print("ready", flush=True)
 sys.stdin.readline()
-print(to_csv(plan_cache.kept_plan(REQUEST)))
+print(to_csv(plan_cache.cached_plan(REQUEST)))
 """
 
 
@@ -233,7 +233,7 @@ def slowly(request, progress):
 
 plan, plan_cache.plan = plan_cache.plan, slowly
 from tests.planner.test_plan_cache import REQUEST
-plan_cache.kept_plan(REQUEST)
+plan_cache.cached_plan(REQUEST)
 """
 
 
@@ -354,10 +354,10 @@ READ_AS_ANOTHER = """
 import os
 from megatron.schedules.planner import plan_cache
 from megatron.schedules.planner.registry import Request
-expected = plan_cache.kept_plan(Request("1f1b", 8, 512))
+expected = plan_cache.cached_plan(Request("1f1b", 8, 512))
 os.setuid(65534)
 plan_cache.plan = None
-assert plan_cache.kept_plan(Request("1f1b", 8, 512)) == expected
+assert plan_cache.cached_plan(Request("1f1b", 8, 512)) == expected
 """
 
 

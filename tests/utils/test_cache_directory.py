@@ -203,11 +203,11 @@ def test_what_others_put_in_the_place_of_a_temporary_directory_is_refused(
 UNKNOWN = """
 import os
 from megatron.schedules.planner.registry import Request, plan
-from megatron.schedules.planner.plan_cache import kept_plan
+from megatron.schedules.planner.plan_cache import cached_plan
 request = Request("1f1b", 8, 512)
 expected = plan(request)
 os.setuid(4_000_001)
-assert kept_plan(request) == kept_plan(request) == expected
+assert cached_plan(request) == cached_plan(request) == expected
 """
 
 

@@ -52,12 +52,12 @@ def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
 
 
 def cached_partition(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`spread_layers`, which searches once only for an equal request, as :func:`kept_plan` plans.
+    """:func:`partition_layers`, which searches once only for an equal request, as :func:`cached_plan` plans.
 
     Layers are placed as for a plan that relieves nothing.
 
     Raises:
-        PlanError: as :func:`spread_layers` does.
+        PlanError: as :func:`partition_layers` does.
     """
 
     def record(found: Request) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
 
 
 def cached_saving(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`relieve`, which searches once only for an equal request, as :func:`kept_plan` plans.
+    """:func:`save_memory`, which searches once only for an equal request, as :func:`cached_plan` plans.
 
     Raises:
-        PlanError: as :func:`relieve` does.
+        PlanError: as :func:`save_memory` does.
     """
 
     def record(found: Request) -> dict[str, Any]:

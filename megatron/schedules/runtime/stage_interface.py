@@ -18,7 +18,7 @@ class Stages(Protocol):
     carry history; the engine keeps a detached alias, so a stage is free to drop the data of its own output
     tensor afterwards.
 
-    ``forward_again`` is asked for where a schedule has R, and the last four where all ranks share the vocabulary; other
+    Schedules with R call ``recompute_forward``. Vocabulary parallelism calls the last four methods. Other
     stages may do without them by being a subclass. With a shared vocabulary F of stage 0 is given what ``EMBED``
     brought, I and B of the last stage what ``SUM`` brought, and what F of the last stage and I and B of stage 0 return
     is not used: the stages keep it, by microbatch, for the collectives.
@@ -31,7 +31,7 @@ class Stages(Protocol):
 
         ``split`` says that the backward of this stage and microbatch will come as I and W rather than as B
         (false as well where none will come), ``again`` that an R will come before it: then it is enough to keep what
-        :meth:`forward_again` needs.
+        :meth:`recompute_forward` needs.
         """
         ...
 
