@@ -33,7 +33,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron.schedules.integration import gpt
-from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
+from megatron.schedules.integration.layers.recompute import capture_state, recompute_layers
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -41,7 +41,7 @@ from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recompute import Again
+from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.placement import Placement
 
@@ -85,8 +85,8 @@ class Seconds(NamedTuple):
         return self.input_grad + self.weight_grad
 
 
-class DoneAgain(NamedTuple):
-    """Seconds of a forward that was done again, and the bytes that were kept for it."""
+class Recomputed(NamedTuple):
+    """Seconds of a recomputed forward, and the bytes kept for it."""
 
     seconds: float
     input_bytes: int
@@ -156,7 +156,7 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
     for microbatch in count(1):
         _bind(model, stage, store)
         times = [_now()]
-        stages.forward(stage, microbatch, activation, split=split, again=False)
+        stages.forward(stage, microbatch, activation, split=split, recompute=False)
         times.append(_now())
         with _bare_torch():
             if split:
@@ -171,19 +171,19 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
         yield Seconds(*_differences(times), *([] if split else [0.0]))
 
 
-def time_recompute(model: Model, stage: int) -> Iterator[DoneAgain]:
+def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:
     """Time R of all layers of ``stage`` over and over, without end; to be called once for a model, after all else."""
-    again = Again(surroundings)
-    recompute_layers(model.chunks[stage], None, again)
+    recomputes = Recomputes(capture_state)
+    recompute_layers(model.chunks[stage], None, recomputes)
     meter = _meter(model)
     plain, _ = _stages(model, None)
     activation, gradient = _ends(model, stage, plain)
     left = 0
     for microbatch in count(1):
-        stages, store = _stages(model, meter if microbatch == 1 else None, again)
+        stages, store = _stages(model, meter if microbatch == 1 else None, recomputes)
         _bind(model, stage, store)
         before = meter.current
-        stages.forward(stage, microbatch, activation, split=True, again=True)
+        stages.forward(stage, microbatch, activation, split=True, recompute=True)
         if microbatch == 1:
             left = meter.current - before
         times = [_now()]
@@ -193,7 +193,7 @@ def time_recompute(model: Model, stage: int) -> Iterator[DoneAgain]:
         stages.backward_weight(stage, microbatch)
         if activation is not None:
             activation.grad = None
-        yield DoneAgain(_differences(times)[0], left)
+        yield Recomputed(_differences(times)[0], left)
 
 
 def held(model: Model, stage: int) -> Held:
@@ -203,7 +203,7 @@ def held(model: Model, stage: int) -> Held:
     activation, gradient = _ends(model, stage, stages)
     _bind(model, stage, store)
     before = meter.current
-    stages.forward(stage, 1, activation, split=True, again=False)
+    stages.forward(stage, 1, activation, split=True, recompute=False)
     after_forward = meter.current
     stages.backward_input(stage, 1, gradient)
     after_input = meter.current
@@ -216,14 +216,14 @@ def _meter(model: Model) -> ActivationMeter:
 
 
 def _stages(
-    model: Model, meter: ActivationMeter | None, again: Again | None = None
+    model: Model, meter: ActivationMeter | None, recomputes: Recomputes | None = None
 ) -> tuple[MegatronStages, WeightGradients]:
     """The model under the runtime that trains it."""
     store = WeightGradients(meter)
     call = ScheduleCall(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
     stages = MegatronStages(
-        _PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter, again=again
+        _PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter, recomputes=recomputes
     )
     return stages, store
 
@@ -235,7 +235,7 @@ def _bind(model: Model, stage: int, store: WeightGradients) -> None:
 
 def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | None, Tensor | None]:
     """An input of ``stage`` and a gradient of its output, as messages of the pipeline would bring them."""
-    message = stages.forward(EMBEDDING, 0, None, split=False, again=False)
+    message = stages.forward(EMBEDDING, 0, None, split=False, recompute=False)
     assert message is not None
     stages.backward(EMBEDDING, 0, torch.randn_like(message))
     activation = None if stage == EMBEDDING else torch.randn_like(message.detach())

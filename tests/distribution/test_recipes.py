@@ -139,7 +139,7 @@ values = {Kind.F: 1.0, Kind.I: 2.0, Kind.W: 3.0, Kind.G: 4.0}
 assert decode(encode(ByKind.of(values)), ByKind[float]).values() == values
 
 class Stages(stage_interface.Stages):
-    def forward(self, stage, microbatch, activation, *, split, again): return activation
+    def forward(self, stage, microbatch, activation, *, split, recompute): return activation
     def backward(self, stage, microbatch, gradient): return gradient
     def gather_weights(self, stage, microbatch): print("gathered", stage, microbatch)
     def reduce_gradients(self, stage): ...
@@ -205,14 +205,5 @@ assert hook.module.num_floating_point_operations.megatron_schedules_stock is sto
 def test_every_kind_has_its_row_its_hue_and_its_handler():
     assert set(KINDS) == set(HUES) == set(Kind)
     assert set(WHOLES.values()) == {kind for kind, row in KINDS.items() if row.parts}
-    found = re.search(r"\n    return \{\n((?:        (?:Kind|Op)\.\w+: \w+,\n)+)    \}", handlers())
-    assert found is not None
-    assert set(re.findall(r"(Kind|Op)\.(\w+):", found[1])) == {
-        *(("Kind", kind.name) for kind in Kind),
-        *(("Op", op.name) for op in Op),
-    }
-
-
-def handlers() -> str:
-    """The engine's source: its handlers are made for one run."""
-    return (ROOT / "megatron" / "schedules" / "runtime" / "engine.py").read_text()
+    engine = pytest.importorskip("megatron.schedules.runtime.engine")
+    assert set(engine._handlers(None, None, None, None)) == {*Kind, *Op}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests import ranks
 
@@ -168,14 +168,14 @@ def stock(forward: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def split(
-    forward: Any, inputs: list[Tensor], store: WeightGradients, order: str, again: Again | None = None
+    forward: Any, inputs: list[Tensor], store: WeightGradients, order: str, recomputes: Recomputes | None = None
 ) -> list[Tensor]:
     losses: dict[int, Tensor] = {}
     outputs = []
     for step in order.split():
         kind, m = step[0], int(step[1:])
         if kind == "F":
-            keeping = again.keeping(0, m) if again is not None else contextlib.nullcontext()
+            keeping = recomputes.forward(0, m) if recomputes is not None else contextlib.nullcontext()
             with store.split(0, m), keeping:
                 y = forward(inputs[m])
             outputs.append(y.detach().clone())
@@ -184,9 +184,9 @@ def split(
             with store.split(0, m):
                 losses.pop(m).backward()
         elif kind == "R":
-            assert again is not None
+            assert recomputes is not None
             with store.split(0, m):
-                again.run(0, m)
+                recomputes.run(0, m)
         else:
             store.run(0, m)
     store.assert_empty()
@@ -214,9 +214,9 @@ def compare(
     """Run stock and split side by side from one model and check that all gradients are the same bits.
 
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
-    R the whole model is done again.
+    R the whole model is recomputed.
     """
-    from megatron.schedules.integration.layers.recompute import surroundings
+    from megatron.schedules.integration.layers.recompute import capture_state
     from megatron.schedules.integration.linears.local import split_linears
 
     bind = bind or split_linears
@@ -230,10 +230,10 @@ def compare(
     hooks, other_hooks = (MainGrads(module, main_grad, zero_out) for module in (model, other))
     x, other_x = (inputs(microbatches, dtype, sequence_parallel) for _ in range(2))
     stocks = stock(partial(forward, model), x)
-    again = Again(surroundings) if "R" in order else None
-    if again is not None:
-        do_again(other, again)
-    ours = split(partial(forward, other), other_x, store, order, again)
+    recomputes = Recomputes(capture_state) if "R" in order else None
+    if recomputes is not None:
+        recompute_layer(other, recomputes)
+    ours = split(partial(forward, other), other_x, store, order, recomputes)
     assert_same("output", ours, stocks)
     assert_same("input gradient", [t.grad for t in other_x], [t.grad for t in x])
     names = list(hooks.fired)

@@ -49,10 +49,10 @@ class Bucketed(MarkedStages):
         )
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         self.reduction.begin_pass()
-        return super().forward(stage, microbatch, activation, split=split, again=again)
+        return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)

@@ -19,7 +19,7 @@ from split_helpers import BATCH, SEQUENCE
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.recompute import Again
+from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ from tests.integration.results import MODEL, UNTIED
 from tests.integration.test_memory import JOB as SIZE
 from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
-from tests.runtime.random_schedules import shared_plan, with_again
+from tests.runtime.random_schedules import shared_plan, with_recompute
 
 # --- layers by themselves -----------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def _te(sequence_parallel: bool) -> None:
         pytest.param(_local, 1, False, marks=pytest.mark.full_matrix),
     ],
 )
-def test_linears_split_in_a_forward_done_again(linears: Any, tp: int, sequence_parallel: bool) -> None:
+def test_linears_split_in_a_recomputed_forward(linears: Any, tp: int, sequence_parallel: bool) -> None:
     helpers.run_ranks(tp, linears, sequence_parallel, tensor_model_parallel_size=tp)
 
 
@@ -69,7 +69,7 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     """Of a small GPT's F, R and I, and of an F without R: bytes held after each; how often each layer was run."""
     from counted_forwards import put_in_place
 
-    from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
+    from megatron.schedules.integration.layers.recompute import capture_state, recompute_layers
 
     runs = put_in_place()
     model, tokens, forward = small_gpt(sequence_parallel=False)
@@ -81,14 +81,14 @@ def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:
     del plain
     assert meter.current == 0
     runs.clear()
-    again = Again(surroundings)
+    recomputes = Recomputes(capture_state)
     which = None if count is None else range(count)
-    assert recompute_layers(model, which, again) == (2 if count is None else count)
-    with again.keeping(0, 0), meter.recording():
+    assert recompute_layers(model, which, recomputes) == (2 if count is None else count)
+    with recomputes.forward(0, 0), meter.recording():
         loss = forward(model, x).sum()
     held.append(meter.current)
     with meter.recording():
-        again.run(0, 0)
+        recomputes.run(0, 0)
     held.append(meter.current)
     loss.backward()
     held.append(meter.current)
@@ -105,15 +105,15 @@ def test_bytes_held_and_runs_of_a_gpt(count: int | None) -> None:
 
 
 def _inputs_alone() -> tuple[int, int]:
-    from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
+    from megatron.schedules.integration.layers.recompute import capture_state, recompute_layers
 
     model, _, _ = small_gpt(sequence_parallel=False)
-    again = Again(surroundings)
-    recompute_layers(model, None, again)
+    recomputes = Recomputes(capture_state)
+    recompute_layers(model, None, recomputes)
     meter = ActivationMeter(model.parameters())
     hidden = torch.randn(SEQUENCE, BATCH, 8, requires_grad=True)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    with again.keeping(0, 0), meter.recording():
+    with recomputes.forward(0, 0), meter.recording():
         output, context = model.decoder.layers[0](hidden_states=hidden, attention_mask=mask)
     assert context is None and output.requires_grad
     return meter.current, hidden.untyped_storage().nbytes() + mask.untyped_storage().nbytes()
@@ -162,9 +162,9 @@ def _file(path: Path, schedule: Schedule) -> tuple[str, ...]:
     return "--pipeline-schedule", str(path)
 
 
-def _with_again(schedule: Schedule, share: float = 0.7) -> Schedule:
+def _with_recompute(schedule: Schedule, share: float = 0.7) -> Schedule:
     draw = random.Random(3)
-    return replace(schedule, order=tuple(tuple(with_again(row, share, draw)) for row in schedule.order))
+    return replace(schedule, order=tuple(tuple(with_recompute(row, share, draw)) for row in schedule.order))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: 
     job += ("--pipeline-model-parallel-size", "2", *CLIP_NOTHING, *flags.split())
     model_flags = tuple(model.split())
     plain = train(world, *job, *_file(tmp_path / "plain.csv", made), model=model_flags, **more)
-    ours = train(world, *job, *_file(tmp_path / "again.csv", _with_again(made)), model=model_flags, **more)
+    ours = train(world, *job, *_file(tmp_path / "recompute.csv", _with_recompute(made)), model=model_flags, **more)
     assert len(plain.losses) == len(plain.evaluations) == 2
     assert ours.losses == plain.losses and ours.evaluations == plain.evaluations
     assert OVERLAPPED in flags or differing(ours, plain) == []
@@ -189,23 +189,23 @@ def test_the_result_is_that_without_r(train: Training, tmp_path: Path, setting: 
 @pytest.mark.full_matrix
 def test_the_result_is_stocks(train: Training, tmp_path: Path) -> None:
     job = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
-    ours = train(2, *job, *_file(tmp_path / "again.csv", _with_again(plan(Request("v-half", 2, 8)))))
+    ours = train(2, *job, *_file(tmp_path / "recompute.csv", _with_recompute(plan(Request("v-half", 2, 8)))))
     stock = train.stock(2, *job)
     assert differing(ours, stock) == []
 
 
 def test_every_layer_runs_as_often_as_it_must(megatron: Any, tmp_path: Path) -> None:
-    """Stage 1 does all microbatches again, stage 0 only two; evaluation none. Eight layers on two ranks."""
+    """Stage 1 recomputes all microbatches, stage 0 only two; evaluation none. Eight layers on two ranks."""
     order = []
     for rank, row in enumerate(plan(Request("1f1b", 2, 4)).order):
-        again = {(1, m) for m in range(4)} if rank else {(0, 0), (0, 2)}
+        recomputed = {(1, m) for m in range(4)} if rank else {(0, 0), (0, 2)}
         passes: list[Pass] = []
         for work in row:
-            if work.kind is Kind.B and (work.stage, work.microbatch) in again:
+            if work.kind is Kind.B and (work.stage, work.microbatch) in recomputed:
                 passes.append(work._replace(kind=Kind.R))
             passes.append(work)
         order.append(tuple(passes))
-    flags = _file(tmp_path / "again.csv", replace(plan(Request("1f1b", 2, 4)), order=tuple(order)))
+    flags = _file(tmp_path / "recompute.csv", replace(plan(Request("1f1b", 2, 4)), order=tuple(order)))
     job = ["--train-iters", "1", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
     runs = megatron("layer_runs", 2, [*MODEL, *UNTIED, *job, *flags])
     evaluated = 2 * 4  # validation and test
@@ -229,7 +229,7 @@ def test_a_rank_holds_one_microbatch_and_inputs_of_the_others(megatron: Any, tmp
     common = [*MODEL, *UNTIED, *SIZE, "--pipeline-model-parallel-size", "4"]
     common += ["--pipeline-measure", str(tmp_path / "measured")]
     one = megatron("train", 4, [*common, "--global-batch-size", "1", "--pipeline-schedule", "1f1b"]).peaks
-    flags = _file(tmp_path / "again.csv", _right_before(plan(Request("1f1b", 4, 4))))
+    flags = _file(tmp_path / "recompute.csv", _right_before(plan(Request("1f1b", 4, 4))))
     peaks = megatron("train", 4, [*common, "--global-batch-size", "4", *flags]).peaks
     inputs = 4 * 64 * 64 * 4
     for rank, (peak, alone) in enumerate(zip(peaks, one, strict=True)):
@@ -239,7 +239,11 @@ def test_a_rank_holds_one_microbatch_and_inputs_of_the_others(megatron: Any, tmp
 
 def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
     flags = ["--train-iters", "2", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", *DROPOUT.split()]
-    flags += ["--timing-log-level", "2", *_file(tmp_path / "again.csv", _with_again(plan(Request("v-half", 2, 4))))]
+    flags += [
+        "--timing-log-level",
+        "2",
+        *_file(tmp_path / "recompute.csv", _with_recompute(plan(Request("v-half", 2, 4)))),
+    ]
     assert megatron("waits", 2, [*MODEL, *UNTIED, *flags]) == [[], []]
 
 
@@ -255,5 +259,5 @@ def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_go_with_r_is_refused_in_a_line(megatron: Any, tmp_path: Path, flags: str, part: str) -> None:
-    asked = _file(tmp_path / "again.csv", _with_again(plan(Request("1f1b", 4, 4))))
+    asked = _file(tmp_path / "recompute.csv", _with_recompute(plan(Request("1f1b", 4, 4))))
     assert_refused(megatron("outputs", 4, [*JOB, *PP4, *asked, *flags.split()]), part)

@@ -67,8 +67,7 @@ def test_where_one_rank_cannot_switch_none_does_and_the_job_goes_on(
     assert switches(ranks, 9) == {()}
     assert ranks[-1][1] == before
     assert said(ranks) == [
-        "WARNING: a new plan is not taken over, and the one that runs goes on: "
-        "rank 1: MemoryError: no room for programs"
+        "WARNING: a new plan is not adopted, and the current one stays: rank 1: MemoryError: no room for programs"
     ]
 
 

@@ -22,13 +22,13 @@ WATCHED = [*MODEL, *UNTIED, *JOB]
         (
             "sleeps",
             {1: 1},
-            r"pipeline rank 1 of 2 \(global rank 1\) has stood still for (\S+) s in 1F1, which takes longer .*; "
+            r"pipeline rank 1 of 2 \(global rank 1\) has stalled for (\S+) s in 1F1, which takes longer .*; "
             rf"host at {standing_step.__file__}:\d+ \(forward_step\); .*STALL_SECONDS \(4\)",
         ),
         (
             "is stopped",
             {0: 1},
-            r"pipeline rank 0 of 2 \(global rank 0\) has stood still for (\S+) s at 0B1: stage 0's output's gradient "
+            r"pipeline rank 0 of 2 \(global rank 0\) has stalled for (\S+) s at 0B1: stage 0's output's gradient "
             r"of microbatch 1 has not come from pipeline rank 1, .*; host at \S+ \(train_step\); .*STALL_SECONDS \(4\)",
         ),
     ],
@@ -44,7 +44,7 @@ def test_a_rank_that_stands_in_its_forward_step_ends_the_job(
     output = str(failed.value)
     assert output.startswith(f"exit status by rank: {status}"), output
     assert "iteration        1/" in output, output
-    (line,) = [line for line in output.splitlines() if "has stood still" in line]
+    (line,) = [line for line in output.splitlines() if "has stalled" in line]
     found = re.fullmatch(rf"\S*: error: {said}", line)
     assert found, line
     assert LIMIT <= float(found[1]) < 1.5 * LIMIT

@@ -20,7 +20,7 @@ from megatron.schedules.measure.slow_ranks import SlowWatch
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.control_messages import Notices
+from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program, channels_of
@@ -73,7 +73,7 @@ def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any
     plans, recorder, watch = Plans(first, true[1.0]), Recorder(HostClock()), SlowWatch(first.placement.rank_of)
     said: list[str] = []
     store = dist.PrefixStore("replan", dist.distributed_c10d._get_default_store())
-    ours = Replanner(plans, Notices(store, "replan"), first=dist.get_rank() == 0, say=said.append)
+    ours = Replanner(plans, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=said.append)
     taken, ran, profile = [], [], False
     for iteration in range(iterations):
         passes = Passes(seconds[SLOWER if iteration >= FROM else 1.0], around)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
@@ -74,10 +74,10 @@ class PlainStages:
         self._varied = varied
         self.store = WeightGradients()
         self.modules = {stage: make_stage(stage, self.store) for stage in stages}
-        self.again = Again(lambda: nullcontext)
+        self.recomputes = Recomputes(lambda: nullcontext)
         for module in self.modules.values():
             for layer in module:
-                do_again(layer, self.again)
+                recompute_layer(layer, self.recomputes)
         self.losses: dict[int, Tensor] = {}
         self.seen: dict[tuple[int, int], Tensor] = {}
         self._last_stage = last_stage
@@ -85,7 +85,7 @@ class PlainStages:
         self._split: set[tuple[int, int]] = set()
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         assert (activation is None) == (stage == 0)
         x = data(microbatch, varied=self._varied) if activation is None else activation.requires_grad_()
@@ -93,8 +93,8 @@ class PlainStages:
             if split:
                 stack.enter_context(self.store.split(stage, microbatch))
                 self._split.add((stage, microbatch))
-            if again:
-                stack.enter_context(self.again.keeping(stage, microbatch))
+            if recompute:
+                stack.enter_context(self.recomputes.forward(stage, microbatch))
             output = self.modules[stage](x)
             if stage == self._last_stage:
                 output = loss_of(output)
@@ -104,7 +104,7 @@ class PlainStages:
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
         with self.store.split(stage, microbatch) if (stage, microbatch) in self._split else nullcontext():
-            self.again.run(stage, microbatch)
+            self.recomputes.run(stage, microbatch)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         assert (gradient is None) == (stage == self._last_stage)
@@ -124,7 +124,7 @@ class PlainStages:
     def gradients(self) -> dict[int, list[Tensor | None]]:
         """By stage, the gradient of each of its parameters."""
         self.store.assert_empty()
-        self.again.assert_empty()
+        self.recomputes.assert_empty()
         return {stage: [p.grad for p in module.parameters()] for stage, module in self.modules.items()}
 
 

@@ -33,7 +33,12 @@ def random_placement(rng: random.Random, ranks: int) -> Placement:
 
 
 def random_schedule(
-    seed: int, ranks: int | None = None, microbatches: int | None = None, *, shared: bool = False, again: bool = False
+    seed: int,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    *,
+    shared: bool = False,
+    recompute: bool = False,
 ) -> Schedule:
     """A schedule that takes ready passes at random; I and W together, apart, or as B, mixed.
 
@@ -76,12 +81,12 @@ def random_schedule(
                     rows[placement.rank_of[stage]].append(weight)
                 else:
                     ready.append(weight)
-    if again:
-        rows = [with_again(row, rng.choice((0.0, 0.5, 1.0)), rng) for row in rows]
+    if recompute:
+        rows = [with_recompute(row, rng.choice((0.0, 0.5, 1.0)), rng) for row in rows]
     return Schedule(f"random {seed}", placement, n, tuple(map(tuple, rows)))
 
 
-def with_again(row: Sequence[Pass], share: float, rng: random.Random) -> list[Pass]:
+def with_recompute(row: Sequence[Pass], share: float, rng: random.Random) -> list[Pass]:
     """A rank's passes, and somewhere between F and I or B of a ``share`` of them an R."""
     found = list(row)
     for stage, kind, m in row:

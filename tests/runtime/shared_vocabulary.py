@@ -88,7 +88,9 @@ class SharingStages:
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         self._kept: dict[tuple[Op, int], Tensor] = {}
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
+    ) -> Tensor:
         assert activation is not None and activation.is_leaf
         if split:
             with self.store.split(stage, microbatch):
@@ -143,7 +145,7 @@ class SharingStages:
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         self.embedding_grad += self._own(self._words.pop(microbatch)).t() @ gradient
 
-    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
+    def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
         if op is Op.EMBED:
             words = batch(microbatch).words if self._rank == self._first_rank else torch.zeros(SHAPE[0]).long()
             return lambda: self._embed(microbatch, words)

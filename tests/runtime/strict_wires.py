@@ -69,7 +69,7 @@ class Device:
 
 
 class Wire:
-    """A channel without tags: the k-th send meets the k-th receive, whatever they are."""
+    """A channel without tags: the k-th send matches the k-th receive, whatever they are."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -96,7 +96,7 @@ class Wire:
 
 
 class End:
-    """A rank's end of a wire, as :class:`megatron.schedules.runtime.transport.End`."""
+    """A rank's end of a wire, as :class:`megatron.schedules.runtime.transport.ChannelEnd`."""
 
     def __init__(self, wire: Wire, device: Device) -> None:
         self._wire, self._device = wire, device
@@ -108,8 +108,8 @@ class End:
         return self._wire.post(1, tensor, self._device)
 
 
-class Hall:
-    """Where all ranks meet: the k-th collective of one rank is the k-th of all."""
+class Collectives:
+    """All ranks' collectives: the k-th collective of one rank is the k-th of all."""
 
     def __init__(self, ranks: int, patience: float) -> None:
         self._ranks, self._patience = ranks, patience
@@ -123,24 +123,24 @@ class Hall:
             return self._collectives[number]
 
 
-class Meeter:
-    """A rank's collectives, as :class:`.collectives.Meetings`; what a chain gives is its own."""
+class StrictRunner:
+    """A rank's collectives, as :class:`.collectives.CollectiveRunner`; the result of a chain is its own."""
 
-    def __init__(self, hall: Hall, device: Device) -> None:
-        self._hall, self._device = hall, device
-        self._met: list[Rendezvous] = []
+    def __init__(self, all_ranks: Collectives, device: Device) -> None:
+        self._all_ranks, self._device = all_ranks, device
+        self._posted: list[Rendezvous] = []
 
-    def meet(self, chain: Chain) -> Meeting:
-        self._met.append(self._hall.collective(len(self._met)))
-        self._device.post(self._met[-1])
-        return Meeting(self._met[-1], chain)
+    def post(self, chain: Chain) -> Posted:
+        self._posted.append(self._all_ranks.collective(len(self._posted)))
+        self._device.post(self._posted[-1])
+        return Posted(self._posted[-1], chain)
 
     def finish(self) -> None:
-        for collective in self._met:
+        for collective in self._posted:
             collective.wait()
 
 
-class Meeting:
+class Posted:
     """A posted collective."""
 
     def __init__(self, rendezvous: Rendezvous, chain: Chain) -> None:
@@ -148,13 +148,13 @@ class Meeting:
 
     def wait(self) -> Tensor:
         self._rendezvous.wait()
-        given = self._chain()
-        assert given is not None
-        return given
+        result = self._chain()
+        assert result is not None
+        return result
 
 
 class Waiting:
-    """Stages, before each of whose passes the device is waited for; their reductions meet those of other replicas."""
+    """Stages, before each of whose passes the device is waited for; their reductions match those of other replicas."""
 
     def __init__(self, stages: Any, device: Device, reductions: dict[int, Rendezvous] | None = None) -> None:
         self._stages, self._device, self._reductions = stages, device, reductions or {}

@@ -109,7 +109,7 @@ def test_a_peer_must_hold_the_stage_at_the_other_end():
     wrong = Program(0, (Action(Kind.F, 0, 0), Action(Op.SEND_F, 0, 0, 2)), placement, 1)
     with pytest.raises(ProgramError, match="0SEND_F0 to or from rank 2, where stage 1 is not"):
         check([wrong, Program(1, (), placement, 1), Program(2, (), placement, 1)])
-    with pytest.raises(ProgramError, match="the program of rank 0 stands in the place of rank 1"):
+    with pytest.raises(ProgramError, match="the program of rank 0 was given for rank 1"):
         check([Program(0, (), placement, 1), wrong])
 
 
@@ -152,7 +152,7 @@ def test_gradients_are_complete_when_their_reduction_starts(row: str, expected: 
 def test_any_lowered_schedule_passes_and_any_swap_of_its_receives_does_not():
     swapped = 0
     for seed in range(60):
-        sound = list(lower(random_schedule(seed, again=True)))
+        sound = list(lower(random_schedule(seed, recompute=True)))
         check(sound)
         for rank, program in enumerate(sound):
             receives = [i for i, a in enumerate(program.actions) if a.op in (Op.RECV_F, Op.RECV_B)]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron.schedules.runtime.collectives import SideStream, Worker, collectives_on
 from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_collective_group
-from megatron.schedules.runtime.variable_transport import VariableTransport
 from tests.ranks import run_ranks
 from tests.waiting import until
 
@@ -28,7 +27,7 @@ SPEC = MessageSpec((4,), torch.float32, CPU)
 
 
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pipeline meetings"]
+    return [thread for thread in threading.enumerate() if thread.name == "pipeline collectives"]
 
 
 # --- in a thread --------------------------------------------------------------------------------------------------
@@ -46,24 +45,24 @@ def test_chains_are_carried_out_in_order_while_the_program_goes_on():
 
         return carried_out
 
-    coming = [worker.meet(chain(number)) for number in range(6)]
+    coming = [worker.post(chain(number)) for number in range(6)]
     assert not seen, "posting waits for nothing"
     go.set()
     assert [coming[number].wait()[0].item() for number in (5, 1, 3)] == [5, 1, 3]
     worker.finish()
-    assert seen == [(number, "pipeline meetings") for number in range(6)]
+    assert seen == [(number, "pipeline collectives") for number in range(6)]
 
 
 def test_what_a_chain_gives_has_no_history_and_is_let_go_of_once_it_is_taken():
     worker, weight = Worker(), torch.ones(3, requires_grad=True)
-    coming = worker.meet(lambda: weight * 2)
+    coming = worker.post(lambda: weight * 2)
     given = coming.wait()
     assert given.is_leaf and not given.requires_grad
     storage = weakref.ref(given.untyped_storage())
     del given
     gc.collect()
     assert storage() is None
-    assert worker.meet(lambda: weight).wait().is_leaf, "though the chain gives what was there"
+    assert worker.post(lambda: weight).wait().is_leaf, "though the chain gives what was there"
     worker.finish()
 
 
@@ -73,7 +72,7 @@ def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
     transport.finish()
     assert workers() == before
     for _ in range(2):
-        transport.meet(lambda: None)
+        transport.collective(lambda: None)
         assert len(workers()) == len(before) + 1
         transport.finish()
         assert workers() == before
@@ -82,7 +81,7 @@ def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
 def test_a_run_that_is_given_up_leaves_no_thread():
     before = workers()
     transport = GroupTransport(Channels({}, {}, CPU), SPEC)
-    transport.meet(lambda: None)
+    transport.collective(lambda: None)
     del transport
     gc.collect()
     until(lambda: workers() == before, "the thread's end")
@@ -90,36 +89,32 @@ def test_a_run_that_is_given_up_leaves_no_thread():
 
 def test_messages_of_any_shape_go_with_collectives_too():
     none = Channels({}, {}, CPU)
-    transport = VariableTransport(none, none, SPEC)
-    assert transport.meet(lambda: torch.ones(3)).wait().sum() == 3
+    transport = GroupTransport(none, SPEC, shapes=none)
+    assert transport.collective(lambda: torch.ones(3)).wait().sum() == 3
     transport.finish()
 
 
 def test_after_one_that_raised_none_is_carried_out_and_all_say_why():
-    worker, carried_out = Worker(60), []
+    before, worker, carried_out = workers(), Worker(60), []
 
     def raising() -> Tensor:
         raise ValueError("no good")
 
-    first, second = worker.meet(lambda: torch.ones(1)), worker.meet(raising)
-    third = worker.meet(lambda: carried_out.append(3))
+    first, second = worker.post(lambda: torch.ones(1)), worker.post(raising)
+    third = worker.post(lambda: carried_out.append(3))
     assert first.wait() == 1
-    for coming in (third, second, worker.meet(lambda: carried_out.append(4))):
+    for coming in (third, second, worker.post(lambda: carried_out.append(4))):
         with pytest.raises(ValueError, match="no good"):
             coming.wait()
     with pytest.raises(ValueError, match="no good"):
         worker.finish()
-    assert not carried_out and not worker_is_there(worker)
-
-
-def worker_is_there(worker: Worker) -> bool:
-    return worker._thread is not None
+    assert not carried_out and workers() == before
 
 
 def test_one_that_raised_where_nobody_asks_ends_the_process_with_a_line(capsys: pytest.CaptureFixture[str]):
     lines: list[str] = []
     worker = Worker(0.05, lines.append)
-    worker.meet(lambda: torch.ones(2) @ torch.ones(3))
+    worker.post(lambda: torch.ones(2) @ torch.ones(3))
     (line,) = until(lambda: lines, "the line")
     assert "error: a collective of the pipeline failed: RuntimeError(" in line and "\n" not in line
     assert "Traceback" in capsys.readouterr().err
@@ -129,20 +124,20 @@ def test_one_that_raised_and_was_told_of_ends_nothing():
     lines: list[str] = []
     worker = Worker(0.05, lines.append)
     with pytest.raises(RuntimeError):
-        worker.meet(lambda: torch.ones(2) @ torch.ones(3)).wait()
+        worker.post(lambda: torch.ones(2) @ torch.ones(3)).wait()
     time.sleep(0.3)
     assert not lines
 
 
 def test_a_chain_that_gives_nothing_where_a_pass_takes_it_is_an_error():
     worker = Worker()
-    with pytest.raises(RuntimeError, match="a collective brought nothing to a rank where a pass takes what it brings"):
-        worker.meet(lambda: None).wait()
+    with pytest.raises(RuntimeError, match="a collective returned nothing on a rank where a pass takes its result"):
+        worker.post(lambda: None).wait()
     worker.finish()
 
 
 def _leaves_it_hanging() -> None:
-    Worker().meet(lambda: threading.Event().wait(1000))  # type: ignore[arg-type, return-value, func-returns-value]
+    Worker().post(lambda: threading.Event().wait(1000))  # type: ignore[arg-type, return-value, func-returns-value]
 
 
 def test_a_process_whose_chain_never_ends_can_end():
@@ -213,34 +208,34 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_a_chain_runs_beside_what_computes_which_waits_where_it_takes_the_result(cuda: FakeCuda):
-    meetings = SideStream(torch.device("cuda", 0), cuda)
+    stream = SideStream(torch.device("cuda", 0), cuda)
 
     def chain() -> Tensor:
         assert not torch.is_grad_enabled()
         cuda.log.append(f"chain on {cuda.current.name}")
         return torch.ones(1)
 
-    coming = meetings.meet(chain)
+    coming = stream.post(chain)
     assert cuda.log == ["side waits for main", "chain on side", "side records event 0"]
     del cuda.log[:]
     assert coming.wait() == 1
     assert cuda.log == ["main waits for event 0 of side", "[1.0] used by main"]
     del cuda.log[:]
-    meetings.finish()
+    stream.finish()
     assert cuda.log == ["main waits for side"], "the host does not"
 
 
 def test_what_a_chain_holds_stays_until_its_event_has_come(cuda: FakeCuda):
-    meetings, alive = SideStream(torch.device("cuda", 0), cuda), []
+    stream, alive = SideStream(torch.device("cuda", 0), cuda), []
     for _ in range(4):
         inputs = torch.ones(3)
         alive.append(weakref.ref(inputs))
-        meetings.meet(lambda held=inputs: held.sum())
+        stream.post(lambda held=inputs: held.sum())
         del inputs
         if len(alive) == 3:
             cuda.side.events[0].came = cuda.side.events[2].came = True
     assert [ref() is not None for ref in alive] == [False, True, True, True], "the third is after the second"
-    meetings.finish()
+    stream.finish()
     assert not any(ref() is not None for ref in alive)
 
 
@@ -254,9 +249,9 @@ def test_runs_share_one_stream_of_their_device(cuda: FakeCuda):
 
 
 def test_an_error_on_a_stream_is_raised_where_it_is_posted(cuda: FakeCuda):
-    meetings = SideStream(torch.device("cuda", 0), cuda)
+    stream = SideStream(torch.device("cuda", 0), cuda)
     with pytest.raises(RuntimeError, match="size"):
-        meetings.meet(lambda: torch.ones(2) @ torch.ones(3))
+        stream.post(lambda: torch.ones(2) @ torch.ones(3))
 
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):
@@ -285,14 +280,14 @@ def _group_body() -> tuple[list[int], list[tuple[Any, ...]], float]:
         dist.all_reduce(word, group=group)
         return word
 
-    total = worker.meet(chain).wait().item()
+    total = worker.post(chain).wait().item()
     worker.finish()
     return dist.get_process_group_ranks(group), asked, total
 
 
 def test_there_is_a_group_of_each_whole_pipeline_and_every_process_is_told_of_all():
     found = run_ranks(4, _group_body)
-    asked = [(ranks, timedelta(seconds=9), "options", "pipeline meetings") for ranks in PIPELINES]
+    asked = [(ranks, timedelta(seconds=9), "options", "pipeline collectives") for ranks in PIPELINES]
     for rank, (members, told, total) in enumerate(found):
         (own,) = [pipeline for pipeline in PIPELINES if rank in pipeline]
         assert sorted(members) == sorted(own) and told == asked

@@ -250,15 +250,15 @@ def test_what_is_wrong_is_named():
     second = "EMBED RECV_F F OUTPUT S SUM"
     check(by_hand(first, second))
     early = refusal(by_hand(first, "EMBED RECV_F OUTPUT F S SUM"))
-    assert early == "rank 1: 1OUTPUT0 comes before 1F0, which makes this rank's part of it"
+    assert early == "rank 1: 1OUTPUT0 comes before 1F0, which computes this rank's part of it"
     assert refusal(by_hand("EMBED F SEND_F OUTPUT SUM S", second)) == (
-        "rank 0: 0SUM0 comes before 0S0, which makes this rank's part of it"
+        "rank 0: 0SUM0 comes before 0S0, which computes this rank's part of it"
     )
     assert refusal(by_hand("F EMBED SEND_F OUTPUT S SUM", second)) == (
-        "rank 0: 0F0 needs what 0EMBED0 brings, which is not there"
+        "rank 0: 0F0 needs the result of 0EMBED0, which is not there"
     )
     assert refusal(by_hand("EMBED F SEND_F S OUTPUT SUM", second)) == (
-        "rank 0: 0S0 needs what 0OUTPUT0 brings, which is not there"
+        "rank 0: 0S0 needs the result of 0OUTPUT0, which is not there"
     )
     assert refusal(by_hand(first, "RECV_F F OUTPUT EMBED S SUM")) == (
         "collective 0: rank 0 posts 0EMBED0 and rank 1 posts 1OUTPUT0"
@@ -281,7 +281,7 @@ def test_ranks_that_wait_for_each_other_at_a_collective():
     first, second = by_hand("EMBED F SEND_F OUTPUT S SUM", "RECV_F EMBED F OUTPUT S SUM")
     assert refusal([first, second]) == (
         "ranks wait for each other: "
-        "rank 0 before 0F0 for collective 0, which rank 1 has not come to; "
+        "rank 0 before 0F0 for collective 0, which rank 1 has not joined; "
         "rank 1 before 1EMBED0 for message 0 of channel 0->1"
     )
 

@@ -225,7 +225,7 @@ def test_a_block_fits_and_is_not_far_too_large():
     sizes = [memory.take(size) for size in (10_000, 20_000, 100_000)]
     assert [block.memory.nbytes for block in sizes] == [12_288, 24_576, 106_496], "a little larger, and whole pages"
     for number, block in enumerate(sizes):
-        memory.give_back(block, f"copy {number}")
+        memory.release(block, f"copy {number}")
     found = memory.take(12_288)
     assert found.memory is sizes[0].memory and found.read_by == "copy 0"
     assert memory.take(12_288).memory is sizes[1].memory, "the next larger one"
@@ -236,7 +236,7 @@ def test_a_block_fits_and_is_not_far_too_large():
 def test_stages_that_differ_by_a_little_share_a_block():
     memory = HostMemory(ThreadCopies().allocate)
     block = memory.take(659_456)
-    memory.give_back(block, None)
+    memory.release(block, None)
     assert memory.take(667_648).memory is block.memory
 
 
@@ -244,7 +244,7 @@ def test_of_equal_blocks_the_one_given_back_first_is_taken():
     memory = HostMemory(ThreadCopies().allocate)
     blocks = [memory.take(4096) for _ in range(3)]
     for block in blocks:
-        memory.give_back(block, None)
+        memory.release(block, None)
     assert [memory.take(4096).memory.data_ptr() for _ in blocks] == [block.memory.data_ptr() for block in blocks]
 
 

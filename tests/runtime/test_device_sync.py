@@ -15,11 +15,18 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.transport import GroupTransport, MessageSpec
-from megatron.schedules.runtime.variable_transport import VariableTransport
 from megatron.schedules.schedule.costs import Costs
 from tests.planner.made_schedules import NAMED, REAL
 from tests.runtime.random_schedules import forwards_of, random_schedule
-from tests.runtime.strict_wires import Device, Hall, Meeter, Rendezvous, StuckError, Waiting, strict_channels
+from tests.runtime.strict_wires import (
+    Collectives,
+    Device,
+    Rendezvous,
+    StrictRunner,
+    StuckError,
+    Waiting,
+    strict_channels,
+)
 from tests.runtime.thread_ranks import errors_in_threads
 
 SPEC = MessageSpec((1, 1), torch.float32, torch.device("cpu"))
@@ -36,7 +43,7 @@ class MarkedStages:
         self._shared = False
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         if stage:
             self._check(activation, stage - 1, microbatch)
@@ -60,7 +67,7 @@ class MarkedStages:
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         self._check_brought(gradient, Op.EMBED_BACK, microbatch)
 
-    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
+    def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
         self._shared = True
         return lambda: _brought(op, microbatch)
 
@@ -93,16 +100,16 @@ def ends(
     """Whether ``programs``, a thread for each rank of each replica, come to their end."""
     placement = programs[0].placement
     reductions = {stage: Rendezvous(replicas, patience) for stage in range(placement.stages)}
-    ranks: dict[int, tuple[Program, Waiting, GroupTransport | VariableTransport]] = {}
+    ranks: dict[int, tuple[Program, Waiting, GroupTransport]] = {}
     for replica in range(replicas):
         devices = [Device(waits=waits) for _ in programs]
         tensors = strict_channels(channels_of(placement), devices, patience)
-        hall = Hall(len(programs), patience)
+        all_ranks = Collectives(len(programs), patience)
         shapes = strict_channels(channels_of(placement), [Device(waits=False) for _ in programs], patience)
         for rank, program in enumerate(programs):
             stages = Waiting(MarkedStages(placement.last_stage, varied=varied), devices[rank], reductions)
-            fixed = GroupTransport(tensors[rank], SPEC, Meeter(hall, devices[rank]))
-            transport = VariableTransport(tensors[rank], shapes[rank], SPEC) if varied else fixed
+            fixed = GroupTransport(tensors[rank], SPEC, StrictRunner(all_ranks, devices[rank]))
+            transport = GroupTransport(tensors[rank], SPEC, shapes=shapes[rank]) if varied else fixed
             ranks[replica * len(programs) + rank] = program, stages, transport
 
     errors = errors_in_threads(list(ranks), lambda number: run(*ranks[number]))
@@ -115,7 +122,7 @@ def ends(
 @pytest.mark.parametrize("varied", [False, True], ids=["fixed sizes", "varied sizes"])
 def test_nothing_hangs_whatever_waits_for_the_device(varied: bool):
     for seed in range(60):
-        for schedule in (random_schedule(seed, again=True), forwards_of(random_schedule(seed))):
+        for schedule in (random_schedule(seed, recompute=True), forwards_of(random_schedule(seed))):
             programs = lower(schedule)
             check(programs)
             assert ends(programs, varied=varied), programs

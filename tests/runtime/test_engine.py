@@ -59,7 +59,7 @@ def check_equal(found: dict[int, list[Tensor]], expected: dict[int, list[Tensor]
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_any_valid_schedule_gives_the_gradients_of_a_plain_run(seed: int):
-    schedule = random_schedule(seed, again=True)
+    schedule = random_schedule(seed, recompute=True)
     expected, losses = without_pipeline(schedule)
     programs = lower(schedule)
     check(programs)
@@ -106,7 +106,7 @@ class Recorder:
         self.given: list[Tensor | None] = []
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         self.calls.append(("split forward" if split else "forward", stage, microbatch))
         self.given.append(activation)
@@ -185,7 +185,7 @@ def test_an_error_carries_rank_and_action_and_stops_the_rank_at_once():
 
 
 def test_a_stage_that_returns_nothing_is_named():
-    with pytest.raises(ProgramError, match="0F0 gave no result, and it is stage 1's input of microbatch 0"):
+    with pytest.raises(ProgramError, match="0F0 returned nothing, and it has to give stage 1's input of microbatch 0"):
         run(one_rank("0F0 1F0", chunks=2), Recorder(), NoTransport())
 
 
@@ -204,7 +204,7 @@ def test_nothing_is_kept_between_passes_that_use_it_up():
 
     class Making(Recorder):
         def forward(
-            self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+            self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
         ) -> Tensor | None:
             alive.append(sum(ref() is not None for ref in made))
             output = torch.ones(3)

@@ -120,7 +120,7 @@ def test_channels_are_both_directions_of_every_hop():
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**9), forward_only=st.booleans())
 def test_any_valid_schedule(seed: int, forward_only: bool):
-    passes = random_schedule(seed, again=True)
+    passes = random_schedule(seed, recompute=True)
     if forward_only:
         passes = forwards_of(passes)
     programs = lower(passes)

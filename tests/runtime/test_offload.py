@@ -19,7 +19,7 @@ from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.graph_edge import as_input
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.offload import OffloadError, Offloads
-from megatron.schedules.runtime.position import Place
+from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
@@ -53,11 +53,11 @@ class OffloadingStages(PlainStages):
         self.program, self.offloads = program, offloads
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         away = self.program.offloads(stage, microbatch)
         with self.offloads.forward(stage, microbatch) if away else nullcontext(), self.offloads.saving():
-            return super().forward(stage, microbatch, activation, split=split, again=again)
+            return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         if self.program.offloads(stage, microbatch):
@@ -101,8 +101,8 @@ def test_any_schedule_with_copies_gives_the_gradients_of_a_plain_run(seed: int):
         # Of each stage's two linears and two GELUs: inputs of all but the first, which the stage has for its gradient
         # (or, as the model's data, for nothing), and the last stage's output, which the loss squares.
         last = program.placement.last_stage
-        away = [3 + (stage == last) for stage, _ in program.away]
-        assert copied.storages("out") == copied.storages("back") == sum(away)
+        moved = [3 + (action.stage == last) for action in program.actions if action.op is Kind.O]
+        assert copied.storages("out") == copied.storages("back") == sum(moved)
     assert found == losses
 
 
@@ -129,7 +129,7 @@ def test_while_it_is_away_nothing_is_held():
     offloads.offload(1, 2)
     assert meter.current == 64 * 64 * 4, "the weight is everybody's"
     offloads.load(1, 2)
-    assert meter.current == held, "L takes memory at its place"
+    assert meter.current == held, "L takes memory at its position"
     offloads.arrive(1, 2)
     assert meter.current == meter.peak == held
     loss.backward()
@@ -303,8 +303,8 @@ def test_too_little_host_memory_is_one_line():
     with pytest.raises(OffloadError) as caught:
         iteration(offloads, MIB)
     assert str(caught.value) == (
-        "stage 0, microbatch 1: no 8 MiB of host memory beside the 8.25 MiB taken (cudaHostRegister: out of memory); "
-        "leave the flag out"
+        "stage 0, microbatch 1: no 8 MiB of host memory beside the 8.25 MiB allocated "
+        "(cudaHostRegister: out of memory); leave the flag out"
     )
 
 
@@ -339,14 +339,14 @@ def test_a_copy_that_fails_ends_the_program_with_one_line(way: str):
 
 def test_what_does_not_follow_is_told():
     offloads, x = Offloads(LateCopies()), torch.randn(4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="nothing of stage 1, microbatch 2 goes to the host"):
+    with pytest.raises(RuntimeError, match="nothing of stage 1, microbatch 2 is offloaded"):
         offloads.offload(1, 2)
     with offloads.forward(0, 0), offloads.saving():
         loss = x.exp().sum()
     offloads.offload(0, 0)
-    with pytest.raises(RuntimeError, match="stage 0, microbatch 0 are away: no L came"):
+    with pytest.raises(RuntimeError, match="stage 0, microbatch 0 are offloaded: no L came"):
         offloads.arrive(0, 0)
-    with pytest.raises(RuntimeError, match="is away on the host"):
+    with pytest.raises(RuntimeError, match="is offloaded to the host"):
         loss.backward()
     with pytest.raises(RuntimeError, match="still on the host: 0F0"):
         offloads.assert_empty()
@@ -371,7 +371,7 @@ def program_of(order: str, n: int = 1) -> Program:
 
 def test_a_program_knows_what_goes_and_counts_computing_alone():
     program = program_of("0F0 0F1 0O1 0I0 0L1 0W0 0I1 0W1", 2)
-    assert program.offloads(0, 1) and not program.offloads(0, 0) and program.away == {(0, 1)}
+    assert program.offloads(0, 1) and not program.offloads(0, 0) and program.has_offload
     assert program.weight_after(Kind.W, 0, 0) is None
     assert program.weight_after(Kind.I, 0, 0) is None, "its own"
     assert program_of("0F0 0F1 0I0 0I1 0O0 0L0 0W0 0W1", 2).weight_after(Kind.I, 0, 1) == (0, 0)
@@ -390,10 +390,10 @@ def test_a_program_knows_what_goes_and_counts_computing_alone():
 )
 def test_who_waits_for_a_copy_says_so(action: str, says: str):
     program = program_of("0F0 0F1 0O0 0L0 0I0 0W0 0B1", 2)
-    place = Place()
-    place.begin(program)
-    place.reach(next(each for each in program.instructions if str(each.action) == action))
-    watch = StallWatch(place, 10.0, global_rank=0, advice="")
+    tracker = PositionTracker()
+    tracker.begin(program)
+    tracker.reach(next(each for each in program.instructions if str(each.action) == action))
+    watch = StallWatch(tracker, 10.0, global_rank=0, advice="")
     line = next(line for _ in range(20) if (line := watch.look(1.0)))
     assert f"in {action}, which" in line and says in line
     assert ("copies" in line) == ("copies" in says)

@@ -1,4 +1,4 @@
-"""Forwards done again: the same gradients to the bit, each chosen layer run twice, and only inputs held meanwhile."""
+"""Recomputed forwards: the same gradients to the bit, each chosen layer run twice, and only inputs held meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import ProgramError
-from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.text_forms import from_csv
@@ -61,23 +61,23 @@ class Layer(nn.Module):
 
 
 class Job:
-    """Three layers, some done again, on microbatches whose forwards have random numbers from one state."""
+    """Three layers, some recomputed, on microbatches whose forwards have random numbers from one state."""
 
     def __init__(self, chosen: tuple[int, ...], meter: ActivationMeter | None = None, *, fed: bool = True) -> None:
         torch.manual_seed(1)
-        self.store, self.again = WeightGradients(meter), Again(random_state)
+        self.store, self.recomputes = WeightGradients(meter), Recomputes(random_state)
         self.layers = nn.ModuleList(Layer(self.store) for _ in range(3))
         for at in chosen:
-            do_again(self.layers[at], self.again)
+            recompute_layer(self.layers[at], self.recomputes)
         torch.manual_seed(2)
         self._meter = meter.recording if meter else nullcontext
         self._inputs = [torch.randn(5, FEATURES, requires_grad=fed) for _ in range(3)]
         self._open: dict[int, Tensor] = {}
         self.outputs: list[Tensor] = []
 
-    def F(self, m: int, again: bool = True) -> None:  # noqa: N802 - as passes are called
+    def F(self, m: int, recompute: bool = True) -> None:  # noqa: N802 - as passes are called
         x, sides = self._inputs[m], {"mask": torch.arange(FEATURES) % 3 == 0, "side": None, "step": 0}
-        with self._meter(), self.store.split(0, m), self.again.keeping(0, m) if again else nullcontext():
+        with self._meter(), self.store.split(0, m), self.recomputes.forward(0, m) if recompute else nullcontext():
             for layer in self.layers:
                 x, sides = layer(x, sides, scale=0.7)
         assert sides["step"] == 3
@@ -86,7 +86,7 @@ class Job:
 
     def R(self, m: int) -> None:  # noqa: N802
         with self._meter(), self.store.split(0, m):
-            self.again.run(0, m)
+            self.recomputes.run(0, m)
 
     def I(self, m: int) -> None:  # noqa: E743, N802
         with self.store.split(0, m):
@@ -97,14 +97,14 @@ class Job:
 
     def gradients(self) -> list[Tensor | None]:
         self.store.assert_empty()
-        self.again.assert_empty()
+        self.recomputes.assert_empty()
         return [each.grad for each in (*self._inputs, *self.layers.parameters())]
 
     def do(self, order: str, without: tuple[int, ...] = ()) -> Job:
         for name in order.split():
             kind, m = name[0], int(name[1:])
             if kind == "F":
-                self.F(m, again=m not in without)
+                self.F(m, recompute=m not in without)
             else:
                 getattr(self, kind)(m)
         return self
@@ -146,19 +146,19 @@ def test_f_holds_inputs_and_r_what_f_holds_without_it() -> None:
     plain.do("W0")
     assert meter.current == 0
 
-    again = ActivationMeter()
-    job = Job((0, 1, 2), again)
-    again._exclude = tuple(job.layers.parameters())
+    meter = ActivationMeter()
+    job = Job((0, 1, 2), meter)
+    meter._exclude = tuple(job.layers.parameters())
     job.F(0)
     hidden, mask = 4 * 5 * FEATURES, FEATURES
     # x and side of the last layer are for the loss, which is made outside of the recording.
-    assert again.current == 3 * hidden + 2 * hidden + mask
+    assert meter.current == 3 * hidden + 2 * hidden + mask
     job.R(0)
-    assert again.current == whole
+    assert meter.current == whole
     job.I(0)
-    assert again.current == waiting
+    assert meter.current == waiting
     job.W(0)
-    assert again.current == 0
+    assert meter.current == 0
 
 
 def test_outside_of_its_f_a_layer_is_as_it_was() -> None:
@@ -166,27 +166,27 @@ def test_outside_of_its_f_a_layer_is_as_it_was() -> None:
     with torch.no_grad():
         job.layers[0](torch.randn(5, FEATURES), {"mask": torch.ones(1).bool(), "side": None, "step": 0}, scale=1.0)
     assert job.layers[0].runs == 1
-    job.again.assert_empty()
+    job.recomputes.assert_empty()
 
 
-def test_a_layer_with_nothing_to_train_is_not_done_again() -> None:
-    again, layer = Again(random_state), nn.Linear(2, 2).requires_grad_(False)
-    do_again(layer, again)
-    with again.keeping(0, 0):
+def test_a_layer_with_nothing_to_train_is_not_recomputed() -> None:
+    recomputes, layer = Recomputes(random_state), nn.Linear(2, 2).requires_grad_(False)
+    recompute_layer(layer, recomputes)
+    with recomputes.forward(0, 0):
         assert not layer(torch.ones(1, 2)).requires_grad
-    again.run(0, 0)
+    recomputes.run(0, 0)
 
 
 def test_what_goes_wrong() -> None:
     job = Job((0,)).do("F0 F1 F2", without=(2,))
-    with pytest.raises(RuntimeError, match=r"forwards not done again: 0R0 \(1 layers\), 0R1 \(1 layers\)"):
-        job.again.assert_empty()
+    with pytest.raises(RuntimeError, match=r"forwards not recomputed: 0R0 \(1 layers\), 0R1 \(1 layers\)"):
+        job.recomputes.assert_empty()
     with pytest.raises(ProgramError, match="the backward of stage 0, microbatch 0 comes before 0R0"):
         job.I(0)
-    with pytest.raises(ProgramError, match="0R2: its forward has kept nothing to be done again"):
+    with pytest.raises(ProgramError, match="0R2: its forward kept nothing to recompute"):
         job.R(2)
     job.R(1)
-    with pytest.raises(ProgramError, match="or was already"):
+    with pytest.raises(ProgramError, match="or was recomputed already"):
         job.R(1)
 
 
@@ -207,7 +207,7 @@ def test_an_error_of_r_leaves_the_random_state_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_program_says_which_forwards_are_done_again() -> None:
+def test_a_program_says_which_forwards_are_recomputed() -> None:
     program = one_rank("0F0 0F1 0R1 0B0 0I1 0W1", n=2)
     check([program])
     assert program.has_recompute and not one_rank("0F0 0B0").has_recompute
@@ -230,9 +230,9 @@ def test_stages_without_it_and_programs_in_a_wrong_order_say_so() -> None:
         recompute_forward = Stages.recompute_forward
 
     program = one_rank("0F0 0R0 0B0")
-    with pytest.raises(ProgramError, match="these stages do no forward again"):
+    with pytest.raises(ProgramError, match="these stages recompute no forward"):
         run(program, Without(), NoTransport())  # type: ignore[abstract, arg-type, misc]
-    forward, again, backward, *rest = program.actions
-    wrong = replace(program, actions=(forward, backward, again, *rest))
+    forward, recompute, backward, *rest = program.actions
+    wrong = replace(program, actions=(forward, backward, recompute, *rest))
     with pytest.raises(ProgramError, match="comes before 0R0"):
         run(wrong, PlainStages([0], 0), NoTransport())  # type: ignore[arg-type]

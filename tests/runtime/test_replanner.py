@@ -17,7 +17,7 @@ from megatron.schedules.planner.replanning import Proposal, propose
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime import replanner
 from megatron.schedules.runtime.checker import check
-from megatron.schedules.runtime.control_messages import Notices
+from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.costs import Costs
@@ -119,7 +119,11 @@ class Job:
 
         plans = self.plans[rank]
         ours = Replanner(
-            plans, Notices(self._store, "replan"), first=rank == 0, say=self._said[rank].append, exchange=exchange
+            plans,
+            ControlMessages(self._store, "replan"),
+            first=rank == 0,
+            say=self._said[rank].append,
+            exchange=exchange,
         )
         for iteration in range(iterations):
             self._meet.wait()
@@ -171,7 +175,7 @@ def test_a_rank_that_cannot_prove_its_programs_keeps_all_from_switching() -> Non
     said = ranks.run({0: [MEASURED]})
     assert said[0] == said[1] == said[2]
     assert said[0] == [
-        "WARNING: a new plan is not taken over, and the one that runs goes on: rank 1: ValueError: no such luck"
+        "WARNING: a new plan is not adopted, and the current one stays: rank 1: ValueError: no such luck"
     ]
     assert [plans.running for plans in ranks.plans] == [FIRST] * RANKS
 
@@ -183,7 +187,7 @@ def test_ranks_that_measured_different_costs_do_not_switch(monkeypatch: pytest.M
     other = (replace(MEASURED, costs=costs) for costs in (Costs(), Costs(2), Costs()))
     monkeypatch.setattr(replanner, "digest", lambda csv, placement, _: stock(csv, placement, next(other)))
     said = ranks.run({0: [MEASURED]})
-    assert "has another than rank 0" in said[0][0]
+    assert "has another plan than rank 0" in said[0][0]
     assert [plans.running for plans in ranks.plans] == [FIRST] * RANKS
 
 
@@ -192,7 +196,7 @@ def test_where_no_plan_is_found_all_go_on_with_a_warning() -> None:
     ranks = job()
     said = ranks.run({0: [replace(MEASURED, memory_limit=0.01)]})
     assert said[0] == said[1] == said[2]
-    assert said[0][0].startswith("WARNING: replanning failed, and the plan that runs goes on: a memory limit of 0.01")
+    assert said[0][0].startswith("WARNING: replanning failed, and the current plan stays: a memory limit of 0.01")
 
 
 def test_where_no_process_starts_all_go_on_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +205,7 @@ def test_where_no_process_starts_all_go_on_with_a_warning(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(replanner, "Beside", refuses)
     said = job().run({0: [MEASURED]})
-    assert said[2] == ["WARNING: replanning failed, and the plan that runs goes on: no process can be started to plan: "
+    assert said[2] == ["WARNING: replanning failed, and the current plan stays: no process can be started to plan: "
                        "out of processes"]  # fmt: skip
 
 

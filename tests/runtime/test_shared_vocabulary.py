@@ -119,12 +119,12 @@ class BrokenError(Exception):
 
 
 def _failing(stages: SharingStages, op: Op) -> None:
-    meet = stages.meet
+    collective = stages.collective
 
     def chain() -> None:
         raise BrokenError("on purpose")
 
-    stages.meet = lambda each, m: chain if (each, m) == (op, 1) else meet(each, m)  # type: ignore[method-assign]
+    stages.collective = lambda each, m: chain if (each, m) == (op, 1) else collective(each, m)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("op", list(COLLECTIVES))

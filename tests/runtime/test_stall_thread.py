@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.engine import run
-from megatron.schedules.runtime.position import Place
+from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.stall_watch import StallWatch
 from tests.counting import lines_run
 from tests.runtime.test_engine import NoTransport, Recorder, one_rank
@@ -37,13 +37,13 @@ class Lines(list[str]):
 
 
 @pytest.fixture
-def told() -> Iterator[tuple[Lines, Callable[[Place, float], StallWatch]]]:
+def told() -> Iterator[tuple[Lines, Callable[[PositionTracker, float], StallWatch]]]:
     """Lines that watches end with, and how to start one."""
     lines = Lines()
     started: list[StallWatch] = []
 
-    def start(place: Place, limit: float) -> StallWatch:
-        watch = StallWatch(place, limit, global_rank=0, advice="raise --the-flag", end=lines.add)
+    def start(tracker: PositionTracker, limit: float) -> StallWatch:
+        watch = StallWatch(tracker, limit, global_rank=0, advice="raise --the-flag", end=lines.add)
         watch.start()
         started.append(watch)
         return watch
@@ -61,10 +61,10 @@ class Sleeping(Recorder):
         self._seconds = seconds
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         time.sleep(self._seconds)
-        return super().forward(stage, microbatch, activation, split=split, again=again)
+        return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
 
 class Standing(Recorder):
@@ -75,38 +75,38 @@ class Standing(Recorder):
         self._lines = lines
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         assert self._lines.come.wait(HANGS_S)
-        return super().forward(stage, microbatch, activation, split=split, again=again)
+        return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
 
 def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_frame(told):
     lines, start = told
-    place = Place()
-    start(place, 2.0)  # longer than a pass by far, shorter than all
-    with place.under_way():
-        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.5), NoTransport(), (), place)
+    tracker = PositionTracker()
+    start(tracker, 2.0)  # longer than a pass by far, shorter than all
+    with tracker.running():
+        run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.5), NoTransport(), (), tracker)
     assert lines == []
-    with place.under_way():
-        run(one_rank("0F0 0B0"), Standing(lines), NoTransport(), (), place)
+    with tracker.running():
+        run(one_rank("0F0 0B0"), Standing(lines), NoTransport(), (), tracker)
     (line,) = lines
-    assert "pipeline rank 0 of 1 (global rank 0) has stood still for" in line and "in 0F0" in line
+    assert "pipeline rank 0 of 1 (global rank 0) has stalled for" in line and "in 0F0" in line
     number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "_lines.come.wait(" in text)
     assert f"; host at {__file__}:{number} (forward); raise" in line
 
 
 def test_frames_of_torch_and_of_python_itself_are_passed_over(told):
     lines, start = told
-    place = Place()
-    start(place, 0.1)
+    tracker = PositionTracker()
+    start(tracker, 0.1)
 
     class Waiting(Recorder):
         def forward(self, *args: object, **named: object) -> Tensor | None:
             return torch.overrides.wrap_torch_function(lambda: ())(partial(lines.come.wait, HANGS_S))()
 
-    with place.under_way():
-        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), (), place)
+    with tracker.running():
+        run(one_rank("0F0 0B0"), Waiting(), NoTransport(), (), tracker)
     assert f"{__file__}:" in lines[0] and "(forward)" in lines[0]
 
 
@@ -119,14 +119,14 @@ def test_a_process_that_stands_ends_with_a_status_and_one_line():
     script = """
         import time
         from megatron.schedules.runtime.engine import run
-        from megatron.schedules.runtime.position import Place
+        from megatron.schedules.runtime.position import PositionTracker
         from megatron.schedules.runtime.stall_watch import StallWatch
         from tests.runtime.test_engine import NoTransport, one_rank
         from tests.runtime.test_stall_thread import Sleeping
         print("said before")
-        place = Place()
-        StallWatch(place, 0.2, global_rank=0, advice="raise --the-flag").start()
-        run(one_rank("0F0 0B0"), Sleeping(3600), NoTransport(), (), place)
+        tracker = PositionTracker()
+        StallWatch(tracker, 0.2, global_rank=0, advice="raise --the-flag").start()
+        run(one_rank("0F0 0B0"), Sleeping(3600), NoTransport(), (), tracker)
     """
     done = python(script)
     assert done.returncode == 1
@@ -152,12 +152,12 @@ def test_watching_costs_next_to_nothing(told):
     _, start = told
     n = 64
     program = one_rank(" ".join([f"0F{m}" for m in range(n)] + [f"0{kind}{m}" for kind in "IW" for m in range(n)]), n=n)
-    place = Place(Device(at_once=True).mark)
-    start(place, 2.0)
+    tracker = PositionTracker(Device(at_once=True).mark)
+    start(tracker, 2.0)
 
     def watched() -> None:
-        with place.under_way():
-            run(program, Recorder(), NoTransport(), (), place)
+        with tracker.running():
+            run(program, Recorder(), NoTransport(), (), tracker)
 
     watched()  # what a program is asked first, it remembers
     plain = lines_run(lambda: run(program, Recorder(), NoTransport()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
-from megatron.schedules.runtime.position import End, Place
+from megatron.schedules.runtime.position import End, PositionTracker
 from megatron.schedules.runtime.program import Instruction, Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import Transport
@@ -51,8 +51,8 @@ class Device:
             mark.passed = True
 
 
-def watching(place: Place) -> StallWatch:
-    return StallWatch(place, LIMIT, global_rank=7, advice="raise --the-flag")
+def watching(tracker: PositionTracker) -> StallWatch:
+    return StallWatch(tracker, LIMIT, global_rank=7, advice="raise --the-flag")
 
 
 def program_of(rank: int, name: str = "1f1b", ranks: int = 2, n: int = 4) -> Program:
@@ -63,15 +63,21 @@ def step(program: Program, action: str) -> Instruction:
     return next(each for each in program.instructions if str(each.action) == action)
 
 
-def at(program: Program, *actions: str, place: Place | None = None) -> Place:
-    """A place whose host has gone through ``actions`` to the last of them, messages being there."""
-    place = place or Place()
-    place.begin(program)
+def at(program: Program, *actions: str, tracker: PositionTracker | None = None) -> PositionTracker:
+    """A tracker whose host has gone through ``actions`` to the last of them, messages being there."""
+    tracker = warm(tracker or PositionTracker())
+    tracker.begin(program)
     for action in actions:
-        place.reach(step(program, action))
-        if place.spot is not None and place.spot.awaits and action is not actions[-1]:
-            place.arrived()
-    return place
+        tracker.reach(step(program, action))
+        if tracker.host is not None and tracker.host.awaits and action is not actions[-1]:
+            tracker.arrived()
+    return tracker
+
+
+def warm(tracker: PositionTracker) -> PositionTracker:
+    """``tracker`` after a first program, whose kernels are compiled."""
+    tracker.warm = True
+    return tracker
 
 
 def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
@@ -80,12 +86,12 @@ def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
 
 
 def test_a_pass_that_waits_for_a_message_names_it_and_its_sender():
-    place = at(program_of(1), "1F0")
-    watch = watching(place)
+    tracker = at(program_of(1), "1F0")
+    watch = watching(tracker)
     assert stand(watch, LIMIT + GRACE - 3) is None, "ranks that stand in a pass of their own speak first"
     line = stand(watch, 6)
     assert line is not None and "\n" not in line
-    assert "error: pipeline rank 1 of 2 (global rank 7) has stood still for 11" in line
+    assert "error: pipeline rank 1 of 2 (global rank 7) has stalled for 11" in line
     assert "s at 1F0: stage 1's input of microbatch 0 has not come from pipeline rank 0, which has died" in line
     assert line.endswith("; raise --the-flag")
 
@@ -116,122 +122,154 @@ def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str]
 @pytest.mark.parametrize(
     ("rank", "action", "waits", "said"),
     [
-        (0, "0F1", True, "at 0F1: what 0EMBED1 brings has not come from some pipeline rank, which has died"),
-        (0, "0S1", True, "at 0S1: what 0OUTPUT1 brings has not come from pipeline rank 1, which has died"),
-        (1, "1S1", True, "at 1S1: what 1OUTPUT1 brings has not come from some pipeline rank, which has died"),
-        (1, "1B1", True, "at 1B1: what 1SUM1 brings has not come from some pipeline rank, which has died"),
-        (0, "0T1", True, "at 0T1: what 0WEIGH1 brings has not come from pipeline rank 1, which has died"),
-        (1, "1ADD1", True, "at 1ADD1: what 1EMBED_BACK1 brings has not come from pipeline rank 0, which has died"),
+        (0, "0F1", True, "at 0F1: the result of 0EMBED1 has not come from some pipeline rank, which has died"),
+        (0, "0S1", True, "at 0S1: the result of 0OUTPUT1 has not come from pipeline rank 1, which has died"),
+        (1, "1S1", True, "at 1S1: the result of 1OUTPUT1 has not come from some pipeline rank, which has died"),
+        (1, "1B1", True, "at 1B1: the result of 1SUM1 has not come from some pipeline rank, which has died"),
+        (0, "0T1", True, "at 0T1: the result of 0WEIGH1 has not come from pipeline rank 1, which has died"),
+        (1, "1ADD1", True, "at 1ADD1: the result of 1EMBED_BACK1 has not come from pipeline rank 0, which has died"),
         (0, "0EMBED1", False, "in 0EMBED1, which takes longer than that (a first compilation, loading of data) or"),
     ],
 )
 def test_what_a_collective_brings_is_named_with_whom_it_comes_from(rank: int, action: str, waits: bool, said: str):
     program = lower(shared_plan("1f1b", 2, 4))[rank]
-    place = at(program, action)
-    watch = watching(place)
+    tracker = at(program, action)
+    watch = watching(tracker)
     line = stand(watch, LIMIT + 3)
     assert (line is None) == waits, "who waits for another rank lets it speak first"
     line = line or stand(watch, GRACE)
     assert line is not None and said in line
-    place.arrived()
-    line = stand(watching(place), LIMIT + 3)
+    tracker.arrived()
+    line = stand(watching(tracker), LIMIT + 3)
     assert line is not None and f"in {action}, which takes longer than that" in line
 
 
 def test_the_end_names_collectives_too():
-    place = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
-    place.reach(End.SENDS)
-    line = stand(watching(place), 2 * LIMIT)
+    tracker = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
+    tracker.reach(End.SENDS)
+    line = stand(watching(tracker), 2 * LIMIT)
     assert line is not None
-    assert "its last messages are not taken by pipeline rank 1, or its last collective lacks one of all ranks," in line
+    assert (
+        "its last messages are not received by pipeline rank 1, or a rank has not joined its last collective," in line
+    )
 
 
 def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
-    place = at(program_of(1), "1F0")
-    place.arrived()
-    watch = watching(place)
+    tracker = at(program_of(1), "1F0")
+    tracker.arrived()
+    watch = watching(tracker)
     assert stand(watch, LIMIT - 3) is None
     line = watch.look(4)
-    assert line is not None and "has stood still for 101 s in 1F0, which takes longer than that" in line
+    assert line is not None and "has stalled for 101 s in 1F0, which takes longer than that" in line
 
 
 def test_chunks_of_one_rank_wait_for_no_message():
     """In a V the rank at its turn hands a tensor on to itself."""
-    place = at(program_of(1, "v-half"), "2F0")
-    assert place.spot is not None and not place.spot.awaits
+    tracker = at(program_of(1, "v-half"), "2F0")
+    assert tracker.host is not None and not tracker.host.awaits
 
 
 def test_the_end_names_who_takes_the_last_messages():
-    place = at(program_of(1, "1f1b", ranks=3))
-    place.reach(End.SENDS)
-    line = stand(watching(place), 2 * LIMIT)
+    tracker = at(program_of(1, "1f1b", ranks=3))
+    tracker.reach(End.SENDS)
+    line = stand(watching(tracker), 2 * LIMIT)
     assert line is not None
-    assert "at the end of its program: its last messages are not taken by pipeline rank 0 or 2, which has" in line
-    place.reach(End.AFTER)
-    line = stand(watching(place), 2 * LIMIT)
+    assert "at the end of its program: its last messages are not received by pipeline rank 0 or 2, which has" in line
+    tracker.reach(End.AFTER)
+    line = stand(watching(tracker), 2 * LIMIT)
     assert line is not None and "after its program, where all ranks exchange results and gradients" in line
+
+
+def test_the_first_program_has_four_times_the_limit_for_compiling_and_loading():
+    tracker = PositionTracker()
+    watch = watching(tracker)
+    with tracker.running():
+        tracker.begin(program_of(0))
+        tracker.reach(step(program_of(0), "0F0"))
+        assert stand(watch, 4 * LIMIT - 3) is None
+        line = watch.look(4)
+        assert line is not None and "has stalled for 401 s in 0F0" in line
+    with pytest.raises(ValueError), tracker.running():
+        raise ValueError
+    with tracker.running():
+        tracker.begin(program_of(0))
+        tracker.reach(step(program_of(0), "0F0"))
+        assert stand(watch, LIMIT - 3) is None
+        line = watch.look(4)
+        assert line is not None and "has stalled for 101 s in 0F0" in line
+
+
+def test_a_program_that_failed_does_not_end_the_first_ones_allowance():
+    tracker = PositionTracker()
+    with pytest.raises(ValueError), tracker.running():
+        tracker.begin(program_of(0))
+        raise ValueError
+    with tracker.running():
+        tracker.begin(program_of(0))
+        tracker.reach(step(program_of(0), "0F0"))
+        assert stand(watching(tracker), 2 * LIMIT) is None
 
 
 def test_whatever_moves_begins_the_count_again():
     """Passes of nearly the limit each, and the same instruction in run after run, are no stall."""
-    program, place = program_of(1), Place()
-    watch = watching(place)
+    program, tracker = program_of(1), PositionTracker()
+    watch = watching(tracker)
     for _ in range(3):
-        with place.under_way():
-            place.begin(program)
+        with tracker.running():
+            tracker.begin(program)
             for each in program.instructions[:6]:
-                place.reach(each)
+                tracker.reach(each)
                 assert stand(watch, LIMIT - 2) is None
-                if place.spot is not None and place.spot.awaits:
-                    place.arrived()
+                if tracker.host is not None and tracker.host.awaits:
+                    tracker.arrived()
                     assert stand(watch, LIMIT - 2) is None
     for _ in range(10):
-        place.begin(program)
-        place.reach(program.instructions[0])
+        tracker.begin(program)
+        tracker.reach(program.instructions[0])
         assert stand(watch, LIMIT - 2) is None
 
 
 def test_between_programs_nothing_is_watched():
-    place = Place()
-    watch = watching(place)
+    tracker = PositionTracker()
+    watch = watching(tracker)
     assert stand(watch, 10 * LIMIT) is None
-    with place.under_way():
-        at(program_of(0), "0F0", place=place)
+    with tracker.running():
+        at(program_of(0), "0F0", tracker=tracker)
     assert stand(watch, 10 * LIMIT) is None
 
 
 def test_what_an_error_left_undone_is_not_watched():
-    place = Place(Device().mark)
-    with pytest.raises(ValueError), place.under_way():
-        at(program_of(0), "0F0", "0SEND_F0", place=place)
+    tracker = PositionTracker(Device().mark)
+    with pytest.raises(ValueError), tracker.running():
+        at(program_of(0), "0F0", "0SEND_F0", tracker=tracker)
         raise ValueError
-    assert stand(watching(place), 10 * LIMIT) is None
+    assert stand(watching(tracker), 10 * LIMIT) is None
 
 
 def test_the_engine_notes_each_step_and_that_its_message_has_come():
     programs = lower(plan(Request("v-half", 2, 3)))
-    places = [Place() for _ in programs]
+    trackers = [PositionTracker() for _ in programs]
     seen: list[list[tuple[str, int | None]]] = [[] for _ in programs]
 
     def body(program: Program, transport: Transport) -> None:
-        place = places[program.rank]
+        tracker = trackers[program.rank]
 
         class Noting(PlainStages):
             def forward(
-                self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+                self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
             ) -> Tensor | None:
-                spot = place.spot
-                assert spot is not None and isinstance(spot.step, Instruction)
-                seen[program.rank].append((str(spot.step.action), spot.awaited))
-                return super().forward(stage, microbatch, activation, split=split, again=again)
+                position = tracker.host
+                assert position is not None and isinstance(position.step, Instruction)
+                seen[program.rank].append((str(position.step.action), position.awaited))
+                return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
         placement = program.placement
-        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, (), place)
+        run(program, Noting(placement.stages_of(program.rank), placement.last_stage), transport, (), tracker)
 
     run_threads(programs, body)
     for program, forwards in zip(programs, seen, strict=True):
         assert forwards == [(str(action), None) for action in program.actions if action.op is Kind.F]
-    assert [place.spot and place.spot.step for place in places] == [End.AFTER] * 2
+    assert [tracker.host and tracker.host.step for tracker in trackers] == [End.AFTER] * 2
 
 
 # --- the device ---------------------------------------------------------------------------------------------------
@@ -239,13 +277,13 @@ def test_the_engine_notes_each_step_and_that_its_message_has_come():
 
 def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead():
     device = Device()
-    place = Place(device.mark)
-    watch = watching(place)
-    with place.under_way():
-        at(program_of(1), "1F0", "1F1", "1F2", place=place)
+    tracker = PositionTracker(device.mark)
+    watch = watching(tracker)
+    with tracker.running():
+        at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
         device.passes(2)  # 1F0: its message, and itself
         line = stand(watch, 2 * LIMIT)
-        assert line is not None and "the GPU of pipeline rank 1 of 2 (global rank 7) has stood still for" in line
+        assert line is not None and "the GPU of pipeline rank 1 of 2 (global rank 7) has stalled for" in line
         assert "at 1F1: stage 1's input of microbatch 1 has not come from pipeline rank 0" in line
         device.passes(1)
         line = stand(watch, 2 * LIMIT)
@@ -255,33 +293,33 @@ def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead
 def test_a_device_that_waits_for_a_collective_is_named():
     """Gradients of the embedding are work for the device, though no pass."""
     device = Device()
-    place = Place(device.mark)
-    with place.under_way():
-        at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", place=place)
-        place.reach(End.SENDS)
+    tracker = PositionTracker(device.mark)
+    with tracker.running():
+        at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", tracker=tracker)
+        tracker.reach(End.SENDS)
     device.passes(2)
-    line = stand(watching(place), 2 * LIMIT)
+    line = stand(watching(tracker), 2 * LIMIT)
     assert line is not None and "the GPU of" in line
-    assert "at 1ADD3: what 1EMBED_BACK3 brings has not come from pipeline rank 0" in line
+    assert "at 1ADD3: the result of 1EMBED_BACK3 has not come from pipeline rank 0" in line
 
 
 def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
     device = Device()
-    place = Place(device.mark)
-    at(program_of(1), "1F0", "1F1", place=place)
+    tracker = PositionTracker(device.mark)
+    at(program_of(1), "1F0", "1F1", tracker=tracker)
     device.passes(9)
-    line = stand(watching(place), 2 * LIMIT)
+    line = stand(watching(tracker), 2 * LIMIT)
     assert line is not None and "error: pipeline rank 1" in line and "at 1F1: stage 1's input" in line
 
 
 def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
     device = Device()
-    place = Place(device.mark)
-    watch = watching(place)
-    with place.under_way():
-        at(program_of(1), "1F0", place=place)
-        place.reach(End.SENDS)
-        place.reach(End.AFTER)
+    tracker = PositionTracker(device.mark)
+    watch = watching(tracker)
+    with tracker.running():
+        at(program_of(1), "1F0", tracker=tracker)
+        tracker.reach(End.SENDS)
+        tracker.reach(End.AFTER)
     device.passes(1)
     line = stand(watch, 2 * LIMIT)
     assert line is not None and "the GPU of" in line and "at the end of its program" in line
@@ -295,10 +333,10 @@ def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
 def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
     """Between programs, while a checkpoint is written perhaps."""
     device = Device()
-    place = Place(device.mark)
-    watch = watching(place)
-    with place.under_way():
-        at(program_of(0), "0F0", place=place)
+    tracker = PositionTracker(device.mark)
+    watch = watching(tracker)
+    with tracker.running():
+        at(program_of(0), "0F0", tracker=tracker)
     (mark,) = device.marks
     mark.passed, mark.asked = True, 0
     assert stand(watch, LIMIT - 1) is None and mark.asked == 0
@@ -307,10 +345,10 @@ def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
 
 def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
     device = Device()
-    place = Place(device.mark)
-    watch = watching(place)
+    tracker = PositionTracker(device.mark)
+    watch = watching(tracker)
     program = program_of(1, n=64)
-    at(program, *(f"1F{m}" for m in range(64)), place=place)
+    at(program, *(f"1F{m}" for m in range(64)), tracker=tracker)
     for _ in range(len(device.marks) - 1):
         assert stand(watch, GRACE - 1) is None
         device.passes(1)
@@ -324,16 +362,16 @@ def test_a_device_that_fails_is_left_to_the_host():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     looking: list[bool] = []
-    place = Place(Broken)
-    with place.under_way():
-        at(program_of(1), "1F0", "1F1", place=place)
+    tracker = PositionTracker(Broken)
+    with tracker.running():
+        at(program_of(1), "1F0", "1F1", tracker=tracker)
     looking.append(True)
-    assert stand(watching(place), 10 * LIMIT) is None
+    assert stand(watching(tracker), 10 * LIMIT) is None
 
 
 def test_marks_do_not_pile_up():
     device = Device(at_once=True)
-    place = Place(device.mark)
-    at(program_of(1), "1F0", "1F1", "1F2", place=place)
+    tracker = PositionTracker(device.mark)
+    at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
     assert len(device.marks) == 4  # of each pass that it left: its message, and itself
-    assert not place.device_is_behind
+    assert not tracker.device_is_behind

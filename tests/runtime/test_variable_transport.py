@@ -13,8 +13,7 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel
-from megatron.schedules.runtime.transport import Channels, MessageSpec, make_channels
-from megatron.schedules.runtime.variable_transport import VariableTransport
+from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
 from megatron.schedules.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
@@ -31,13 +30,18 @@ def gloo_channels() -> tuple[Channels, Channels]:
     return make_channels([world], pairs), make_channels([world], pairs, backend="gloo")
 
 
+def variable_transport() -> GroupTransport:
+    channels, shapes = gloo_channels()
+    return GroupTransport(channels, SPEC, shapes=shapes)
+
+
 def _run_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
     rank, channels = dist.get_rank(), gloo_channels()
     found = []
     for schedule in schedules:
         placement = schedule.placement
         stages = PlainStages(placement.stages_of(rank), placement.last_stage, varied=True)
-        run(lower(schedule)[rank], stages, VariableTransport(*channels, SPEC))
+        run(lower(schedule)[rank], stages, GroupTransport(channels[0], SPEC, shapes=channels[1]))
         gradients = {s: [None if g is None else g.numpy() for g in gs] for s, gs in stages.gradients().items()}
         found.append((gradients, {m: loss.item() for m, loss in stages.losses.items()}))
     return found
@@ -66,7 +70,7 @@ def test_microbatches_that_differ_in_size_give_the_gradients_of_a_plain_run(rank
 def _order_body() -> list[tuple[tuple[int, ...], float]]:
     """Each side posts all sends before it receives, and waits in a random order."""
     rank, got = dist.get_rank(), {}
-    transport = VariableTransport(*gloo_channels(), SPEC)
+    transport = variable_transport()
     for k in range(8):
         transport.send(1 - rank, torch.full((k + 1, rank + 2), float(k)).t().contiguous().t())
     pending = [(k, transport.receive(1 - rank)) for k in range(8)]
@@ -85,7 +89,7 @@ def test_shapes_and_contents_belong_together_whatever_is_waited_for_first():
 
 
 def _refused_body() -> list[str]:
-    transport, refused = VariableTransport(*gloo_channels(), SPEC), []
+    transport, refused = variable_transport(), []
     for tensor in (torch.zeros(5), torch.zeros(5, 1, dtype=torch.float64)):
         with pytest.raises(ValueError) as caught:
             transport.send(1 - dist.get_rank(), tensor)

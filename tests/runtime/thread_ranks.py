@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
-from megatron.schedules.runtime.collectives import Chain, Coming, Worker
+from megatron.schedules.runtime.collectives import Chain, Pending, Worker
 from megatron.schedules.runtime.program import Channel, Program
 from megatron.schedules.runtime.transport import Transport
 
@@ -21,11 +21,11 @@ class ThreadTransport:
         rank: int,
         queues: dict[Channel, SimpleQueue[Tensor]],
         patience: float = 20,
-        meetings: Worker | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self._rank, self._queues, self._patience = rank, queues, patience
         self._posted: dict[Channel, list[_Receive]] = {}
-        self._collectives = meetings or _worker()
+        self._collectives = worker or _worker()
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._queues[Channel(self._rank, peer)].put(tensor.clone())
@@ -36,8 +36,8 @@ class ThreadTransport:
         self._posted[channel].append(receive)
         return receive
 
-    def meet(self, chain: Chain) -> Coming:
-        return self._collectives.meet(chain)
+    def collective(self, chain: Chain) -> Pending:
+        return self._collectives.post(chain)
 
     def finish(self) -> None:
         self._collectives.finish()
@@ -66,7 +66,7 @@ class _Receive:
 
 
 class ThreadTalk:
-    """What all ranks have, one meeting after another: the k-th call of one rank meets the k-th of all others."""
+    """What all ranks have, one exchange after another: the k-th call of one rank matches the k-th of all others."""
 
     def __init__(self, ranks: int, patience: float = 20) -> None:
         self._barrier = threading.Barrier(ranks)
@@ -74,7 +74,7 @@ class ThreadTalk:
         self._patience = patience
 
     def gather(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """The tensors that the ranks brought to this meeting, in their order."""
+        """The tensors that the ranks brought to this exchange, in their order."""
         self._brought[rank] = tensor.clone()
         self._barrier.wait(self._patience)
         found = [each for each in self._brought if each is not None]

@@ -79,7 +79,9 @@ class _Stages(Stages):
             self._group = _collective_group()
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
+    ) -> Tensor:
         x = torch.zeros(SHAPE) if activation is None else activation.requires_grad_()
         self._layers[stage].microbatch = microbatch
         output = self._layers[stage](x)
@@ -110,7 +112,7 @@ class _Stages(Stages):
 
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None: ...
 
-    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
+    def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
         """The messages of a real one: hidden states, a number or three for each token, and its word."""
         first, last = self._placement.rank_of[0], self._placement.rank_of[-1]
         hidden, tokens, words = torch.zeros(SHAPE), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2], dtype=torch.int64)
@@ -141,9 +143,11 @@ class _Timed(_Stages):
         super().__init__(passes, program)
         self.longer: dict[Kind, list[float]] = defaultdict(list)
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
+    ) -> Tensor:
         with self._timing(Kind.F, stage):
-            return super().forward(stage, microbatch, activation, split=split, again=again)
+            return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         with self._timing(Kind.I, stage):

@@ -15,7 +15,7 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter, Hold
 from megatron.schedules.runtime.copies import ThreadCopies
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -52,7 +52,7 @@ class ReliefStages(Stages):
 
     def __init__(self, passes: Passes, program: Program, rank_bytes: int, meter: ActivationMeter | None) -> None:
         self._passes, self._program, self._meter = passes, program, meter
-        self._again = Again(lambda: nullcontext)
+        self._recomputes = Recomputes(lambda: nullcontext)
         self._offloads = Offloads(ThreadCopies(_gbps(passes.costs, rank_bytes)))
         self._offloads.meter = meter
         self._chunks: dict[int, dict[Share, Part]] = {}
@@ -63,18 +63,20 @@ class ReliefStages(Stages):
             }
             self._chunks[stage] = {share: Part(size, self._leave) for share, size in sizes.items() if size}
             if again := self._chunks[stage].get(Share.RECOMPUTED):
-                do_again(again, self._again)
+                recompute_layer(again, self._recomputes)
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._left: dict[tuple[int, int], list[tuple[Tensor, Hold | None]]] = {}
         self._now = (0, 0)
 
-    def forward(self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool) -> Tensor:
+    def forward(
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
+    ) -> Tensor:
         x = torch.zeros(SHAPE) if activation is None else activation.requires_grad_()
         with ExitStack() as around:
             if self._program.offloads(stage, microbatch):
                 around.enter_context(self._offloads.forward(stage, microbatch))
-            if again:
-                around.enter_context(self._again.keeping(stage, microbatch))
+            if recompute:
+                around.enter_context(self._recomputes.forward(stage, microbatch))
             around.enter_context(self._counting())
             around.enter_context(self._taking(Kind.F, stage))
             output = x
@@ -86,7 +88,7 @@ class ReliefStages(Stages):
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
         with self._taking(Kind.R, stage), self._counting():
-            self._again.run(stage, microbatch)
+            self._recomputes.run(stage, microbatch)
 
     def offload(self, stage: int, microbatch: int) -> None:
         self._offloads.offload(stage, microbatch)
@@ -111,7 +113,7 @@ class ReliefStages(Stages):
     def assert_empty(self) -> None:
         """Raise RuntimeError where something is still away, or waits for its R or its W."""
         self._offloads.assert_empty()
-        self._again.assert_empty()
+        self._recomputes.assert_empty()
         if self._open or self._left:
             raise RuntimeError(f"still held: {[*self._open, *self._left]}")
 

@@ -166,7 +166,7 @@ class _Idle:
     def __init__(self, message: Any) -> None:
         self._message = message
 
-    def forward(self, stage: int, microbatch: int, activation: Any, *, split: bool, again: bool) -> Any:
+    def forward(self, stage: int, microbatch: int, activation: Any, *, split: bool, recompute: bool) -> Any:
         return self._message
 
     def backward(self, stage: int, microbatch: int, gradient: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.schedules.integration import schedule_function
 from megatron.schedules.runtime.engine import Observer
-from megatron.schedules.runtime.position import Place
+from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Action, Op, Program
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import Transport
@@ -47,10 +47,10 @@ def watch(watcher: Watcher) -> None:
         stages: Stages,
         transport: Transport,
         observers: Sequence[Observer] = (),
-        place: Place | None = None,
+        tracker: PositionTracker | None = None,
     ) -> None:
         with watcher.program(program):
-            run(program, _Watched(stages, watcher.action), transport, observers, place)
+            run(program, _Watched(stages, watcher.action), transport, observers, tracker)
 
     schedule_function.run = watched
 
@@ -62,10 +62,10 @@ class _Watched:
         self._stages, self._around = stages, around
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
         with self._around(Action(Kind.F, stage, microbatch)):
-            return self._stages.forward(stage, microbatch, activation, split=split, again=again)
+            return self._stages.forward(stage, microbatch, activation, split=split, recompute=recompute)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         with self._around(Action(Kind.B, stage, microbatch)):
@@ -106,5 +106,5 @@ class _Watched:
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         self._stages.add_embedding(microbatch, gradient)
 
-    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
-        return self._stages.meet(op, microbatch)
+    def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
+        return self._stages.collective(op, microbatch)

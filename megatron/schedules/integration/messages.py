@@ -19,7 +19,6 @@ from megatron.schedules.runtime.transport import (
     make_channels,
     make_collective_group,
 )
-from megatron.schedules.runtime.variable_transport import VariableTransport
 
 # A posted receive holds its multiprocessors until its message comes. These few still fill a link within a node.
 _MULTIPROCESSORS = 4
@@ -60,7 +59,7 @@ class Messages:
             return GroupTransport(self._channels, spec)
         if self._shapes is None:
             self._shapes = self._make(backend="gloo")
-        return VariableTransport(self._channels, self._shapes, spec)
+        return GroupTransport(self._channels, spec, shapes=self._shapes)
 
 
 def nccl_options(args: Any) -> Any:

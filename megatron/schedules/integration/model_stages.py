@@ -19,17 +19,17 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
-from megatron.schedules.runtime.recompute import Again
+from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from megatron.schedules.schedule.kinds import Kind
 
 
 class _InFlight(NamedTuple):
-    """What is kept between F and the backward: what gets the input's gradient, and where in the graph to start.
+    """What is kept between F and the backward: what gets the input's gradient, and where the backward starts.
 
-    The edge, not the output: an output already sent would only take memory. The last stage's loss is the exception,
-    since the scale of the gradients is applied to its value. None where nothing up to here is trained.
+    The start is an edge of the graph, not the output, which would only take memory. The last stage's loss is the
+    exception, because gradients are scaled through its value. None where nothing up to here is trained.
     """
 
     activation: Tensor | InputGradient | None
@@ -40,16 +40,16 @@ class MegatronStages(Stages):
     """The model chunks of one rank during one call of the schedule.
 
     Args:
-        program: what the rank is about to do.
+        program: the rank's.
         model: its chunks, in model order.
         config: their configuration.
-        call: what was asked for.
+        call: the arguments of the schedule's call.
         store: where split linears queue their weight gradients.
         running: entered round the forward of every stage.
-        meter: counts the activations held; None for not counting.
-        exchange: how ranks meet over a vocabulary that all share; None where they do not.
-        again: where layers' forwards wait for their R; None where the program has none.
-        offloads: takes activations to the host and back; None where the program has no O.
+        meter: counts activations; None for not counting.
+        exchange: for the collectives of vocabulary parallelism; None without it.
+        recomputes: where layers' forwards wait for their R; None without R.
+        offloads: the offloaded activations; None without O.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class MegatronStages(Stages):
         running: Callable[[int], AbstractContextManager[None]],
         meter: ActivationMeter | None = None,
         exchange: Exchange | None = None,
-        again: Again | None = None,
+        recomputes: Recomputes | None = None,
         offloads: Offloads | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running, self._again, self._offloads = running, again, offloads
+        self._running, self._recomputes, self._offloads = running, recomputes, offloads
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
@@ -80,41 +80,43 @@ class MegatronStages(Stages):
             )
 
     def finish(self) -> None:
-        """Report and reduce what has not been; to be called once the program has ended well."""
+        """Reports losses and reduces gradients that are left; to be called once the program has ended well."""
         if self._shared is not None:
             with self._running(self._placement.last_stage):
                 self._shared.report_losses()
         self._reduction.finish()
 
     def close(self) -> None:
-        """Let stock reduce gradients again; to be called however the program ended."""
+        """Restores stock's reduction of gradients; to be called however the program ended."""
         self._reduction.close()
 
     def forward(
-        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, again: bool
+        self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
-        """F: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.F, stage, microbatch)
         chunk, is_last = self._placement.chunk_of(stage), stage == self._placement.last_stage
         training, shared = not self._call.forward_only, self._shared
-        away = training and self._program.offloads(stage, microbatch)
-        step, samples, given = self._call.forward_step_func, self._call.data_iterators[chunk], activation
+        offload = training and self._program.offloads(stage, microbatch)
+        step, samples, input = self._call.forward_step_func, self._call.data_iterators[chunk], activation
         taken: Tensor | InputGradient | None = activation
         if shared is not None and activation is not None and stage == 0:
-            samples, given = shared.feed(activation), None
-        elif activation is not None and away:
-            given, taken = as_input(activation)
+            samples, input = shared.feed(activation), None
+        elif activation is not None and offload:
+            input, taken = as_input(activation)
         elif activation is not None and training:
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with self._around(stage, microbatch, split), self._relieved(stage, microbatch, given, again=again, away=away):
+        with (
+            self._around(stage, microbatch, split),
+            self._saving_memory(stage, microbatch, input, recompute=recompute, offload=offload),
+        ):
             output, tokens = forward_step(
                 step,
                 samples,
                 self._model[chunk],
                 self._call.num_microbatches,
-                given,
+                input,
                 self.losses,
                 self._config,
                 cp_group_size=self._call.cp_size,
@@ -125,89 +127,78 @@ class MegatronStages(Stages):
                 is_last_stage=is_last and shared is None,
             )
             if is_last and shared is None:
-                self.tokens += tokens  # elsewhere stock counts none, and in host memory
+                self.tokens += tokens  # on other stages stock counts none, and in host memory
                 start: GradientEdge | Tensor | None = output
             else:
                 # Stock takes the last rank for the last stage and hands back its output in fp32.
                 output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
-            if away:
+            if offload:
                 forget_input(self._model[chunk])
         if training:
             self._in_flight[stage, microbatch] = _InFlight(taken, start)
         return None if is_last else output
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """B: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.B, stage, microbatch)
         return self._backward(stage, microbatch, gradient)
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """I: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.I, stage, microbatch)
         with self._store.split(stage, microbatch):
             return self._backward(stage, microbatch, gradient)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """W: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
-        """R: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.R, stage, microbatch)
         timers = self._config.timers
         if timers is not None:
             timers("forward-compute", log_level=2).start()
-        assert self._again is not None
+        assert self._recomputes is not None
         with self._around(stage, microbatch, self._program.splits(stage, microbatch)):
-            self._again.run(stage, microbatch)
+            self._recomputes.run(stage, microbatch)
         if timers is not None:
             timers("forward-compute").stop()
 
     def offload(self, stage: int, microbatch: int) -> None:
-        """O: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         assert self._offloads is not None
         self._offloads.offload(stage, microbatch)
 
     def load(self, stage: int, microbatch: int) -> None:
-        """L: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         assert self._offloads is not None
         self._offloads.load(stage, microbatch)
 
     def output_part(self, stage: int, microbatch: int, hidden: Tensor) -> None:
-        """S: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.S, stage, microbatch)
         assert self._shared is not None
         self._shared.output_part(microbatch, hidden)
 
     def output_weight(self, stage: int, microbatch: int, weights: Tensor) -> None:
-        """T: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Kind.T, stage, microbatch)
         assert self._shared is not None
         self._shared.output_weight(stage, microbatch, weights)
 
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
-        """ADD: see :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._begin(Op.ADD, self._placement.stages_of(self._program.rank)[0], microbatch)
         assert self._shared is not None
         self._shared.add_embedding(microbatch, gradient)
 
-    def meet(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
-        """See :class:`megatron.schedules.runtime.stage_interface.Stages`."""
+    def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor | None]:
         assert self._shared is not None
-        with self._running(0):  # whose forward may run ahead
-            return self._shared.meet(op, microbatch)
+        with self._running(0):  # its forward may run ahead
+            return self._shared.collective(op, microbatch)
 
     def reduce_gradients(self, stage: int) -> None:
-        """See :class:`megatron.schedules.runtime.stage_interface.Stages`."""
         self._reduction.complete(self._placement.chunk_of(stage))
 
     def _begin(self, kind: Kind | Op, stage: int, microbatch: int) -> None:
-        """Have the messages among replicas and among tensor-parallel ranks under way that may be so during this pass.
+        """Starts the communication among replicas and tensor-parallel ranks that can overlap this pass.
 
-        All ranks of their groups do so at the same point, for they have one program. What a W right after this pass
-        waits for first is gathered meanwhile; for the length of this pass one operand is so held as a whole.
+        All ranks of a group do so at the same point, because they have the same program. The first operand of a W right
+        after this pass is gathered meanwhile, and takes memory as a whole for the length of this pass.
         """
         self._reduction.begin_pass()
         ending = self._program.endings.get((kind, stage, microbatch))
@@ -225,7 +216,7 @@ class MegatronStages(Stages):
                 self._store.prefetch(*after)
 
     def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
-        """The parameters whose gradients a backward of a stage's weights adds to; None for perhaps all."""
+        """Returns the parameters whose gradients a backward of a stage's weights adds to; None for perhaps all."""
         if kind is Kind.W:
             return self._store.parameters(stage, microbatch)
         if self._shared is None:
@@ -246,7 +237,7 @@ class MegatronStages(Stages):
         if start is not None:
             if gradient is None and self._config.grad_scale_func is not None:
                 start = self._config.grad_scale_func(start)
-            with self._counted():  # what Megatron does again inside
+            with self._counted():  # what Megatron recomputes inside
                 torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
@@ -264,27 +255,27 @@ class MegatronStages(Stages):
         return stack
 
     def _counted(self) -> AbstractContextManager[None]:
-        """While tensors are saved for a backward, those that are to be counted are."""
+        """Has the meter, if there is one, count the tensors that are saved for a backward."""
         if self._meter is None or self._call.forward_only:
             return nullcontext()
         return self._meter.recording()
 
-    def _relieved(
-        self, stage: int, microbatch: int, given: Tensor | None, *, again: bool, away: bool
+    def _saving_memory(
+        self, stage: int, microbatch: int, input: Tensor | None, *, recompute: bool, offload: bool
     ) -> AbstractContextManager[Any]:
-        """Round a forward, which begins with ``given``: layers wait for their R, what others save goes to the host."""
+        """Surrounds a forward that begins with ``input``: layers wait for their R, saved tensors are offloaded."""
         stack = ExitStack()
-        if again:
-            assert self._again is not None
-            stack.enter_context(self._again.keeping(stage, microbatch))
-        if away:
+        if recompute:
+            assert self._recomputes is not None
+            stack.enter_context(self._recomputes.forward(stage, microbatch))
+        if offload:
             assert self._offloads is not None
-            stack.enter_context(self._offloads.forward(stage, microbatch, () if given is None else (given,)))
+            stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
         return stack
 
     def _is_first(self, chunk: int) -> bool:
         first, self._started[chunk] = not self._started[chunk], True
-        # Stock's rule: weights cached for the first validation step are still good in the next ones.
+        # As stock: weights cached for the first validation step are still valid in the next ones.
         if self._call.forward_only and self._call.first_val_step is not None:
             return self._call.first_val_step and first
         return first

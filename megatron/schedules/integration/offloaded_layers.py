@@ -1,4 +1,4 @@
-"""Which activations of Megatron's models go to the host: those of the first decoder layers of each chunk, so many.
+"""Offloads activations of Megatron's models: those of the first decoder layers of each chunk.
 
 Hook: ``forward`` of each of these layers' instances. The embedding, what follows the last layer, and the loss stay.
 """
@@ -37,12 +37,12 @@ class CopySpeed(NamedTuple):
 def begin(
     model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None, speed: CopySpeed
 ) -> Offloads:
-    """What takes activations to the host and back.
+    """Makes the offloads of a rank's chunks.
 
     Args:
         model: a rank's chunks.
-        stages: which they are.
-        layers: by stage, of how many of its decoder layers, the first ones, the activations go; None: of all.
+        stages: their numbers.
+        layers: by stage, how many of its first decoder layers are offloaded; None for all.
         speed: of the copies.
     """
     device = torch.empty(0, device="cuda").device
@@ -53,14 +53,14 @@ def begin(
 
 
 def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None = None) -> int:
-    """Have what the first ``count`` decoder layers of a chunk save for their backward go through ``offloads``.
+    """Sends what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
 
-    Where ``offloads`` is not asked to, for a microbatch that stays or in evaluation, nothing changes. A layer that is
-    recomputed as a whole saves nothing but its input, outside its forward; that stays.
+    For microbatches without O, and in evaluation, nothing changes. A layer that is recomputed as a whole saves only its
+    input, outside its forward; that stays on the device.
 
     Args:
         model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        offloads: where they go.
+        offloads: of the rank.
         count: of the chunk's layers; None for all.
 
     Returns:
@@ -73,12 +73,12 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
 
 
 def forget_input(model_chunk: torch.nn.Module) -> None:
-    """Have the chunk let go of the input that stock has it keep until the next microbatch's."""
+    """Frees the chunk's input, which stock keeps until the next microbatch's."""
     get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
 
 
 class _Forward:
-    """Stands for one layer's ``forward``."""
+    """Replaces one layer's ``forward``."""
 
     def __init__(self, forward: Any, offloads: Offloads) -> None:
         self._forward, self._offloads = forward, offloads

@@ -23,7 +23,7 @@ from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_lin
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.request import Request
 from megatron.schedules.report.figures import amount
-from megatron.schedules.runtime.control_messages import Notices
+from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.simulator import simulate
 
@@ -55,7 +55,9 @@ class JobReplan:
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._args, self._function = planner, args, function
-        self._replanner = Replanner(planner, Notices(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0)
+        self._replanner = Replanner(
+            planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0
+        )
         self._profile: JobProfile | None = None
         self._slow, self._idle = slow, IdleWatch()
         self._measure = asked is None or asked.counted <= args.iteration  # a job that goes on behind those

@@ -18,7 +18,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
-from megatron.schedules.integration.layers.recompute import recompute_layers, surroundings
+from megatron.schedules.integration.layers.recompute import capture_state, recompute_layers
 from megatron.schedules.integration.lengths.background import LengthsBeside, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
@@ -34,9 +34,9 @@ from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.engine import Observer, run
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.position import Place
+from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recompute import Again
+from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -66,12 +66,12 @@ class _Bound(NamedTuple):
 
     Args:
         store: the weight gradients that wait for W.
-        again: the forwards that wait for R; None without any R.
+        recomputes: the forwards that wait for R; None without any R.
         offloads: what is away between O and L; None without any O.
     """
 
     store: WeightGradients
-    again: Again | None
+    recomputes: Recomputes | None
     offloads: Offloads | None
 
     def assert_empty(self) -> None:
@@ -128,11 +128,11 @@ class ScheduleFunction:
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._measure_next, self._counted = report_memory, False
         self._store: WeightGradients | None = None
-        self._again: Again | None = None
+        self._recomputes: Recomputes | None = None
         self._copies = copies or CopySpeed()
         self._offloads: Offloads | None = None
         self.peak_activation_bytes = 0
-        self._place = _watched(stall_seconds) if stall_seconds else Place()
+        self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
     def __call__(
         self,
@@ -194,11 +194,11 @@ class ScheduleFunction:
             self._running,
             measuring.meter,
             self._exchange(spec, sent, cp_size),
-            bound.again,
+            bound.recomputes,
             bound.offloads,
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
-        with self._place.under_way():
+        with self._tracker.running():
             observers = self._watching(measuring.profiled, bound.offloads)
             with closing(stages), events_in(config.timers), self._late_checks.at_the_end():
                 self._run(program, stages, transport, observers, () if forward_only else self._watchers, planned)
@@ -272,7 +272,7 @@ class ScheduleFunction:
         """All passes and messages, which ``watchers`` hear of."""
         own_plan = planned and planned.timeline
         watching = [observer for watcher in watchers for observer in watcher.begin(program, own_plan)]
-        run(program, stages, transport, [*observers, *watching], self._place)
+        run(program, stages, transport, [*observers, *watching], self._tracker)
         for watcher in watchers:
             watcher.end()
         stages.finish()
@@ -298,7 +298,7 @@ class ScheduleFunction:
         self, chunks: Sequence[torch.nn.Module], program: Program, meter: ActivationMeter | None
     ) -> Offloads | None:
         """What takes activations to the host and back, which the model's layers know; None without any O."""
-        if not program.away:
+        if not program.has_offload:
             return None
         if self._offloads is None:
             self._offloads = begin(
@@ -317,14 +317,14 @@ class ScheduleFunction:
                 split_te_linears(chunk, self._store)
         return self._store
 
-    def _bound_recompute(self, chunks: Sequence[torch.nn.Module], program: Program) -> Again:
+    def _bound_recompute(self, chunks: Sequence[torch.nn.Module], program: Program) -> Recomputes:
         """The forwards that wait for their R, which the model's layers know from the first program on that has one."""
-        if self._again is None:
-            self._again = Again(surroundings)
+        if self._recomputes is None:
+            self._recomputes = Recomputes(capture_state)
             which = self._planner.recomputed_layers
             for chunk, stage in zip(chunks, program.placement.stages_of(program.rank), strict=True):
-                recompute_layers(chunk, None if which is None else which[stage], self._again)
-        return self._again
+                recompute_layers(chunk, None if which is None else which[stage], self._recomputes)
+        return self._recomputes
 
     def _finish_gradients(
         self, chunks: Sequence[torch.nn.Module], config: Any, tokens: torch.Tensor, pg_collection: Any, force: Any
@@ -351,17 +351,17 @@ def _nothing() -> None:
     """Nothing happens between two iterations."""
 
 
-def _watched(stall_seconds: float) -> Place:
-    """A place whose standing still for so long ends this process."""
-    place = Place(_mark)
+def _watched(stall_seconds: float) -> PositionTracker:
+    """Returns a tracker; this process ends where it stalls for so long."""
+    tracker = PositionTracker(_mark)
     StallWatch(
-        place,
+        tracker,
         stall_seconds,
         global_rank=dist.get_rank(),
         advice=f"docs/gpu.md lists causes; where it is only slow, raise {FLAGS['stall_seconds']} ({stall_seconds:g})",
         in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
     ).start()
-    return place
+    return tracker
 
 
 def _mark() -> torch.cuda.Event:

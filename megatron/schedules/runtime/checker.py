@@ -1,21 +1,21 @@
 """The checker: proves that the programs of all ranks run to their end together, before any of them starts.
 
-The model is the strictest there is. A channel is a directed pair of ranks with its own process group. It buffers
-nothing: a message is through when its sender has posted the send and its receiver the receive, and the k-th send meets
-the k-th receive. A collective is through when all ranks have posted it, and the k-th of each meets the k-th of all
-others. And before every single action, a pass or the posting of a message, a rank waits until all that it has posted is
-through (``device_sync``).
+The model is the strictest possible. A channel is a directed pair of ranks with its own process group. It buffers
+nothing: a message is complete when its sender has posted the send and its receiver the receive, and the k-th send
+matches the k-th receive. A collective is complete when all ranks have posted it, and the k-th of each rank matches the
+k-th of all others. Before every action, a pass or the posting of a message, a rank waits until all that it has posted
+is complete.
 
-No transport here waits so. But a rank may come to wait for its whole device in any pass, where something synchronises,
-and at any first use of a kernel, whose code is then loaded; with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, and
-more queues may be shared too) whatever is queued waits for the messages before it; and where shapes are not known
-beforehand hosts wait for each other. What ends under this model ends wherever any of that happens.
+No transport here waits so often. But a rank may wait for its whole device in any pass, where something synchronises, or
+at the first use of a kernel, whose code is then loaded; with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all
+that is queued waits for the messages before it; and where shapes are not known beforehand hosts wait for each other. A
+program that ends under this model ends wherever any of that happens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -37,18 +37,17 @@ from megatron.schedules.schedule.kinds import Kind
 
 
 def check(programs: Sequence[Program]) -> None:
-    """Prove that ``programs`` end, and that all who meet agree on order and meaning.
+    """Proves that ``programs`` end, and that both ends of every message and collective agree on order and meaning.
+
+    Time is linear in the actions.
 
     Args:
         programs: one for each pipeline rank, in order.
 
-    Time is linear in the actions.
-
     Raises:
-        ProgramError: naming the ranks and actions of what is wrong: a pass without its input, a result never
-            used, a send that meets another receive, ranks that meet in different collectives, one that lacks its part
-            or is missing, gradients that are added to after their reduction has started, or ranks that wait for each
-            other.
+        ProgramError: names the ranks and actions at fault: a pass without its input, an unused result, a send that
+            matches another receive, ranks in different collectives, a collective without a rank's part, gradients added
+            after their reduction has started, or ranks that wait for each other.
     """
     for rank, program in enumerate(programs):
         _check_rank(rank, program)
@@ -58,9 +57,9 @@ def check(programs: Sequence[Program]) -> None:
 
 
 def _check_rank(rank: int, program: Program) -> None:
-    """Follow one rank's slots and gradients."""
+    """Checks one rank's slots and gradients."""
     if program.rank != rank:
-        raise ProgramError(f"the program of rank {program.rank} stands in the place of rank {rank}")
+        raise ProgramError(f"the program of rank {program.rank} was given for rank {rank}")
     rank_of, last = program.placement.rank_of, program.placement.last_stage
     held: dict[Slot, Kind | Op] = {}
     reduced: dict[int, Action] = {}
@@ -90,7 +89,7 @@ def _check_rank(rank: int, program: Program) -> None:
 
 
 def _check_parts(program: Program) -> None:
-    """Whether each collective stands with the right stage, after what makes this rank's part of it."""
+    """Checks that each collective is written with the right stage, after the pass that computes this rank's part."""
     stages, last = program.placement.stages_of(program.rank), program.placement.last_stage
     done: set[Action] = set()
     for action in program.actions:
@@ -104,11 +103,13 @@ def _check_parts(program: Program) -> None:
         parts = [Action(kind, stage, action.microbatch) for kind in made_by]
         if parts and makers.include(stage, last) and done.isdisjoint(parts):
             made = " or ".join(map(str, parts))
-            raise ProgramError(f"rank {program.rank}: {action} comes before {made}, which makes this rank's part of it")
+            raise ProgramError(
+                f"rank {program.rank}: {action} comes before {made}, which computes this rank's part of it"
+            )
 
 
 def _check_collectives(programs: Sequence[Program]) -> None:
-    """Compare the collectives of all ranks, one by one, count them, and see that no rank lacks its part of one."""
+    """Checks that all ranks post the same collectives in one order, each once, and have their part of each."""
     present = {action.op for program in programs for action in program.actions}
     expected = {*collectives_among(present), *(op for op in COLLECTIVES if op in present)}
     rows = [[action for action in program.actions if action.op in COLLECTIVES] for program in programs]
@@ -127,7 +128,7 @@ def _check_collectives(programs: Sequence[Program]) -> None:
 
 
 def _check_channels(programs: Sequence[Program]) -> None:
-    """Compare both ends of every channel, message by message."""
+    """Checks both ends of every channel, message by message."""
     sends: dict[Channel, list[Action]] = {}
     receives: dict[Channel, list[Action]] = {}
     for program in programs:
@@ -150,122 +151,95 @@ def _check_channels(programs: Sequence[Program]) -> None:
 
 
 def _channel(rank: int, action: Action) -> Channel | None:
-    """The channel that ``action`` of ``rank`` posts on."""
+    """Returns the channel of a send or receive; None for all else."""
     if action.peer is None:
         return None
     return Channel(rank, action.peer) if action.op in SENDS else Channel(action.peer, rank)
 
 
-class _Message(NamedTuple):
-    """The ``number``-th message of ``channel``."""
+class _Posted(NamedTuple):
+    """The ``number``-th message of a channel, or the ``number``-th collective of all ranks (channel None)."""
 
-    channel: Channel
+    channel: Channel | None
     number: int
 
     def __str__(self) -> str:
+        if self.channel is None:
+            return f"collective {self.number}"
         return f"message {self.number} of channel {self.channel}"
 
 
-class _Meeting(NamedTuple):
-    """The ``number``-th collective of all ranks."""
-
-    number: int
-
-    def __str__(self) -> str:
-        return f"collective {self.number}"
-
-
 class _Run:
-    """The programs followed through: each rank goes on until it must wait, and is woken by what it waits for."""
+    """Follows the programs: each rank goes on until it must wait, and is woken when what it waits for is complete."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self._programs = programs
         self._next = [0] * len(programs)
-        self._open: list[deque[_Message | _Meeting]] = [deque() for _ in programs]
-        self._sent: dict[Channel, int] = {}
-        self._received: dict[Channel, int] = {}
-        self._met = [0] * len(programs)
-        self._posted: Counter[int] = Counter()
-        self._stopped: dict[int, tuple[Action, _Message | _Meeting]] = {}
+        self._open: list[deque[_Posted]] = [deque() for _ in programs]
+        self._numbers: Counter[tuple[int, Channel | None]] = Counter()
+        self._ends: Counter[_Posted] = Counter()
+        self._stopped: dict[int, tuple[Action, _Posted]] = {}
 
     def to_the_end(self) -> None:
         """Raises :class:`ProgramError` where ranks wait for each other."""
         ready = deque(range(len(self._programs)))
         while ready:
-            ready.extend(self._go_on(ready.popleft()))
+            ready.extend(self._advance(ready.popleft()))
         if self._stopped:
             raise ProgramError(self._describe())
 
-    def _go_on(self, rank: int) -> list[int]:
-        """Follow ``rank`` until it stops; the ranks that this woke."""
+    def _advance(self, rank: int) -> list[int]:
+        """Follows ``rank`` until it stops; returns the ranks that this woke."""
         actions, posted = self._programs[rank].actions, self._open[rank]
         woken: list[int] = []
         for index in range(self._next[rank], len(actions)):
             action = actions[index]
-            while posted and self._through(posted[0]):
+            while posted and self._complete(posted[0]):
                 posted.popleft()
             if posted:
                 self._stopped[rank] = action, posted[0]
                 break
             channel = _channel(rank, action)
-            if channel is not None:
+            if channel is not None or action.op in COLLECTIVES:
                 woken += self._post(rank, channel)
-            elif action.op in COLLECTIVES:
-                woken += self._meet(rank)
             self._next[rank] = index + 1
         return woken
 
-    def _post(self, rank: int, channel: Channel) -> list[int]:
-        """Post ``rank``'s end of the next message of ``channel``; the other rank where this woke it."""
-        ends, peer = (self._sent, channel.destination) if rank == channel.source else (self._received, channel.source)
-        message = _Message(channel, ends.get(channel, 0))
-        ends[channel] = message.number + 1
-        self._open[rank].append(message)
-        return self._woken([peer])
-
-    def _meet(self, rank: int) -> list[int]:
-        """Post ``rank``'s end of its next collective; the others where all have posted theirs and this woke them."""
-        collective = _Meeting(self._met[rank])
-        self._met[rank] += 1
-        self._open[rank].append(collective)
-        self._posted[collective.number] += 1
-        if self._posted[collective.number] < len(self._programs):
+    def _post(self, rank: int, channel: Channel | None) -> list[int]:
+        """Posts the next message of ``channel`` or collective; wakes and returns the ranks that waited for it."""
+        posted = _Posted(channel, self._numbers[rank, channel])
+        self._numbers[rank, channel] += 1
+        self._ends[posted] += 1
+        self._open[rank].append(posted)
+        if not self._complete(posted):
             return []
-        return self._woken(self._stopped)
-
-    def _woken(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that need not wait any more."""
-        woken = [rank for rank in ranks if rank in self._stopped and self._through(self._stopped[rank][1])]
-        for rank in woken:
-            del self._stopped[rank]
+        woken = [other for other in self._ranks(posted) if other in self._stopped and self._stopped[other][1] == posted]
+        for other in woken:
+            del self._stopped[other]
         return woken
 
-    def _through(self, posted: _Message | _Meeting) -> bool:
-        if isinstance(posted, _Meeting):
-            return self._posted[posted.number] == len(self._programs)
-        channel, number = posted
-        return self._sent.get(channel, 0) > number and self._received.get(channel, 0) > number
+    def _ranks(self, posted: _Posted) -> Sequence[int]:
+        """Returns the ranks that take part."""
+        return range(len(self._programs)) if posted.channel is None else posted.channel
+
+    def _complete(self, posted: _Posted) -> bool:
+        return self._ends[posted] == len(self._ranks(posted))
+
+    def _missing(self, posted: _Posted) -> int:
+        """Returns a rank that has not posted its end."""
+        return next(rank for rank in self._ranks(posted) if self._numbers[rank, posted.channel] <= posted.number)
 
     def _describe(self) -> str:
-        """Follow who waits for whom until a rank comes up again."""
+        """Follows who waits for whom until a rank comes up a second time."""
         rank = min(self._stopped)
         seen: list[int] = []
         while rank not in seen and rank in self._stopped:
             seen.append(rank)
-            rank = self._missing(rank, self._stopped[rank][1])
+            rank = self._missing(self._stopped[rank][1])
         circle = seen[seen.index(rank) :] if rank in seen else seen
         lines = []
         for stopped in circle:
             action, posted = self._stopped[stopped]
-            what = str(posted)
-            if isinstance(posted, _Meeting):
-                what = f"{posted}, which rank {self._missing(stopped, posted)} has not come to"
-            lines.append(f"rank {stopped} before {action} for {what}")
+            joins = f", which rank {self._missing(posted)} has not joined" if posted.channel is None else ""
+            lines.append(f"rank {stopped} before {action} for {posted}{joins}")
         return "ranks wait for each other: " + "; ".join(lines)
-
-    def _missing(self, rank: int, posted: _Message | _Meeting) -> int:
-        """A rank that has not posted its end of what ``rank`` waits for."""
-        if isinstance(posted, _Meeting):
-            return next(other for other, met in enumerate(self._met) if met <= posted.number)
-        source, destination = posted.channel
-        return source if rank == destination else destination

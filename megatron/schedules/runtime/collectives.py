@@ -1,8 +1,8 @@
-"""Meetings: chains of collective calls, carried out while the rank goes on computing, one after another.
+"""Collectives of a pipeline: chains of calls that run one after another while the rank goes on computing.
 
-A chain is a function without arguments that makes calls which wait for other ranks (``torch.distributed``'s own, in a
-group of the whole pipeline) and computes a little between them. All ranks post theirs in one order. What a chain gives
-is there for whoever waits for it. Nothing in a chain is recorded by autograd.
+A chain is a function without arguments. It makes calls that wait for other ranks (``torch.distributed``'s own, in a
+group of the whole pipeline) and computes a little between them. All ranks post theirs in one order. Autograd records
+nothing of a chain.
 """
 
 from __future__ import annotations
@@ -13,218 +13,183 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import cache
+from concurrent.futures import Future
+from functools import cache, partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.schedules.runtime.background_thread import BackgroundThread
 from megatron.schedules.runtime.stall_watch import end_process
 from megatron.schedules.utils.errors import one_line
 
 Chain = Callable[[], Tensor | None]
 
 
-class Coming(Protocol):
-    """What a chain will give."""
+class Pending(Protocol):
+    """A receive or a collective that was posted."""
 
     def wait(self) -> Tensor:
-        """It, once it is there; on a GPU for what the current stream does next. Called once.
+        """Returns the tensor that it brings, once it is there. Called once.
+
+        On a GPU it may still be arriving: it is there for whatever the current stream does next.
 
         Raises:
-            RuntimeError: where the chain gave nothing.
+            RuntimeError: the chain returned nothing.
             Exception: what the chain raised, or one before it.
         """
         ...
 
 
-class Meetings(Protocol):
-    """Where chains are carried out, first in first out."""
+class CollectiveRunner(Protocol):
+    """Runs chains, first in first out."""
 
-    def meet(self, chain: Chain) -> Coming:
-        """Have ``chain`` carried out after all before it; returns without waiting for other ranks."""
+    def post(self, chain: Chain) -> Pending:
+        """Runs ``chain`` after all before it; returns without waiting for other ranks."""
         ...
 
     def finish(self) -> None:
-        """Wait until all chains have been carried out; raises what one raised."""
+        """Waits until all chains have run; raises what one raised."""
         ...
 
 
-def collectives_on(device: torch.device) -> Meetings:
-    """What carries out chains that compute on ``device``."""
+def collectives_on(device: torch.device) -> CollectiveRunner:
+    """Returns what runs chains that compute on ``device``."""
     return SideStream(device) if device.type == "cuda" else Worker()
 
 
-class Worker:
-    """Carries chains out in a thread of its own, which is there from the first one until :meth:`finish`.
+class Worker(CollectiveRunner):
+    """Runs chains in a thread, which exists from the first chain until :meth:`finish`.
 
-    After a chain that raised no other is carried out: its ranks would meet in different ones. Who waits for any of them
-    is told. Where nobody is soon, since the program waits in a call that nothing wakes for what other ranks cannot send
+    After a chain that raised no other runs, because ranks would then join different collectives. Whoever waits for any
+    of them gets the error. Where nobody does soon, because the program waits for something that other ranks cannot send
     without this one, the process ends.
 
-    What is set for a thread, such as torch's modes, is set for whoever posts a chain, not for the chain.
+    Thread-local settings of the caller, such as torch's modes, do not apply to chains.
 
     Args:
         patience: seconds until the process ends.
-        end: what is done with the line that says why; it does not come back.
+        end: called with the line that says why; does not return.
     """
 
     def __init__(self, patience: float = 5.0, end: Callable[[str], object] = end_process) -> None:
-        self._chains: SimpleQueue[_Posted | None] | None = None
-        self._thread: threading.Thread | None = None
-        self._failure = _Failure()
-        self._patience, self._end = patience, end
+        self._thread = BackgroundThread("pipeline collectives")
+        self._failure = _Failure(patience, end)
+        weakref.finalize(self, self._failure.timer.cancel)
 
-    def meet(self, chain: Chain) -> Coming:
-        """See :meth:`Meetings.meet`."""
-        posted = _Posted(chain, self._failure)
-        if self._chains is None:
-            self._chains = SimpleQueue()
-            # It holds no reference to this object: where a run is given up, its thread ends with it, if it can.
-            args = self._chains, self._failure, self._patience, self._end
-            self._thread = threading.Thread(target=_carry_out, args=args, name="pipeline meetings", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._chains.put, None)
-        self._chains.put(posted)
-        return posted
+    def post(self, chain: Chain) -> Pending:
+        return _InThread(self._thread.submit(partial(self._failure.run, chain)), self._failure)
 
     def finish(self) -> None:
-        """See :meth:`Meetings.finish`."""
-        if self._chains is not None and self._thread is not None:
-            self._chains.put(None)
-            self._thread.join()
-            self._chains = self._thread = None
-        self._failure.tell()
+        self._thread.close()
+        self._failure.report()
 
 
 class _Failure:
-    """What a chain raised, if any did, and whether anyone has been told."""
+    """The first error of a chain, and the timer that ends the process unless the error is reported to somebody."""
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._told = False
+    def __init__(self, patience: float, end: Callable[[str], object]) -> None:
+        self._end = end
+        self._error: BaseException | None = None
+        self.timer = threading.Timer(patience, self._end_process)
+        self.timer.daemon = True
 
-    @property
-    def untold(self) -> bool:
-        """Whether there is something to tell that nobody knows."""
-        return self.error is not None and not self._told
-
-    def tell(self) -> None:
-        """Raise it."""
-        if self.error is not None:
-            self._told = True
-            raise self.error
-
-
-class _Posted:
-    """A chain that a worker has, or has had."""
-
-    def __init__(self, chain: Chain, failure: _Failure) -> None:
-        self._chain: Chain | None = chain
-        self._failure = failure
-        self._given: Tensor | None = None
-        self._failed = False
-        self._over = threading.Event()
-
-    def carry_out(self) -> None:
-        """Unless one before it has failed."""
-        chain, self._chain = self._chain, None
-        try:
-            if self._failure.error is None and chain is not None:
+    def run(self, chain: Chain) -> Tensor | None:
+        """Runs ``chain``, unless one before it has failed."""
+        if self._error is None:
+            try:
                 with torch.no_grad():
-                    self._given = chain()
-        except BaseException as error:
-            self._failure.error = error
-        self._failed = self._failure.error is not None
-        self._over.set()
+                    return chain()
+            except BaseException as error:
+                self._error = error
+                self.timer.start()
+        raise self._error
+
+    def report(self) -> None:
+        """Raises the error, if there is one."""
+        if self._error is not None:
+            self.timer.cancel()
+            raise self._error
+
+    def _end_process(self) -> None:
+        assert self._error is not None
+        traceback.print_exception(self._error)
+        line = f"error: a collective of the pipeline failed: {self._error!r}"
+        self._end(one_line(f"{Path(sys.argv[0]).name}: {line}"))
+
+
+class _InThread:
+    """A chain that a worker runs or has run."""
+
+    def __init__(self, future: Future[Tensor | None], failure: _Failure) -> None:
+        self._future, self._failure = future, failure
 
     def wait(self) -> Tensor:
-        """See :meth:`Coming.wait`."""
-        self._over.wait()
-        if self._failed:
-            self._failure.tell()
-        given, self._given = self._given, None
-        return _something(given)
+        future = self._future
+        del self._future  # which keeps the result
+        if future.exception() is not None:
+            self._failure.report()
+        return _checked(future.result())
 
 
-def _carry_out(
-    chains: SimpleQueue[_Posted | None], failure: _Failure, patience: float, end: Callable[[str], object]
-) -> None:
-    while True:
-        try:
-            posted = chains.get(timeout=patience if failure.untold else None)
-        except Empty:
-            if failure.untold and failure.error is not None:
-                traceback.print_exception(failure.error)
-                line = f"error: a collective of the pipeline failed: {failure.error!r}"
-                end(one_line(f"{Path(sys.argv[0]).name}: {line}"))
-                return
-            continue
-        if posted is None:
-            return
-        posted.carry_out()
-        del posted  # what it gave is not kept while there is nothing to do
+class SideStream(CollectiveRunner):
+    """Runs chains on a stream beside the one that computes, at once: posting does not wait for other ranks.
 
-
-class SideStream:
-    """Carries chains out on a stream beside the one that computes, at once: posting does not wait for other ranks.
-
-    A chain starts once the current stream has come to where it was posted, and the current stream waits for its end
-    where what it gives is waited for. What a chain holds stays alive until then, or until the device is seen to have
-    done it; what it gives belongs to the side stream's pool, and goes back there once the current stream has used it.
-    Whatever else a chain leaves may be used by a pass that takes what this or a later one gives, and let go of after:
-    no chain that could get its memory begins before that pass is done.
+    A chain starts once the current stream has reached the point of posting, and the current stream waits for its end
+    where its result is waited for. Tensors of a chain stay alive until then, or until the device is seen to have run
+    it; its result belongs to the side stream's pool and returns there once the current stream has used it. Other
+    tensors that a chain makes may be used by a pass that takes the result of this or a later chain, and freed after: no
+    chain that could get their memory begins before that pass is done.
 
     Args:
         device: a GPU.
-        cuda: ``torch.cuda``, or what stands in for it.
+        cuda: ``torch.cuda``, or what replaces it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._side = _side_stream(device, cuda)
-        self._under_way: deque[tuple[Any, Chain]] = deque()
+        self._running: deque[tuple[Any, Chain]] = deque()
 
-    def meet(self, chain: Chain) -> Coming:
-        """See :meth:`Meetings.meet`."""
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
+    def post(self, chain: Chain) -> Pending:
+        while self._running and self._running[0][0].query():
+            self._running.popleft()
         self._side.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._side), torch.no_grad():
-            given = chain()
+            result = chain()
         event = self._side.record_event()
-        self._under_way.append((event, chain))
-        return _OnStream(given, event, lambda: self._cuda.current_stream(self._device))
+        self._running.append((event, chain))
+        return _OnStream(result, event, lambda: self._cuda.current_stream(self._device))
 
     def finish(self) -> None:
-        """See :meth:`Meetings.finish`; the current stream waits, the host does not."""
+        """Makes the current stream wait, not the host."""
         self._cuda.current_stream(self._device).wait_stream(self._side)
-        self._under_way.clear()
+        self._running.clear()
 
 
 @cache
 def _side_stream(device: torch.device, cuda: Any) -> Any:
-    """One for all runs: each stream's memory is a pool of its own."""
+    """Returns one stream for all runs: each stream's memory is a pool of its own."""
     return cuda.Stream(device)
 
 
 class _OnStream:
-    """What a chain gives on a side stream, once ``event`` has come."""
+    """The result of a chain on a side stream, there once ``event`` has come."""
 
-    def __init__(self, given: Tensor | None, event: Any, current_stream: Callable[[], Any]) -> None:
-        self._given, self._event, self._current_stream = given, event, current_stream
+    def __init__(self, result: Tensor | None, event: Any, current_stream: Callable[[], Any]) -> None:
+        self._result, self._event, self._current_stream = result, event, current_stream
 
     def wait(self) -> Tensor:
-        given, self._given = _something(self._given), None
+        result, self._result = _checked(self._result), None
         stream = self._current_stream()
         stream.wait_event(self._event)
-        given.record_stream(stream)
-        return given
+        result.record_stream(stream)
+        return result
 
 
-def _something(given: Tensor | None) -> Tensor:
-    if given is None:
-        raise RuntimeError("a collective brought nothing to a rank where a pass takes what it brings")
-    return given.detach()
+def _checked(result: Tensor | None) -> Tensor:
+    if result is None:
+        raise RuntimeError("a collective returned nothing on a rank where a pass takes its result")
+    return result.detach()

@@ -1,4 +1,4 @@
-"""What ranks tell one another between two iterations, in a few bytes and without their devices."""
+"""Control messages: what ranks tell one another between two iterations, in a few bytes and without their devices."""
 
 from __future__ import annotations
 
@@ -8,40 +8,38 @@ import torch.distributed as dist
 
 
 class Store(Protocol):
-    """Texts by name that all ranks can read: ``torch.distributed.Store``."""
+    """Texts by name that all ranks can read, such as a ``torch.distributed.Store``."""
 
     def set(self, name: str, text: str, /) -> Any: ...
 
-    def get(self, name: str, /) -> bytes:
-        """Waits until there is one."""
-        ...
+    def get(self, name: str, /) -> bytes: ...
 
 
-class Notices:
-    """Short texts from the first rank to all, each under a name that says for which boundary between iterations.
+class ControlMessages:
+    """Short texts from the first rank to all, each for one boundary between iterations.
 
-    One that is posted an iteration ahead is there when ranks come to read it: no rank is a whole iteration ahead of
-    another, since all need each other's gradients; and one that were would wait.
+    A text that is posted one iteration ahead is there when ranks read it: no rank is a whole iteration ahead of
+    another, since all need each other's gradients. If one were, it would wait.
 
     Args:
-        store: the job's.
-        name: of these notices, where there are others.
+        store: the job's; its ``get`` waits for the text.
+        name: distinguishes these messages from others.
     """
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
 
     def post(self, boundary: str, text: str) -> None:
-        """The first rank only."""
+        """Posts ``text`` for a boundary; on the first rank only."""
         self._store.set(f"{self._name}/{boundary}", text)
 
     def read(self, boundary: str) -> str:
-        """What was posted for ``boundary``."""
+        """Returns the text posted for ``boundary``."""
         return self._store.get(f"{self._name}/{boundary}").decode()
 
 
-def told_by_all(text: str) -> list[str]:
-    """What each rank of the job says; collective."""
+def gather_texts(text: str) -> list[str]:
+    """Returns the texts of all ranks of the job; collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, text)
     return found

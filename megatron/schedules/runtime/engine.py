@@ -1,14 +1,17 @@
-"""The engine: carries out one rank's program, knowing nothing of how it was made."""
+"""The engine: runs one rank's program, knowing nothing of how it was made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from operator import itemgetter
 
 from torch import Tensor
 
-from megatron.schedules.runtime.position import End, Place
+from megatron.schedules.runtime.position import End, PositionTracker
 from megatron.schedules.runtime.program import (
+    COLLECTIVES,
+    RECEIVES,
+    SENDS,
     Action,
     Instruction,
     Op,
@@ -23,16 +26,17 @@ from megatron.schedules.schedule.kinds import Kind
 Handler = Callable[[Instruction], None]
 
 
-class Observer(Protocol):
-    """Told of every action as it begins and ends on the host (a device may still be computing)."""
+class Observer:
+    """Notified of every action as it begins and ends on the host (a device may still be computing)."""
 
-    def began(self, action: Action) -> None: ...
+    def began(self, action: Action) -> None:
+        """The host begins with ``action``."""
 
     def arrived(self) -> None:
-        """What the action that began last has waited for is there; told only where something was waited for."""
-        ...
+        """The input that the current action has waited for is there; called only where something was waited for."""
 
-    def ended(self, action: Action) -> None: ...
+    def ended(self, action: Action) -> None:
+        """The host has given all of ``action`` to the device."""
 
 
 def run(
@@ -40,138 +44,78 @@ def run(
     stages: Stages,
     transport: Transport,
     observers: Sequence[Observer] = (),
-    place: Place | None = None,
+    tracker: PositionTracker | None = None,
 ) -> None:
-    """Carry out ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
+    """Runs ``program`` once: all its passes on ``stages``, all its messages through ``transport``.
 
-    A tensor between two passes of this rank is handed on as it is, nothing is copied. Returns when every send and
-    every collective has completed. ``place`` says at every moment where this is.
+    A tensor between two passes of this rank is handed on without a copy. Returns when every send and every collective
+    has completed. ``tracker`` is told of every step.
 
     Raises:
-        ProgramError: where a pass has no input, returns no output although another stage needs it, or where
-            something is left over at the end: all signs of a program that :func:`.check.check` would refuse,
-            or of stages that do not keep their contract.
-        Exception: whatever a stage or the transport raises, at once, with a note naming the rank and the
-            action.
+        ProgramError: a pass has no input, returns no output although another stage needs it, or something is left over
+            at the end: :func:`.checker.check` would refuse the program, or the stages break their contract.
+        Exception: whatever a stage or the transport raises, at once, with a note that names the rank and the action.
     """
-    place = place or Place()
-    mailbox = _Mailbox((place, *observers))
+    tracker = tracker or PositionTracker()
+    mailbox = _Mailbox((tracker, *observers))
     handle = _handlers(program, stages, transport, mailbox)
-    for observer in observers:
-        handle = _observed(handle, observer)
-    instruction: Instruction | None = None
-    place.begin(program)
+    tracker.begin(program)
     try:
         for instruction in program.instructions:
-            place.reach(instruction)
+            tracker.reach(instruction)
+            for observer in observers:
+                observer.began(instruction.action)
             handle[instruction.action.op](instruction)
-        instruction = None
-        place.reach(End.SENDS)
+            for observer in observers:
+                observer.ended(instruction.action)
+        tracker.reach(End.SENDS)
         transport.finish()
         mailbox.check_empty()
-        place.reach(End.AFTER)
+        tracker.reach(End.AFTER)
     except Exception as error:
-        at = "at the end of the program" if instruction is None else f"at {instruction.action}"
+        step = tracker.host.step if tracker.host is not None else None
+        at = f"at {step.action}" if isinstance(step, Instruction) else "at the end of the program"
         error.add_note(f"on pipeline rank {program.rank} of {program.placement.ranks}, {at}")
         raise
 
 
-def _observed(handle: Mapping[Kind | Op, Handler], observer: Observer) -> dict[Kind | Op, Handler]:
-    """``handle`` with ``observer`` told before and after."""
+def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> Mapping[Kind | Op, Handler]:
+    """Returns a handler for each kind of action."""
 
-    def told(handler: Handler) -> Handler:
-        def observed(instruction: Instruction) -> None:
-            observer.began(instruction.action)
-            handler(instruction)
-            observer.ended(instruction.action)
+    work: Callable[[Action], tuple[int, int]] = itemgetter(1, 2)  # stage and microbatch
 
-        return observed
+    def forward(each: Instruction) -> None:
+        stage, microbatch = work(each.action)
+        split, recompute = program.splits(stage, microbatch), program.recomputes(stage, microbatch)
+        output = stages.forward(stage, microbatch, mailbox.take(each), split=split, recompute=recompute)
+        mailbox.put(each, output)
 
-    return {op: told(handler) for op, handler in handle.items()}
+    def send(each: Instruction) -> None:
+        assert each.action.peer is not None
+        transport.send(each.action.peer, mailbox.require(each))
 
+    def receive(each: Instruction) -> None:
+        assert each.action.peer is not None
+        mailbox.expect(each, transport.receive(each.action.peer))
 
-def _handlers(program: Program, stages: Stages, transport: Transport, mailbox: _Mailbox) -> dict[Kind | Op, Handler]:
-    """One handler for each kind of action."""
-
-    def forward(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        split, again = program.splits(stage, microbatch), program.recomputes(stage, microbatch)
-        output = stages.forward(stage, microbatch, mailbox.take(instruction), split=split, again=again)
-        mailbox.put(instruction, output)
-
-    def recompute_forward(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        stages.recompute_forward(stage, microbatch)
-
-    def whole_backward(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        mailbox.put(instruction, stages.backward(stage, microbatch, mailbox.take(instruction)))
-
-    def input_backward(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        mailbox.put(instruction, stages.backward_input(stage, microbatch, mailbox.take(instruction)))
-
-    def weight_backward(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        stages.backward_weight(stage, microbatch)
-
-    def offload(instruction: Instruction) -> None:
-        stages.offload(instruction.action.stage, instruction.action.microbatch)
-
-    def load(instruction: Instruction) -> None:
-        stages.load(instruction.action.stage, instruction.action.microbatch)
-
-    def send(instruction: Instruction) -> None:
-        message, peer = mailbox.take(instruction), instruction.action.peer
-        assert peer is not None and message is not None
-        transport.send(peer, message)
-
-    def receive(instruction: Instruction) -> None:
-        peer = instruction.action.peer
-        assert peer is not None
-        mailbox.expect(instruction, transport.receive(peer))
-
-    def reduce(instruction: Instruction) -> None:
-        stages.reduce_gradients(instruction.action.stage)
-
-    def output_part(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        stages.output_part(stage, microbatch, mailbox.brought(instruction))
-
-    def output_weight(instruction: Instruction) -> None:
-        _, stage, microbatch, _ = instruction.action
-        stages.output_weight(stage, microbatch, mailbox.brought(instruction))
-
-    def add(instruction: Instruction) -> None:
-        stages.add_embedding(instruction.action.microbatch, mailbox.brought(instruction))
-
-    def meet(instruction: Instruction) -> None:
-        op, _, microbatch, _ = instruction.action
-        pending = transport.meet(stages.meet(Op(op), microbatch))
-        if instruction.filled is not None:
-            mailbox.expect(instruction, pending)
+    def collective(each: Instruction) -> None:
+        mailbox.expect(each, transport.collective(stages.collective(Op(each.action.op), each.action.microbatch)))
 
     return {
         Kind.F: forward,
-        Kind.I: input_backward,
-        Kind.W: weight_backward,
-        Kind.B: whole_backward,
-        Kind.S: output_part,
-        Kind.T: output_weight,
-        Kind.R: recompute_forward,
-        Kind.O: offload,
-        Kind.L: load,
-        Op.SEND_F: send,
-        Op.SEND_B: send,
-        Op.RECV_F: receive,
-        Op.RECV_B: receive,
-        Op.REDUCE: reduce,
-        Op.EMBED: meet,
-        Op.OUTPUT: meet,
-        Op.SUM: meet,
-        Op.WEIGH: meet,
-        Op.EMBED_BACK: meet,
-        Op.ADD: add,
+        Kind.B: lambda each: mailbox.put(each, stages.backward(*work(each.action), mailbox.take(each))),
+        Kind.I: lambda each: mailbox.put(each, stages.backward_input(*work(each.action), mailbox.take(each))),
+        Kind.W: lambda each: stages.backward_weight(*work(each.action)),
+        Kind.R: lambda each: stages.recompute_forward(*work(each.action)),
+        Kind.O: lambda each: stages.offload(*work(each.action)),
+        Kind.L: lambda each: stages.load(*work(each.action)),
+        Kind.S: lambda each: stages.output_part(*work(each.action), mailbox.require(each)),
+        Kind.T: lambda each: stages.output_weight(*work(each.action), mailbox.require(each)),
+        Op.ADD: lambda each: stages.add_embedding(each.action.microbatch, mailbox.require(each)),
+        Op.REDUCE: lambda each: stages.reduce_gradients(each.action.stage),
+        **dict.fromkeys(SENDS, send),
+        **dict.fromkeys(RECEIVES, receive),
+        **dict.fromkeys(COLLECTIVES, collective),
     }
 
 
@@ -179,28 +123,28 @@ class _Mailbox:
     """The tensors between this rank's passes and messages, each put once and taken once.
 
     Args:
-        watching: told when what was waited for has arrived.
+        watching: told when an awaited tensor has arrived.
     """
 
-    def __init__(self, watching: Sequence[Place | Observer]) -> None:
+    def __init__(self, watching: Sequence[PositionTracker | Observer]) -> None:
         self._watching = watching
         self._held: dict[Slot, Tensor | Pending] = {}
 
     def put(self, instruction: Instruction, result: Tensor | None) -> None:
-        """Keep the result of a pass for whoever needs it; a result that nobody needs is dropped."""
+        """Stores the result of a pass for its user; drops a result without a user."""
         if instruction.filled is None:
             return
         if result is None:
-            raise ProgramError(f"{instruction.action} gave no result, and it is {instruction.filled}")
+            raise ProgramError(f"{instruction.action} returned nothing, and it has to give {instruction.filled}")
         self._held[instruction.filled] = result.detach()
 
     def expect(self, instruction: Instruction, pending: Pending) -> None:
-        """Keep what a posted receive or collective will bring."""
-        assert instruction.filled is not None
-        self._held[instruction.filled] = pending
+        """Stores a posted receive or collective for its user, if it has one."""
+        if instruction.filled is not None:
+            self._held[instruction.filled] = pending
 
     def take(self, instruction: Instruction) -> Tensor | None:
-        """What ``instruction`` needs, waited for where it comes from another rank; None where it needs nothing."""
+        """Returns what ``instruction`` needs, waiting for other ranks; None where it needs nothing."""
         if instruction.needed is None:
             return None
         held = self._held.pop(instruction.needed, None)
@@ -213,14 +157,15 @@ class _Mailbox:
             each.arrived()
         return tensor
 
-    def brought(self, instruction: Instruction) -> Tensor:
-        """What ``instruction``, which needs something, needs."""
+    def require(self, instruction: Instruction) -> Tensor:
+        """As :meth:`take`, for an instruction that always needs something."""
         tensor = self.take(instruction)
         if tensor is None:
-            raise ProgramError(f"{instruction.action} needs what no collective of its program brings")
+            raise ProgramError(f"{instruction.action} needs the result of a collective that its program does not have")
         return tensor
 
     def check_empty(self) -> None:
+        """Raises ProgramError where a tensor was not taken."""
         if self._held:
             left = ", ".join(map(str, list(self._held)[:4]))
             raise ProgramError(f"{len(self._held)} tensors were made or received and never used: {left}")

@@ -1,4 +1,4 @@
-"""Host memory that activations are copied to: made once, then used again."""
+"""Host memory that activations are copied to: allocated once, then used again."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ _PAGE = 4096
 
 
 class Block(NamedTuple):
-    """Some host memory, one-dimensional ``uint8``, and the copy that reads it last, if any does."""
+    """Host memory, one-dimensional ``uint8``, and the copy that reads it last, if any does."""
 
     memory: Tensor
     read_by: Any = None
 
 
 class HostMemory:
-    """Blocks of host memory, as many as are in use at once; one that is given back is used again.
+    """Blocks of host memory, as many as are in use at once; released blocks are used again.
 
-    In training each iteration asks for the same as the one before, so all are made in the first. Where sizes differ
-    from microbatch to microbatch, as those of experts' inputs do, a larger one than ever before makes another block.
+    In training each iteration needs the same as the one before, so the first allocates all. Where sizes differ between
+    microbatches, as those of experts' inputs do, a new largest size allocates another block.
 
     Args:
-        allocate: makes one-dimensional ``uint8`` memory of so many bytes, that copies to and from the device may use.
+        allocate: allocates one-dimensional ``uint8`` memory of so many bytes, for copies to and from the device.
+
+    Attributes:
+        bytes: total size of all blocks.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
         self._free: list[Block] = []
         self.bytes = 0
-        """Of all blocks."""
 
     def take(self, size: int) -> Block:
-        """A block of at least ``size`` bytes; of those that fit equally well the one given back first.
+        """Returns a block of at least ``size`` bytes; of those that fit equally well the one released first.
 
         Raises:
             MemoryError: there is not so much memory.
@@ -54,6 +56,6 @@ class HostMemory:
         self.bytes += size
         return block
 
-    def give_back(self, block: Block, read_by: Any) -> None:
-        """``block`` may be used again, once the copy ``read_by`` has read it."""
+    def release(self, block: Block, read_by: Any) -> None:
+        """``block`` may be used again once the copy ``read_by`` has read it."""
         self._free.append(Block(block.memory, read_by))

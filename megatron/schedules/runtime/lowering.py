@@ -1,18 +1,16 @@
-"""Lowering: a schedule's passes become each rank's program, with every message where it can hold nobody up.
+"""Lowering: turns a schedule's passes into each rank's program, with every message where it cannot block anybody.
 
-Some day a pass waits for its whole device: a timer synchronises, a library is loaded, memory runs short, a script
+Any pass may come to wait for its whole device: a timer synchronises, a library is loaded, memory runs short, a script
 prints a tensor. It then waits for every message that its rank has posted, and so for other ranks. Programs are made so
-that this ends, wherever it happens and however often. All passes of all ranks are put into one line, by the time at
-which they are planned to end, each after all that it waits for. A result is sent right after the pass that made it. Its
-receive is posted before the first pass of the receiver that stands later in that line. So every wait, for a message to
-come or for one to be taken, is for something earlier in the line; and what comes first waits for nothing.
+that this always ends. All passes of all ranks are put into one global order, by planned end, each after all that it
+waits for. A result is sent right after the pass that made it. Its receive is posted before the first pass of the
+receiver that comes later in the global order. So every wait is for something earlier in that order, and what comes
+first waits for nothing. As planned nothing is lost: a receive is posted before its send, and transfers overlap passes.
 
-As planned, nothing is lost: when a message is sent its receive is posted already, and the transfer overlaps computing.
-
-Where all ranks share the vocabulary there are collectives of all of them. One has the place in the line of the last
-pass that makes a part of it, and every rank posts it where it would post a receive of what that pass makes; so all post
-all of them in one order, and the argument is the same. What looks words up is made by no pass, and has the place of the
-pass two before the one that takes it: the one between them covers it.
+A collective of vocabulary parallelism has the position of the last pass that computes a part of it, and every rank
+posts it where it would post a receive of that pass's result. So all ranks post all collectives in one order, and the
+same argument holds. A token lookup needs no pass before it; it gets the position two passes before the one that uses
+it, so that the pass between hides it.
 """
 
 from __future__ import annotations
@@ -38,33 +36,31 @@ from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import sweep
 from megatron.schedules.schedule.stage_costs import StageCosts
 
-# How many passes before the one that takes it what is made by no pass is posted.
+# How many passes before its user a collective that needs no pass is posted.
 _AHEAD = 2
 
 
 def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program, ...]:
-    """The program of every rank of ``schedule``, a valid one (:func:`.validation.validate`).
+    """Returns the program of every rank of ``schedule``, a valid one (:func:`.validation.validate`).
 
-    Receives of a channel stand in the order of its sends. The reduction of a stage's gradients starts once they are
-    complete, after what is then sent. Hops within a rank need no action. Forward-only schedules lower too. Time is
-    linear in the passes, but for sorts.
-
-    The embedding's gradient of a microbatch is added up just before that of the next is asked for, the last at the very
-    end: nobody waits for it.
+    Receives of a channel have the order of its sends. The reduction of a stage's gradients starts once they are
+    complete, after the send that follows. Forward-only schedules lower too. Time is linear in the passes, but for
+    sorts. The embedding's gradient of a microbatch is added just before that of the next arrives, the last at the very
+    end, where nobody waits for it.
 
     Args:
         schedule: what is lowered.
-        costs: what passes are expected to take, where that is not the same for all.
+        costs: expected times of the passes; equal times where None.
 
     Raises:
-        ProgramError: where a result is sent to a rank that never uses it.
+        ProgramError: a result is sent to a rank that never uses it.
     """
-    places = _line(schedule, costs or Costs().on(schedule.placement))
-    received, met = _receives(schedule, places), _collectives(schedule, places)
+    positions = _global_order(schedule, costs or Costs().on(schedule.placement))
+    received, collectives = _receives(schedule, positions), _collectives(schedule, positions)
     return tuple(
         Program(
             rank,
-            tuple(_emit(schedule, rank, _posts(schedule, rank, received[rank], met), places[rank])),
+            tuple(_emit(schedule, rank, _posts(schedule, rank, received[rank], collectives), positions[rank])),
             schedule.placement,
             schedule.microbatches,
         )
@@ -73,57 +69,58 @@ def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program,
 
 
 class _Post(NamedTuple):
-    """What a rank posts for passes to come: a receive, or its end of a collective.
+    """What a rank posts for later passes: a receive, or its end of a collective.
 
     Args:
-        made: the place in the line of the pass that makes what it brings, the last where several do.
-        turn: among those of one place: 0 for a receive.
+        position: in the global order, of the pass that makes the result; the last where several do.
+        turn: among those of one position: 0 for a receive.
         action: what is posted.
     """
 
-    made: int
+    position: int
     turn: int
     action: Action
 
 
-class _Meeting(NamedTuple):
-    """A collective: its place in the line, its turn there, its microbatch."""
+class _Collective(NamedTuple):
+    """A collective of all ranks, with its position as in :class:`_Post`."""
 
-    made: int
+    position: int
     turn: int
     microbatch: int
     op: Op
 
 
-def _line(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
-    """For each rank, the places of its passes in the one line of all."""
+def _global_order(schedule: Schedule, costs: StageCosts) -> list[list[int]]:
+    """Returns for each rank the positions of its passes in the one order of all."""
     swept = sweep(schedule, costs)
-    ends, turns = swept.end, swept.turns
     # Of equal times the first in turn: it may be what another waits for.
     passes = (
-        (end, turn, rank) for rank in range(schedule.ranks) for end, turn in zip(ends[rank], turns[rank], strict=True)
+        (end, turn, rank)
+        for rank in range(schedule.ranks)
+        for end, turn in zip(swept.end[rank], swept.turns[rank], strict=True)
     )
-    places: list[list[int]] = [[] for _ in schedule.order]
-    for place, (_, _, rank) in enumerate(sorted(passes)):
-        places[rank].append(place)
-    return places
+    positions: list[list[int]] = [[] for _ in schedule.order]
+    for position, (_, _, rank) in enumerate(sorted(passes)):
+        positions[rank].append(position)
+    return positions
 
 
-def _receives(schedule: Schedule, places: Sequence[Sequence[int]]) -> list[list[_Post]]:
-    """For each rank what it receives, in the order in which that is made."""
+def _receives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[list[_Post]]:
+    """Returns for each rank its receives, in the order in which their results are made."""
     rank_of = schedule.placement.rank_of
     found: list[list[_Post]] = [[] for _ in schedule.order]
-    for row, line in zip(schedule.order, places, strict=True):
-        for work, place in zip(row, line, strict=True):
+    for row, own in zip(schedule.order, positions, strict=True):
+        for work, position in zip(row, own, strict=True):
             ends = _sent(work, rank_of)
             if ends is not None:
                 _, receive = ends
-                found[rank_of[receive.stage]].append(_Post(place, 0, receive))
+                found[rank_of[receive.stage]].append(_Post(position, 0, receive))
     return [sorted(posts) for posts in found]
 
 
-def _collectives(schedule: Schedule, places: Sequence[Sequence[int]]) -> list[_Meeting]:
-    """The collectives of ``schedule``, in the order in which every rank posts them."""
+def _collectives(schedule: Schedule, positions: Sequence[Sequence[int]]) -> list[_Collective]:
+    """Returns the collectives of ``schedule``, in the order in which every rank posts them."""
     ops = collectives_among(schedule.kinds)
     if not ops:
         return []
@@ -132,36 +129,38 @@ def _collectives(schedule: Schedule, places: Sequence[Sequence[int]]) -> list[_M
     alone = [op for op in ops if not COLLECTIVES[op].made_by]
     takes = {kind: [op for op in alone if kind in COLLECTIVES[op].used_by] for kind in schedule.kinds}
     made: dict[tuple[Op, int], int] = {}
-    for row, line in zip(schedule.order, places, strict=True):
+    for row, own in zip(schedule.order, positions, strict=True):
         for index, (stage, kind, m) in enumerate(row):
             for op in makes[kind]:
                 if COLLECTIVES[op].makers.include(stage, last):
-                    made[op, m] = max(line[index], made.get((op, m), 0))
+                    made[op, m] = max(own[index], made.get((op, m), 0))
             for op in takes[kind]:
                 if COLLECTIVES[op].users.include(stage, last):
-                    made[op, m] = line[index - _AHEAD] if index >= _AHEAD else -1
+                    made[op, m] = own[index - _AHEAD] if index >= _AHEAD else -1
     turns = {op: turn for turn, op in enumerate(ops, 1)}
-    return sorted(_Meeting(place, turns[op], m, op) for (op, m), place in made.items())
+    return sorted(_Collective(position, turns[op], m, op) for (op, m), position in made.items())
 
 
-def _posts(schedule: Schedule, rank: int, receives: Sequence[_Post], meetings: Sequence[_Meeting]) -> Sequence[_Post]:
-    """All that ``rank`` posts, in order, and what it does with the embedding's gradients between."""
+def _posts(
+    schedule: Schedule, rank: int, receives: Sequence[_Post], collectives: Sequence[_Collective]
+) -> Sequence[_Post]:
+    """Returns all that ``rank`` posts, in order, with the additions of the embedding's gradients between."""
     stages = schedule.placement.stages_of(rank)
     own: list[_Post] = []
     add: Action | None = None
-    for made, turn, m, op in meetings:
+    for position, turn, m, op in collectives:
         if op is Op.EMBED_BACK:
             if add is not None:
-                own.append(_Post(made, turn, add))
+                own.append(_Post(position, turn, add))
             add = Action(Op.ADD, stages[0], m)
-        own.append(_Post(made, turn, Action(op, stages[COLLECTIVES[op].chunk], m)))
+        own.append(_Post(position, turn, Action(op, stages[COLLECTIVES[op].chunk], m)))
     if add is not None:
         own.append(_Post(sum(map(len, schedule.order)), 0, add))
     return sorted([*receives, *own], key=lambda post: post[:2]) if own else receives
 
 
 def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
-    """The send and the receive of what ``work`` makes, where another rank needs it."""
+    """Returns the send and the receive of the result of ``work``, where another rank needs it."""
     result = KINDS[work.kind].makes
     if result is None:
         return None
@@ -172,12 +171,12 @@ def _sent(work: Pass, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
     return Action(message.send, stage, m, rank_of[user]), Action(message.receive, user, m, rank_of[stage])
 
 
-def _emit(schedule: Schedule, rank: int, posts: Sequence[_Post], places: Sequence[int]) -> Iterable[Action]:
+def _emit(schedule: Schedule, rank: int, posts: Sequence[_Post], positions: Sequence[int]) -> Iterable[Action]:
     row, rank_of = schedule.order[rank], schedule.placement.rank_of
     complete, posted = set(gradients_complete(row).values()), 0
     last_add = next((post.action for post in posts[-1:] if post.action.op is Op.ADD), None)
     for index, work in enumerate(row):
-        due = bisect_left(posts, places[index], lo=posted, key=lambda post: post.made)
+        due = bisect_left(posts, positions[index], lo=posted, key=lambda post: post.position)
         yield from (post.action for post in posts[posted:due])
         posted = due
         yield Action(work.kind, work.stage, work.microbatch)

@@ -1,9 +1,8 @@
-"""Activations that are away on the host between O and L: what a forward saved, copied there and back.
+"""Activations that are offloaded to the host between O and L.
 
 What autograd saves in chosen parts of a stage's forward goes through hooks (:mod:`.saved_tensors`). When the forward
-has ended its copy to the host begins. At O's place the device waits for the copy's end and lets go of what was copied.
-At L's place it takes memory again, and the copy back begins; I waits for that. So nothing is let go of while a copy
-reads it.
+has ended, its copy to the host begins. At O the device waits for the copy's end and frees what was copied. At L it
+allocates memory, and the copy back begins; I waits for that. So no memory is freed while a copy reads it.
 """
 
 from __future__ import annotations
@@ -17,39 +16,39 @@ from torch import Tensor
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.copies import Copies, CopyWatch
 from megatron.schedules.runtime.host_buffers import HostMemory
-from megatron.schedules.runtime.saved_tensors import Trip
+from megatron.schedules.runtime.saved_tensors import OffloadedForward
 from megatron.schedules.runtime.weight_gradients import Key
 
 
 class OffloadError(RuntimeError):
-    """Activations could not be taken to the host or back; names stage, microbatch, bytes and what to do, in a line."""
+    """A failed copy to or from the host; names stage, microbatch, bytes and what to do, in one line."""
 
 
 class Offloads:
-    """What is, or will be, away of one rank's activations, per (stage, microbatch).
+    """The offloaded activations of one rank, per (stage, microbatch).
 
-    F runs inside :meth:`forward`, and those parts of it whose activations go inside :meth:`saving`; O is
-    :meth:`offload`, L is :meth:`load`, and I or B is preceded by :meth:`arrive`.
+    F runs inside :meth:`forward`, and those parts of it whose activations are offloaded inside :meth:`saving`; O is
+    :meth:`offload`, L is :meth:`load`, and :meth:`arrive` comes before I or B.
 
     Args:
-        copies: carries them out.
+        copies: carries out the copies.
         advice: what a reader of an error can do, put at its end.
 
     Attributes:
-        meter: also counts what is held on the device; None (usual in training) counts nothing.
+        meter: also counts what is on the device; None (usual in training) counts nothing.
     """
 
     def __init__(self, copies: Copies, advice: str = "offload less") -> None:
         self.meter: ActivationMeter | None = None
         self._copies, self._advice = copies, advice
         self._memory = HostMemory(copies.allocate)
-        # An attribute, not thread-local or context-local, as that of weight gradients.
-        self._open: Trip | None = None
-        self._trips: dict[Key, Trip] = {}
+        # An attribute, neither thread-local nor context-local: see WeightGradients.
+        self._open: OffloadedForward | None = None
+        self._forwards: dict[Key, OffloadedForward] = {}
 
     @property
     def watch(self) -> CopyWatch | None:
-        """Told of the copies that are begun; None (usual) of none."""
+        """Notified of each copy; None (usual) for nobody."""
         return self._copies.watch
 
     @watch.setter
@@ -58,97 +57,98 @@ class Offloads:
 
     @property
     def host_bytes(self) -> int:
-        """All host memory taken; from the second iteration on that stays as it is where sizes do."""
+        """Host memory allocated so far; constant from the second iteration on where sizes are."""
         return self._memory.bytes
 
     @contextmanager
-    def forward(self, stage: int, microbatch: int, given_up: Collection[Tensor] = ()) -> Iterator[None]:
-        """Round an F that an O follows: at its end the copies begin.
+    def forward(self, stage: int, microbatch: int, freed_soon: Collection[Tensor] = ()) -> Iterator[None]:
+        """Surrounds an F that an O follows; at its end the copies begin.
 
         Args:
-            stage, microbatch: whose.
-            given_up: what the caller still holds when this ends but will let go of at once, such as the stage's input.
+            stage, microbatch: of the F.
+            freed_soon: what the caller still holds at the end but frees at once, such as the stage's input.
 
         Raises:
-            OffloadError: there is not so much host memory, or a copy cannot be begun.
+            OffloadError: there is too little host memory, or a copy cannot begin.
         """
         key = stage, microbatch
-        self._open = trip = Trip(self._copies, self.meter)
+        self._open = forward = OffloadedForward(self._copies, self.meter)
         try:
             yield
         finally:
             self._open = None
-        trip.settle(given_up)
-        if trip.bytes:
-            with self._told(
-                key, f"no {_amount(trip.bytes)} of host memory beside the {_amount(self.host_bytes)} taken"
-            ):
-                block = self._memory.take(trip.bytes)
-            with self._told(key, f"the copy of {_amount(trip.bytes)} to the host failed"):
-                trip.begin(block)
-        self._trips[key] = trip
+        forward.choose(freed_soon)
+        if forward.bytes:
+            missing = f"no {_mib(forward.bytes)} of host memory beside the {_mib(self.host_bytes)} allocated"
+            with self._named(key, missing):
+                block = self._memory.take(forward.bytes)
+            with self._named(key, f"the copy of {_mib(forward.bytes)} to the host failed"):
+                forward.copy_out(block)
+        self._forwards[key] = forward
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Round a part of the forward whose activations go; nothing is done where no :meth:`forward` is open."""
-        trip = self._open
-        if trip is None:
+        """Surrounds a part of the forward whose activations are offloaded; does nothing outside :meth:`forward`."""
+        if self._open is None:
             yield
             return
-        with trip.saving():
+        with self._open.saving():
             yield
 
     def offload(self, stage: int, microbatch: int) -> None:
-        """O: the device waits for the copy's end, then what was copied is let go of.
+        """O: the device waits for the copy's end, then what was copied is freed.
 
         Raises:
             OffloadError: the copy failed.
         """
-        trip = self._trip(stage, microbatch)
-        with self._told((stage, microbatch), f"the copy of {_amount(trip.bytes)} to the host failed"):
-            trip.leave()
+        forward = self._forward(stage, microbatch)
+        with self._named((stage, microbatch), f"the copy of {_mib(forward.bytes)} to the host failed"):
+            forward.free()
 
     def load(self, stage: int, microbatch: int) -> None:
-        """L: take device memory, and begin the copy back.
+        """L: allocates device memory and begins the copy back.
 
         Raises:
-            OffloadError: the copy cannot be begun.
+            OffloadError: the copy cannot begin.
         """
-        trip = self._trip(stage, microbatch)
-        with self._told((stage, microbatch), f"the copy of {_amount(trip.bytes)} from the host failed"):
-            trip.come_back(self._memory)
+        forward = self._forward(stage, microbatch)
+        with self._named((stage, microbatch), f"the copy of {_mib(forward.bytes)} from the host failed"):
+            forward.copy_back(self._memory)
 
     def arrive(self, stage: int, microbatch: int) -> None:
-        """Before I or B: what the device does from now on comes after the copy back.
+        """Before I or B: makes all further work of the device wait for the copy back.
 
         Raises:
             OffloadError: the copy failed.
             RuntimeError: there was no F inside :meth:`forward`, or no L.
         """
-        trip = self._trip(stage, microbatch)
-        if trip.bytes and trip.back is None:
-            raise RuntimeError(f"the activations of stage {stage}, microbatch {microbatch} are away: no L came before")
-        with self._told((stage, microbatch), f"the copy of {_amount(trip.bytes)} from the host failed"):
-            trip.arrive()
+        forward = self._forward(stage, microbatch)
+        if forward.bytes and forward.back is None:
+            raise RuntimeError(
+                f"the activations of stage {stage}, microbatch {microbatch} are offloaded: no L came before"
+            )
+        if forward.back is not None:
+            with self._named((stage, microbatch), f"the copy of {_mib(forward.bytes)} from the host failed"):
+                forward.back.wait()
         if self.watch is not None:
             self.watch.arrived()
-        del self._trips[stage, microbatch]
+        del self._forwards[stage, microbatch]
 
     def assert_empty(self) -> None:
-        """Raise RuntimeError if anything is still away."""
-        if self._trips:
-            raise RuntimeError(f"still on the host: {', '.join(f'{s}F{m}' for s, m in self._trips)}")
+        """Raises RuntimeError if anything is still offloaded."""
+        if self._forwards:
+            raise RuntimeError(f"still on the host: {', '.join(f'{s}F{m}' for s, m in self._forwards)}")
 
-    def _trip(self, stage: int, microbatch: int) -> Trip:
+    def _forward(self, stage: int, microbatch: int) -> OffloadedForward:
         try:
-            return self._trips[stage, microbatch]
+            return self._forwards[stage, microbatch]
         except KeyError:
-            what = f"nothing of stage {stage}, microbatch {microbatch} goes to the host"
+            what = f"nothing of stage {stage}, microbatch {microbatch} is offloaded"
             raise RuntimeError(f"{what}: its forward was not under forward()") from None
 
     @contextmanager
-    def _told(self, key: Key, what: str) -> Iterator[None]:
-        """An error inside is told as ``what`` happened to the activations of ``key``."""
+    def _named(self, key: Key, what: str) -> Iterator[None]:
+        """Raises errors inside as OffloadError, which says that ``what`` happened to the activations of ``key``."""
         try:
             yield
         except torch.OutOfMemoryError:  # of the device, and says all there is to say
@@ -158,5 +158,5 @@ class Offloads:
             raise OffloadError(f"stage {stage}, microbatch {microbatch}: {what} ({error}); {self._advice}") from error
 
 
-def _amount(size: int) -> str:
+def _mib(size: int) -> str:
     return f"{size / 2**20:.4g} MiB"

@@ -1,4 +1,4 @@
-"""Where a rank stands in its program: noted by the engine at next to no cost, read by whoever watches it."""
+"""Where a rank is in its program: updated by the engine at next to no cost, read by the stall watch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megatron.schedules.runtime.program import Instruction, Program, computes
 
 
 class Mark(Protocol):
-    """A point in what the device has been given to do, such as a recorded ``torch.cuda.Event``."""
+    """A point in the device's queue of work, such as a recorded ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Returns whether the device has reached it; does not wait."""
         ...
 
 
 class End(Enum):
     """What comes after a program's last instruction."""
 
-    SENDS = "its sends and collectives are waited for"
-    AFTER = "what follows a program is under way"
+    SENDS = "waits for its sends and collectives"
+    AFTER = "exchanges results and gradients with other ranks"
 
 
-class Spot(NamedTuple):
-    """One step of one run: every time that a host comes to a step it makes a spot of its own.
+class Position(NamedTuple):
+    """One step of one run; each time that the host reaches a step makes a new object.
 
     Args:
         program: what is run.
         step: an instruction of it, or what comes after the last.
-        arrived: whether what the instruction needs from other ranks is no longer waited for.
+        arrived: whether the step has received what it needs from other ranks.
     """
 
     program: Program
@@ -42,76 +42,81 @@ class Spot(NamedTuple):
 
     @property
     def awaits(self) -> bool:
-        """Whether a message, or what a collective brings, is still waited for."""
+        """Whether the step still waits for a message or for the result of a collective."""
         return not self.arrived and not isinstance(self.step, End) and self.program.arrives(self.step)
 
     @property
     def awaited(self) -> int | None:
-        """The pipeline rank from which that comes, where it is one."""
+        """The pipeline rank that the step waits for, where it is a single one."""
         return None if self.arrived or isinstance(self.step, End) else self.program.sender(self.step)
 
 
-class Place:
-    """Where the host stands, and how far the device has come, which may be behind.
+class PositionTracker:
+    """Position of the host, and of the device, which may be behind.
 
     Args:
-        mark: marks the point at which the device's current stream is; None where the host does all computing.
+        mark: marks the end of what the device's current stream has been given; None where the host computes.
+
+    Attributes:
+        host: the host's position; None where no program is running.
+        thread: the thread that runs the program.
+        warm: whether a program has run to its end, so that kernels are compiled and loaded.
     """
 
     def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
-        self.spot: Spot | None = None
-        """The host's; None where no program is under way."""
+        self.host: Position | None = None
         self.thread = 0
-        """The thread that carries the program out."""
+        self.warm = False
         self._program: Program
         self._mark = mark
-        self._ahead: deque[tuple[Spot, Mark]] = deque()
+        self._ahead: deque[tuple[Position, Mark]] = deque()
 
     @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """A program, and what follows it, is under way until this is left; after an error nothing is."""
+    def running(self) -> Iterator[None]:
+        """Tracks a program and what follows it. After an error, forgets what the device has left to do."""
         try:
             yield
-            self._leave(self.spot)
+            self._leave(self.host)
+            self.warm = True
         except BaseException:
             self._ahead = deque()
             raise
         finally:
-            self.spot = None
+            self.host = None
 
     def begin(self, program: Program) -> None:
-        """This thread is about to carry out ``program``."""
+        """This thread is about to run ``program``."""
         self._program, self.thread = program, threading.get_ident()
 
     def reach(self, step: Instruction | End) -> None:
         """The host begins with ``step``."""
-        left, self.spot = self.spot, Spot(self._program, step)
+        left, self.host = self.host, Position(self._program, step)
         if self._mark is not None:
             self._leave(left)
 
     def arrived(self) -> None:
-        """What the instruction needs from another rank is there; on a GPU for what the stream does next."""
-        left = self.spot
+        """The step has received what it needs from other ranks; on a GPU this holds for what the stream does next."""
+        left = self.host
         assert left is not None
-        self.spot = left._replace(arrived=True)
+        self.host = left._replace(arrived=True)
         if self._mark is not None:
             self._leave(left)
 
-    def device(self) -> Spot | None:
-        """The first spot that the device has not left, though the host has."""
-        return next((spot for spot, mark in self._ahead.copy() if not _passed(mark)), None)
+    def device(self) -> Position | None:
+        """Returns the first position that the host has left and the device has not."""
+        return next((position for position, mark in self._ahead.copy() if not _passed(mark)), None)
 
     @property
     def device_is_behind(self) -> bool:
-        """Whether the device had something left to do when the host last looked, told without asking it."""
+        """Whether the device had work left when the host last looked; does not ask the device."""
         return bool(self._ahead)
 
-    def _leave(self, spot: Spot | None) -> None:
-        """Mark where the device leaves ``spot``, unless nothing is computed there; forget what it has left."""
-        if self._mark is None or spot is None:
+    def _leave(self, position: Position | None) -> None:
+        """Marks where the device leaves ``position``, if the device computes there; drops marks that it has passed."""
+        if self._mark is None or position is None:
             return
-        if isinstance(spot.step, End) or computes(spot.step.action.op):
-            self._ahead.append((spot, self._mark()))
+        if isinstance(position.step, End) or computes(position.step.action.op):
+            self._ahead.append((position, self._mark()))
             while self._ahead and self._ahead[0][1].query():
                 self._ahead.popleft()
 
@@ -119,5 +124,5 @@ class Place:
 def _passed(mark: Mark) -> bool:
     try:
         return mark.query()
-    except RuntimeError:  # the device failed: the host will hear of it
+    except RuntimeError:  # the device failed: the host will get the error
         return True

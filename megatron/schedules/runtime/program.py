@@ -18,20 +18,19 @@ class ProgramError(RuntimeError):
 
 
 class Op(StrEnum):
-    """What an action does that is no pass.
+    """An action that is not a pass.
 
-    Messages carry the name of the stage at their own end: ``SEND_F`` of s sends its output to s + 1, ``RECV_F``
-    of s posts the receive of its input from s - 1, ``SEND_B`` of s sends the gradient of its input to s - 1,
-    ``RECV_B`` of s posts the receive of the gradient of its output from s + 1.
+    Messages are written with the stage at their own end: ``SEND_F`` of s sends its output to s + 1, ``RECV_F`` of s
+    posts the receive of its input from s - 1, ``SEND_B`` of s sends the gradient of its input to s - 1, ``RECV_B`` of
+    s posts the receive of the gradient of its output from s + 1.
 
-    ``REDUCE`` of s starts the data-parallel reduction of its gradients, which nothing adds to any more.
+    ``REDUCE`` of s starts the data-parallel reduction of its gradients, to which nothing is added any more.
 
-    The others are there where all ranks share the vocabulary: collectives of all ranks of the pipeline
-    (:data:`COLLECTIVES`), each one action of every rank, and ``ADD``, which adds the gradient of a microbatch's
-    embedding to the rank's part of it and is written with the rank's first stage. ``EMBED`` looks words up, each rank
-    those of its part. ``OUTPUT`` brings the last stage's output to all ranks, ``SUM`` adds up the gradients of it that
-    each rank's part of the output layer gives, ``WEIGH`` brings all ranks the gradient of each token's loss, and
-    ``EMBED_BACK`` that of the embedding's output.
+    The others exist under vocabulary parallelism: collectives of all pipeline ranks (:data:`COLLECTIVES`), and ``ADD``,
+    which adds the gradient of a microbatch's embedding to the rank's part of the table and is written with the rank's
+    first stage. ``EMBED`` looks tokens up, each rank those of its part. ``OUTPUT`` brings the last stage's output to
+    all ranks, ``SUM`` adds up the gradients that each rank's part of the output layer gives for it, ``WEIGH`` brings
+    the gradient of each token's loss to all ranks, and ``EMBED_BACK`` that of the embedding's output.
     """
 
     SEND_F = "SEND_F"
@@ -48,7 +47,7 @@ class Op(StrEnum):
 
 
 class Message(NamedTuple):
-    """How what one stage makes gets to another: the ops at both ends, and from which stage to which."""
+    """How the result of one stage reaches another: the ops at both ends, and how many stages further it goes."""
 
     send: Op
     receive: Op
@@ -62,7 +61,7 @@ MESSAGES: Mapping[Result, Message] = {
 SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
 RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
 # What a pass takes that another stage made.
-TAKEN: Mapping[Kind | Op, Result] = {
+_TAKEN: Mapping[Kind | Op, Result] = {
     kind: result
     for kind, row in KINDS.items()
     for need in row.needs
@@ -73,26 +72,26 @@ _SPARING = {kind for kind, row in KINDS.items() if row.spares}
 
 
 class Ranks(Enum):
-    """Which ranks have a part in a collective."""
+    """The ranks that take part in one side of a collective."""
 
     FIRST = "that of the first stage"
     LAST = "that of the last stage"
     EVERY = "every rank"
 
     def include(self, stage: int, last_stage: int) -> bool:
-        """Whether the rank is one of them whose action is written with ``stage``."""
+        """Whether they include the rank that writes the collective with ``stage``."""
         return self is Ranks.EVERY or stage == (0 if self is Ranks.FIRST else last_stage)
 
 
 class Collective(NamedTuple):
-    """One meeting of all ranks for a microbatch.
+    """One collective of all pipeline ranks, for one microbatch.
 
     Args:
         chunk: with which of its stages a rank writes it: 0 for its first, -1 for its last.
-        made_by: of which kinds one makes a rank's part of it, on the same stage; none where there is nothing to make.
-        makers: the ranks that make a part.
-        used_by: of which one takes what it brings, on the same stage.
-        users: the ranks that it brings something.
+        made_by: kinds of passes, one of which computes a rank's part on the same stage; none where no pass does.
+        makers: the ranks that contribute a part.
+        used_by: passes, one of which takes the result on the same stage.
+        users: the ranks that get a result.
     """
 
     chunk: int
@@ -102,7 +101,7 @@ class Collective(NamedTuple):
     users: Ranks
 
 
-# In the order in which those of one place in the line of all passes are posted.
+# Those of one position in the global order are posted in this order.
 COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.EMBED: Collective(0, (), Ranks.EVERY, (Kind.F,), Ranks.FIRST),
     Op.OUTPUT: Collective(-1, (Kind.F,), Ranks.LAST, (Kind.S,), Ranks.EVERY),
@@ -110,23 +109,23 @@ COLLECTIVES: Mapping[Kind | Op, Collective] = {
     Op.WEIGH: Collective(-1, (Kind.I, Kind.B), Ranks.LAST, (Kind.T,), Ranks.EVERY),
     Op.EMBED_BACK: Collective(0, (Kind.I, Kind.B), Ranks.FIRST, (Op.ADD,), Ranks.EVERY),
 }
-# What a stage's weight gradients are complete after, and the sort of gradients that it ends.
+# What adds to a stage's weight gradients, and the sort of gradients that its last occurrence completes.
 ADDS_GRADIENTS: Mapping[Kind | Op, Kind | Op] = {Op.ADD: Op.ADD} | {**ENDS_GRADIENTS}
 _TAKES: Mapping[Kind | Op, Op] = {user: Op(op) for op, each in COLLECTIVES.items() for user in each.used_by}
 
 
 def computes(op: Kind | Op) -> bool:
-    """Whether ``op`` is work for the device: a pass, or what adds gradients up."""
+    """Whether ``op`` is work for the device: a pass, or an addition of gradients."""
     return isinstance(op, Kind) or op is Op.ADD
 
 
-def _computing(op: Kind | Op) -> bool:
-    """Whether ``op`` is a pass that keeps the device busy, and no copy beside it."""
+def _keeps_busy(op: Kind | Op) -> bool:
+    """Whether ``op`` is a pass that computes, rather than a copy in the background."""
     return isinstance(op, Kind) and KINDS[op].resource is Resource.COMPUTE
 
 
 def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
-    """Those that programs have whose passes are ``present``, in order; none where no rank has a part of the output."""
+    """Returns, in order, the collectives of programs whose passes are ``present``; none without S and T."""
     if not any(isinstance(op, Kind) and KINDS[op].of_ranks for op in present):
         return ()
     return tuple(
@@ -137,7 +136,7 @@ def collectives_among(present: Collection[Kind | Op]) -> tuple[Op, ...]:
 class Action(NamedTuple):
     """One step of a program, written ``{stage}{op}{microbatch}``: ``2F0``, ``2SEND_F0``, ``3RECV_F0``.
 
-    ``peer`` is the pipeline rank at the other end of a message, None for all else.
+    ``peer`` is the pipeline rank at the other end of a message, None for everything else.
     """
 
     op: Kind | Op
@@ -150,10 +149,10 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a rank keeps a tensor between two passes, until the pass or the message that needs it takes it.
+    """Where a rank stores a tensor until the pass or message that needs it takes it.
 
     Args:
-        result: what it is: what another stage made, or what a collective brings.
+        result: what it is: the result of another stage, or of a collective.
         stage: the stage that uses it.
         microbatch: its microbatch.
     """
@@ -164,16 +163,16 @@ class Slot(NamedTuple):
 
     def __str__(self) -> str:
         if isinstance(self.result, Op):
-            return f"what {self.stage}{self.result}{self.microbatch} brings"
+            return f"the result of {self.stage}{self.result}{self.microbatch}"
         what = "input" if self.result is Result.ACTIVATION else "output's gradient"
         return f"stage {self.stage}'s {what} of microbatch {self.microbatch}"
 
 
 def _slot_needed(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
-    """What ``action`` takes from the rank's slots: a pass its input, a send its message; None for nothing."""
+    """Returns the slot that ``action`` takes from: a pass its input, a send its message; None for none."""
     op, stage, microbatch, _ = action
-    if op in TAKEN and 0 <= stage - MESSAGES[TAKEN[op]].step <= last_stage:
-        return Slot(TAKEN[op], stage, microbatch)
+    if op in _TAKEN and 0 <= stage - MESSAGES[_TAKEN[op]].step <= last_stage:
+        return Slot(_TAKEN[op], stage, microbatch)
     if op in SENDS:
         return Slot(SENDS[op], stage + MESSAGES[SENDS[op]].step, microbatch)
     collective = _TAKES.get(op)
@@ -183,7 +182,7 @@ def _slot_needed(action: Action, last_stage: int, present: Collection[Kind | Op]
 
 
 def _slot_filled(action: Action, last_stage: int, present: Collection[Kind | Op]) -> Slot | None:
-    """What ``action`` puts there: a pass its result, a receive or a collective what it brings; None for nothing."""
+    """Returns the slot that ``action`` fills: a pass with its result, a receive or collective with what it brings."""
     op, stage, microbatch, _ = action
     if op in _MADE:
         user = stage + MESSAGES[_MADE[op]].step
@@ -198,7 +197,7 @@ def _slot_filled(action: Action, last_stage: int, present: Collection[Kind | Op]
 
 
 class Instruction(NamedTuple):
-    """An action with the slots that it takes from and puts into."""
+    """An action with the slots that it takes from and fills."""
 
     action: Action
     needed: Slot | None
@@ -206,11 +205,11 @@ class Instruction(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """The last of a stage's passes of one sort that add to gradients.
+    """The last of a stage's passes that add one sort of gradients.
 
     Args:
         passes_left: how many passes of the rank follow it, without copies.
-        later: which sorts end later: W (or B), T, ``ADD``.
+        later: the sorts that end later: W (or B), T, ``ADD``.
     """
 
     passes_left: int
@@ -228,9 +227,9 @@ class Channel(NamedTuple):
 
 
 def channels_of(placement: Placement) -> tuple[Channel, ...]:
-    """The channels that schedules on ``placement`` use, sorted: both ways between neighbouring stages' ranks."""
-    latencies = [(a, b) for a, b in pairwise(placement.rank_of) if a != b]
-    return tuple(sorted({Channel(*pair) for a, b in latencies for pair in ((a, b), (b, a))}))
+    """Returns the channels of schedules on ``placement``, sorted: both ways between ranks of neighbouring stages."""
+    links = [(a, b) for a, b in pairwise(placement.rank_of) if a != b]
+    return tuple(sorted({Channel(*pair) for a, b in links for pair in ((a, b), (b, a))}))
 
 
 @dataclass(frozen=True)
@@ -249,17 +248,43 @@ class Program:
     placement: Placement
     microbatches: int
 
+    def _passes_of(self, kinds: Collection[Kind]) -> frozenset[tuple[int, int]]:
+        """Returns stage and microbatch of each pass of ``kinds``."""
+        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in kinds)
+
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
-        return self._having(PARTS)
+        return self._passes_of(PARTS)
 
     @cached_property
-    def _again(self) -> frozenset[tuple[int, int]]:
-        return self._having(_SPARING)
+    def _recomputed(self) -> frozenset[tuple[int, int]]:
+        return self._passes_of(_SPARING)
 
-    def _having(self, kinds: Collection[Kind]) -> frozenset[tuple[int, int]]:
-        """Stage and microbatch of each pass of ``kinds``."""
-        return frozenset((action.stage, action.microbatch) for action in self.actions if action.op in kinds)
+    @cached_property
+    def _offloaded(self) -> frozenset[tuple[int, int]]:
+        return self._passes_of(using(Resource.TO_HOST))
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        """Whether that backward is split into I and W."""
+        return (stage, microbatch) in self._split
+
+    def recomputes(self, stage: int, microbatch: int) -> bool:
+        """Whether an R comes between that forward and its backward."""
+        return (stage, microbatch) in self._recomputed
+
+    def offloads(self, stage: int, microbatch: int) -> bool:
+        """Whether an O follows that forward, and an L comes before its backward."""
+        return (stage, microbatch) in self._offloaded
+
+    @property
+    def has_recompute(self) -> bool:
+        """Whether there is any R."""
+        return bool(self._recomputed)
+
+    @property
+    def has_offload(self) -> bool:
+        """Whether there is any O."""
+        return bool(self._offloaded)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -267,36 +292,31 @@ class Program:
         return tuple(self.steps())
 
     def steps(self) -> Iterator[Instruction]:
-        """The same, one by one: whoever looks at the programs of all ranks once need not keep them all."""
+        """Yields the same one by one, for a single look at the programs of all ranks."""
         last, present = self.placement.last_stage, {action.op for action in self.actions}
         for action in self.actions:
             yield Instruction(action, _slot_needed(action, last, present), _slot_filled(action, last, present))
 
     @cached_property
     def endings(self) -> Mapping[tuple[Kind | Op, int, int], Ending]:
-        """Of each stage whose gradients are reduced, the last backward of weights, the last T and the last ``ADD``.
-
-        By kind, stage and microbatch.
-        """
+        """The last backward of weights, T and ``ADD`` of each stage with a ``REDUCE``, by kind, stage, microbatch."""
         found: dict[tuple[Kind | Op, int, int], Ending] = {}
         seen: dict[int, frozenset[Kind | Op]] = {}
         left = 0
         for op, stage, microbatch, _ in reversed(self.actions):
             if op is Op.REDUCE:
                 seen[stage] = frozenset()
-            elif stage in seen and op in ADDS_GRADIENTS:
-                giver = ADDS_GRADIENTS[op]
-                if giver not in seen[stage]:
-                    found[op, stage, microbatch] = Ending(left, seen[stage])
-                    seen[stage] |= {giver}
-            left += _computing(op)
+            elif stage in seen and op in ADDS_GRADIENTS and ADDS_GRADIENTS[op] not in seen[stage]:
+                found[op, stage, microbatch] = Ending(left, seen[stage])
+                seen[stage] |= {ADDS_GRADIENTS[op]}
+            left += _keeps_busy(op)
         return found
 
     @cached_property
     def messages_held(self) -> int:
-        """The most messages that are held at once: posted ahead and not yet used, or sent since the pass before.
+        """The most messages in memory at once: posted and not yet used, or sent since the pass before.
 
-        What a collective brings counts as a message.
+        The result of a collective counts as a message.
         """
         most = ahead = sent = 0
         for instruction in self.instructions:
@@ -316,7 +336,7 @@ class Program:
         return isinstance(needed.result, Op) or self.sender(instruction) is not None
 
     def sender(self, instruction: Instruction) -> int | None:
-        """The one other rank from which what ``instruction`` needs comes; None where there is no such rank."""
+        """Returns the one other rank that sends what ``instruction`` needs; None where there is no such rank."""
         if instruction.needed is None or instruction.action.op in SENDS:
             return None
         result, stage, _ = instruction.needed
@@ -330,41 +350,19 @@ class Program:
 
     @cached_property
     def _weights_after(self) -> Mapping[Action, Action]:
-        """The computing that a W comes right after, and that W."""
-        passes = [action for action in self.actions if _computing(action.op)]
+        """Each pass that a W directly follows, and that W."""
+        passes = [action for action in self.actions if _keeps_busy(action.op)]
         return {before: after for before, after in pairwise(passes) if after.op is Kind.W}
 
     def weight_after(self, kind: Kind, stage: int, microbatch: int) -> tuple[int, int] | None:
-        """Stage and microbatch of the W that this rank does right after that pass; None where it does something else.
+        """Returns stage and microbatch of the W that directly follows that pass.
 
-        None for a W that follows its own I, too: before that it has no operands.
+        None where something else follows, or the pass is the I of that W: before it the W has no operands.
         """
         after = self._weights_after.get(Action(kind, stage, microbatch))
         if after is None or (kind is Kind.I and (stage, microbatch) == (after.stage, after.microbatch)):
             return None
         return after.stage, after.microbatch
-
-    def splits(self, stage: int, microbatch: int) -> bool:
-        """Whether that backward is done as I and W rather than as B."""
-        return (stage, microbatch) in self._split
-
-    def recomputes(self, stage: int, microbatch: int) -> bool:
-        """Whether an R comes between that forward and its backward."""
-        return (stage, microbatch) in self._again
-
-    @property
-    def has_recompute(self) -> bool:
-        """Whether there is any R."""
-        return bool(self._again)
-
-    @cached_property
-    def away(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose activations are offloaded, and loaded back before I or B."""
-        return self._having(using(Resource.TO_HOST))
-
-    def offloads(self, stage: int, microbatch: int) -> bool:
-        """Whether an O of that stage and microbatch follows its F."""
-        return (stage, microbatch) in self.away
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + " ".join(map(str, self.actions))

@@ -1,4 +1,4 @@
-"""Layers' forwards that are done again: F keeps their inputs alone, and R makes the graph that I goes through."""
+"""Recomputed forwards of layers: F keeps only their inputs, and R builds the graph that I goes through."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch.utils import _pytree as pytree
 from megatron.schedules.runtime.graph_edge import edge_of
 from megatron.schedules.runtime.program import ProgramError
 
-Surroundings = Callable[[], Callable[[], AbstractContextManager[None]]]
-"""Notes what a forward depends on beside its inputs, such as random states; what it returns brings that back."""
+Restore = Callable[[], AbstractContextManager[None]]
+CaptureState = Callable[[], Restore]
+"""Captures what a forward depends on besides its inputs, such as random states; returns what restores it."""
 
 
-class Again:
-    """Forwards that wait for their R, per (stage, microbatch), in the order in which F did them.
+class Recomputes:
+    """Forwards that wait for their R, per (stage, microbatch), in the order in which F ran them.
 
-    F runs inside :meth:`keeping`: the layers that :func:`do_again` has bound then run without a graph and keep their
-    inputs, each its own. R is :meth:`run`. Everywhere else such a layer is as it was.
+    F runs inside :meth:`forward`: layers bound by :func:`recompute_layer` then run without a graph, and each keeps its
+    inputs. R is :meth:`run`. Everywhere else such a layer is unchanged.
 
     Args:
-        surroundings: what is brought back for R, beside inputs.
+        capture_state: captures what R restores besides inputs.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
+    def __init__(self, capture_state: CaptureState) -> None:
+        self._capture_state = capture_state
         self._waiting: dict[tuple[int, int], list[_Run]] = {}
         self._open: tuple[int, int] | None = None
 
     @contextmanager
-    def keeping(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Round an F: a :meth:`run` is owed, even where no layer has kept anything."""
+    def forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Surrounds an F with an R: a :meth:`run` must follow, even where no layer has kept anything."""
         outer, self._open = self._open, (stage, microbatch)
         self._waiting[self._open] = []
         try:
@@ -45,111 +46,103 @@ class Again:
             self._open = outer
 
     def run(self, stage: int, microbatch: int) -> None:
-        """R: do the forwards kept for (stage, microbatch) again, with their graphs.
+        """R: recomputes the forwards of (stage, microbatch), with their graphs.
 
-        To be called within whatever F had round it, but :meth:`keeping`. Random states are afterwards as before.
+        Must be called within the same contexts as F, except :meth:`forward`. Leaves random states as they were.
 
         Raises:
-            ProgramError: its F was not inside :meth:`keeping`, or its R has been.
+            ProgramError: its F was not inside :meth:`forward`, or its R has run already.
             RuntimeError: an input was modified in place since F.
         """
         waiting = self._waiting.pop((stage, microbatch), None)
         if waiting is None:
-            raise ProgramError(f"{stage}R{microbatch}: its forward has kept nothing to be done again, or was already")
+            raise ProgramError(
+                f"{stage}R{microbatch}: its forward kept nothing to recompute, or was recomputed already"
+            )
         for each in waiting:
-            each.again()
+            each.recompute()
 
     def assert_empty(self) -> None:
-        """Raise RuntimeError if an F that kept inputs has not had its R."""
+        """Raises RuntimeError if an F that kept inputs has not had its R."""
         if self._waiting:
             left = ", ".join(f"{s}R{m} ({len(runs)} layers)" for (s, m), runs in self._waiting.items())
-            raise RuntimeError(f"forwards not done again: {left}")
+            raise RuntimeError(f"forwards not recomputed: {left}")
 
     @property
-    def keeps(self) -> bool:
-        """Whether what is called now is to be done again."""
+    def active(self) -> bool:
+        """Whether a layer that is called now will be recomputed."""
         return self._open is not None
 
-    def kept(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
-        """``call`` with these ``inputs``, from now on waiting for its R."""
+    def add(self, call: _Call, anchor: Tensor, inputs: Sequence[Tensor]) -> _Run:
+        """Has ``call`` with these ``inputs`` wait for its R."""
         assert self._open is not None
-        run = _Run(self._open, call, self._surroundings(), anchor, inputs)
+        run = _Run(self._open, call, self._capture_state(), anchor, inputs)
         self._waiting[self._open].append(run)
         return run
 
 
-def do_again(layer: torch.nn.Module, again: Again) -> None:
-    """Have the forwards of ``layer`` wait in ``again`` where that asks for it; to be called once for a layer.
+def recompute_layer(layer: torch.nn.Module, recomputes: Recomputes) -> None:
+    """Has forwards of ``layer`` wait in ``recomputes`` while that is active; to be called once for a layer.
 
-    Its inputs and outputs are tensors and anything else, in lists, tuples and dicts; gradients go to and from tensors
+    Its inputs and outputs are tensors and anything else, in lists, tuples and dicts; gradients flow through the tensors
     found there. Hooks of the layer are called in F, those of its submodules in R too.
     """
-    layer.forward = _Forward(layer, again)
+    layer.forward = _Forward(layer, recomputes)
 
 
 class _Call(NamedTuple):
-    """One call of a layer's forward: arguments as leaves of a tree, without the tensors, and where these stood."""
+    """One call of a layer's forward: its arguments as leaves of a tree, without the tensors, and their positions."""
 
     forward: Callable[..., Any]
     leaves: list[Any]
     tree: pytree.TreeSpec
-    places: list[int]
+    positions: list[int]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return self.forward(*args, **kwargs)
 
 
 class _Forward:
-    """Stands for one layer's ``forward``."""
+    """Replaces one layer's ``forward``."""
 
-    def __init__(self, layer: torch.nn.Module, again: Again) -> None:
-        self._layer, self._again, self._whole = layer, again, layer.forward
+    def __init__(self, layer: torch.nn.Module, recomputes: Recomputes) -> None:
+        self._layer, self._recomputes, self._whole = layer, recomputes, layer.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._again.keeps:
+        if not self._recomputes.active:
             return self._whole(*args, **kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[place] for place in places]
-        if not self._is_trained(tensors):
+        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[position] for position in positions]
+        if not any(each.requires_grad for each in chain(tensors, self._layer.parameters())):
             return self._whole(*args, **kwargs)
-        for place in places:
-            leaves[place] = None
-        # Something has to bring I here even if the inputs need no gradient.
+        for position in positions:
+            leaves[position] = None
+        # Autograd has to call I here even if the inputs need no gradient.
         anchor = torch.empty(0, requires_grad=True)
-        run = self._again.kept(_Call(self._whole, leaves, tree, places), anchor, tensors)
-        found: tuple[Any, ...] = _Layer.apply(run, anchor, *tensors)
-        return run.output(found)
-
-    def _is_trained(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether there is a graph to be made: an input or a parameter needs a gradient."""
-        return any(each.requires_grad for each in chain(tensors, self._layer.parameters()))
+        run = self._recomputes.add(_Call(self._whole, leaves, tree, positions), anchor, tensors)
+        return run.output(_Layer.apply(run, anchor, *tensors))
 
 
 class _Run:
     """One forward of a layer, from F to I."""
 
     def __init__(
-        self,
-        key: tuple[int, int],
-        call: _Call,
-        as_then: Callable[[], AbstractContextManager[None]],
-        anchor: Tensor,
-        inputs: Sequence[Tensor],
+        self, key: tuple[int, int], call: _Call, restore: Restore, anchor: Tensor, inputs: Sequence[Tensor]
     ) -> None:
         self._key, self._needing = key, [tensor.requires_grad for tensor in inputs]
-        self._kept: tuple[_Call, Callable[[], AbstractContextManager[None]], Any] | None
-        self._kept = call, as_then, _Kept.apply(anchor, *(tensor.detach() for tensor in inputs))
+        saved = _Saved.apply(anchor, *(tensor.detach() for tensor in inputs))
+        self._kept: tuple[_Call, Restore, Any] | None = call, restore, saved
         self._output: pytree.TreeSpec | None = None
         self._inputs: list[Tensor | None] = []
         self._starts: list[GradientEdge | None] | None = None
 
     def first(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """F, to be called without grad mode: the leaves of what the layer returns, tensors without history."""
+        """F, to be called without grad mode: returns the leaves of the layer's output, tensors without history."""
         assert self._kept is not None
         call, _, _ = self._kept
         # A layer may turn grad mode on for a part of itself, as Megatron's do where they add a bias and the residual.
@@ -157,25 +150,25 @@ class _Run:
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in found]
 
     def output(self, leaves: Sequence[Any]) -> Any:
-        """What the layer returns, of these leaves."""
+        """Returns the layer's output, made of these leaves."""
         assert self._output is not None
         return pytree.tree_unflatten(list(leaves), self._output)
 
-    def again(self) -> None:
-        """R. Of what the layer returns only the places are held where its backward starts."""
+    def recompute(self) -> None:
+        """R. Of the layer's output it keeps only where the backward starts."""
         assert self._kept is not None
-        call, as_then, saved = self._kept
+        call, restore, saved = self._kept
         self._kept = None
         pairs = zip(saved.grad_fn.saved_tensors, self._needing, strict=True)
         inputs = [tensor.detach().requires_grad_(needing) for tensor, needing in pairs]
         del saved
-        with as_then(), torch.enable_grad():
+        with restore(), torch.enable_grad():
             found = pytree.tree_leaves(call(inputs))
         self._inputs = [tensor if tensor.requires_grad else None for tensor in inputs]
         self._starts = [edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in found]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """I: the gradients of the inputs from those of what the layer returned, each once."""
+        """I: returns the gradients of the inputs from those of the output, each once."""
         starts, self._starts = self._starts, None
         if starts is None:
             stage, microbatch = self._key
@@ -194,7 +187,7 @@ class _Run:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer whose graph is made later."""
+    """A layer whose graph is built later."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, anchor: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
@@ -207,10 +200,10 @@ class _Layer(torch.autograd.Function):
         return None, None, *ctx.run.backward(gradients)
 
 
-class _Kept(torch.autograd.Function):
-    """Nothing, as a function of tensors that it saves: so whatever counts, moves or watches saved tensors sees them.
+class _Saved(torch.autograd.Function):
+    """Saves tensors for a backward that never runs, so that whatever counts, moves or watches saved tensors sees them.
 
-    A node of its own, for it can be let go of at R, and not only when the layer's backward has run.
+    It is a node of its own because R frees it, before the layer's backward.
     """
 
     @staticmethod
@@ -220,4 +213,4 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
-        raise AssertionError("nothing is a function of nothing")
+        raise AssertionError("this node has no backward")

@@ -1,4 +1,4 @@
-"""Records when passes began and ended on the device, without ever waiting for it."""
+"""Records when passes began and ended on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Action
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, using
 from megatron.schedules.schedule.passes import Pass
@@ -21,11 +22,11 @@ class Clock(Protocol):
     """Marks moments of what computes."""
 
     def mark(self) -> Any:
-        """This moment: for a device, that at which it has done all that it has been given so far."""
+        """Marks this moment: for a device, that at which it has done all that it has been given so far."""
         ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether that moment lies behind the device; does not wait."""
+        """Whether the device is past that moment; does not wait."""
         ...
 
     def between(self, earlier: Any, later: Any) -> float:
@@ -33,145 +34,141 @@ class Clock(Protocol):
         ...
 
     def reuse(self, marks: list[Any]) -> None:
-        """Nobody looks at ``marks`` any more."""
-        ...
+        """``marks`` are no longer used."""
+        return
 
 
-class HostClock:
-    """That of a CPU which does the computing itself."""
+class HostClock(Clock):
+    """The clock of a CPU that does the computing itself."""
 
     def mark(self) -> float:
-        """See :meth:`Clock.mark`."""
         return time.perf_counter()
 
     def passed(self, mark: float) -> bool:
-        """See :meth:`Clock.passed`."""
         return True
 
     def between(self, earlier: float, later: float) -> float:
-        """See :meth:`Clock.between`."""
         return 1e3 * (later - earlier)
 
-    def reuse(self, marks: list[float]) -> None:
-        """See :meth:`Clock.reuse`."""
 
-
-class StreamClock:
-    """That of a GPU: events on its current stream, made once and used again."""
+class StreamClock(Clock):
+    """The clock of a GPU: events on its current stream, made once and used again."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
-        """See :meth:`Clock.mark`."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """See :meth:`Clock.passed`."""
         return bool(mark.query())
 
     def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """See :meth:`Clock.between`."""
         return float(earlier.elapsed_time(later))
 
     def reuse(self, marks: list[torch.cuda.Event]) -> None:
-        """See :meth:`Clock.reuse`."""
         self._free += marks
 
 
 class Span(NamedTuple):
-    """One pass as it happened: from when until when, in milliseconds since the record began."""
+    """When one pass ran: start and end in milliseconds since the record began."""
 
     work: Pass
     start: float
     end: float
 
 
-class _Copying(NamedTuple):
-    """A copy, and the marks of its begin and end once it has come so far."""
+class _Copy(NamedTuple):
+    """A copy, and the marks of its start and end as far as it has come."""
 
     work: Pass
     marks: list[Any]
 
 
-class Recorder:
-    """An engine's observer (see :class:`.engine.Observer`) that notes each pass, once what it waited for had come.
+class _Run(NamedTuple):
+    """One run: its passes; the marks of its start and of each pass's start and end; its copies."""
 
-    Use it for one run after another: :meth:`begin`, the run, and whenever the device has come so far :meth:`take`.
+    works: list[Pass]
+    marks: list[Any]
+    copies: list[_Copy]
+
+    def all_marks(self) -> list[Any]:
+        """The marks of passes and copies."""
+        return [*self.marks, *(mark for copy in self.copies for mark in copy.marks)]
+
+
+class Recorder(Observer):
+    """Notes when each pass began, once its inputs had arrived, and when it ended.
+
+    Use it for one run after another: :meth:`begin`, the run, :meth:`end`, and whenever the device has come so far
+    :meth:`take`.
 
     Args:
         clock: of what computes.
 
     Attributes:
-        copies: of the run that was taken last, from when until when its copies were carried out beside the computing,
-            in the order in which they were begun; those only that :meth:`copying` was told of.
+        copies: start and end of each copy of the run that was taken last, in the order in which they began.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._works: list[Pass] = []
-        self._marks: list[Any] = []
-        self._at: Pass | None = None
+        self._run = _Run([], [], [])
+        self._current: Pass | None = None
         self._open = False
-        self._copying: list[_Copying] = []
-        self._whole: deque[tuple[list[Pass], list[Any], list[_Copying]]] = deque()
+        self._whole: deque[_Run] = deque()
         self.copies: list[Span] = []
 
     def begin(self) -> None:
-        """A run begins: time 0 of its record. What an unfinished run left is dropped."""
-        self._clock.reuse([*self._marks, *(mark for each in self._copying for mark in each.marks)])
-        self._works, self._marks, self._open = [], [self._clock.mark()], False
-        self._copying = []
+        """A run begins: time 0 of its record. Drops an unfinished run."""
+        self._clock.reuse(self._run.all_marks())
+        self._run, self._open = _Run([], [self._clock.mark()], []), False
 
     def copying(self) -> Callable[[], None]:
-        """See :class:`.copies.CopyWatch`: copies are begun by the pass that is under way.
-
-        That of an O begins with the end of its F, where computing has not come to O yet.
-        """
-        assert self._at is not None
-        stage, kind, m = self._at
-        copying = _Copying(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
-        self._copying.append(copying)
-        return lambda: copying.marks.append(self._clock.mark())
+        """See :class:`.copies.CopyWatch`: the current pass begins a copy; that of an O begins at the end of its F."""
+        assert self._current is not None
+        stage, kind, m = self._current
+        copy = _Copy(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
+        self._run.copies.append(copy)
+        return lambda: copy.marks.append(self._clock.mark())
 
     def began(self, action: Action) -> None:
-        """The host begins to carry out ``action``."""
         op, stage, microbatch, _ = action
         self._open = isinstance(op, Kind)
         if isinstance(op, Kind):
-            self._at = Pass(stage, op, microbatch)
-            self._works.append(self._at)
-            self._marks.append(self._clock.mark())
+            self._current = Pass(stage, op, microbatch)
+            self._run.works.append(self._current)
+            self._run.marks.append(self._clock.mark())
 
     def arrived(self) -> None:
-        """What the pass needs is there: from now on it computes."""
         if self._open:
-            self._clock.reuse([self._marks.pop()])
-            self._marks.append(self._clock.mark())
+            self._clock.reuse([self._run.marks.pop()])
+            self._run.marks.append(self._clock.mark())
 
     def ended(self, action: Action) -> None:
-        """The host has given the device all of ``action``."""
         if self._open:
-            self._marks.append(self._clock.mark())
+            self._run.marks.append(self._clock.mark())
             self._open = False
 
     def end(self) -> None:
         """The run has ended well."""
-        self._whole.append((self._works, self._marks, self._copying))
-        self._works, self._marks, self._copying = [], [], []
+        self._whole.append(self._run)
+        self._run = _Run([], [], [])
 
     def take(self) -> list[Span] | None:
-        """The passes of the oldest run that has not been taken; None where the device is still in it, or there is none.
+        """Returns the passes of the oldest run that has not been taken; None where the device has not ended it.
 
-        The passes come in the order of the program; of a copy both times are those at which computing came past it.
+        The passes have the order of the program; both times of a copy are those at which computing passed it.
         """
-        if not self._whole or not self._clock.passed(self._whole[0][1][-1]):
+        if not self._whole or not self._clock.passed(self._whole[0].marks[-1]):
             return None
-        works, (base, *marks), copying = self._whole.popleft()
+        run = self._whole.popleft()
+        base, *marks = run.marks
         times = [self._clock.between(base, mark) for mark in marks]
-        # Computing has waited for the end of each copy, so these are passed too.
-        self.copies = [Span(each.work, *(self._clock.between(base, mark) for mark in each.marks)) for each in copying]
-        self._clock.reuse([base, *marks, *(mark for each in copying for mark in each.marks)])
-        return [Span(*each) for each in zip(works, times[::2], times[1::2], strict=True)]
+        # Computing has waited for the end of each copy, so these marks are passed too.
+        self.copies = [
+            Span(copy.work, *(self._clock.between(base, mark) for mark in copy.marks)) for copy in run.copies
+        ]
+        self._clock.reuse(run.all_marks())
+        return [Span(*each) for each in zip(run.works, times[::2], times[1::2], strict=True)]

@@ -16,51 +16,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.schedules.runtime.collectives import Chain, Meetings, collectives_on
+from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
 from megatron.schedules.runtime.program import Channel
-
-
-class Pending(Protocol):
-    """A receive or a collective that was posted."""
-
-    def wait(self) -> Tensor:
-        """The tensor that it brings, once it is there. Called once.
-
-        On a GPU it may still be coming: it is there for whatever the current stream does next.
-        """
-        ...
 
 
 class Transport(Protocol):
     """Messages of one run of one rank. Each directed pair of ranks is a channel that keeps its order."""
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        """Start sending ``tensor`` to pipeline rank ``peer``; returns at once.
+        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
 
         The tensor has no graph behind it. Its storage must not be written to any more; it is kept alive as long as
         needed.
+
+        Raises:
+            ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
         """
         ...
 
     def receive(self, peer: int) -> Pending:
-        """Post the receive of the next message from pipeline rank ``peer``; returns at once."""
+        """Posts the receive of the next message from pipeline rank ``peer``; returns at once."""
         ...
 
-    def meet(self, chain: Chain) -> Pending:
-        """Post a collective of all ranks of the pipeline, which each post all of theirs in one order.
+    def collective(self, chain: Chain) -> Pending:
+        """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
 
         Args:
-            chain: what this rank does in it; carried out once, after those posted before it.
+            chain: this rank's part; runs once, after those posted before it.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until every send and every collective has completed; raises what one of them raised."""
+        """Waits until every send and every collective has completed; raises what one of them raised."""
         ...
 
 
 class MessageSpec(NamedTuple):
-    """What every message of a run looks like: both ends must agree on it beforehand."""
+    """What every message of a run looks like; both ends must agree on it beforehand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,11 +60,11 @@ class MessageSpec(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ChannelEnd:
     """This process's end of a channel.
 
-    It posts on the group itself: ``torch.distributed.isend`` and ``irecv`` do the same after finding out anew, for each
-    message, what never changes, and take a fifth longer for it.
+    It posts on the group itself: ``torch.distributed.isend`` and ``irecv`` do the same, but look up for each message
+    what never changes, and take a fifth longer.
 
     Args:
         group: the channel's two processes.
@@ -83,11 +75,11 @@ class End:
     other: int
 
     def send(self, tensor: Tensor) -> dist.Work:
-        """Post the send of ``tensor``, a contiguous one."""
+        """Posts the send of a contiguous ``tensor``."""
         return self.group.send([tensor], self.other, 0)
 
     def receive(self, tensor: Tensor) -> dist.Work:
-        """Post a receive into ``tensor``, a contiguous one."""
+        """Posts a receive into a contiguous ``tensor``."""
         return self.group.recv([tensor], self.other, 0)
 
 
@@ -100,8 +92,8 @@ class Channels:
         device: where the backend takes its tensors from: the CPU for gloo, this process's GPU for NCCL.
     """
 
-    outgoing: dict[int, End]
-    incoming: dict[int, End]
+    outgoing: dict[int, ChannelEnd]
+    incoming: dict[int, ChannelEnd]
     device: torch.device
 
 
@@ -114,50 +106,48 @@ def make_channels(
     options: Callable[[], Any] = lambda: None,
     new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
 ) -> Channels:
-    """Make a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
+    """Makes a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
-    Why one for each direction: NCCL runs the messages between two ranks of one group one after another in the
-    order issued, both directions together, each waiting for its partner; a rank that sends and then receives
-    would hang against one that does the same. With its own group each direction has its own communicator and
-    stream.
+    Each direction has its own group because NCCL runs the messages between two ranks of one group one after another in
+    the order issued, both directions together, each waiting for its partner: two ranks that both send and then receive
+    would hang.
 
-    One number goes over every channel before it is used. NCCL makes a communicator at the first message and
-    blocks the host until both ends are there; in a run the first receive is posted ahead of passes that its
-    sender waits for. Pairs that share no rank are greeted at once, so this takes no longer in a long pipeline.
+    One number goes over every channel before it is used. NCCL makes a communicator at the first message and blocks the
+    host until both ends are there; in a run the first receive is posted before passes that its sender waits for. Pairs
+    that share no rank exchange theirs at once, so this takes no longer in a long pipeline.
 
-    Every process is told of every group, though it is in a few: torch counts them to name them, unless told to ask
-    only the members (``use_local_synchronization``), and then it counts those of the process, of which stock has made
-    more on some ranks than on others.
+    Every process makes every group, though it is a member of few. Torch counts groups to name them. It can be told to
+    ask only the members (``use_local_synchronization``), but then counts those of the process, and stock makes more on
+    some ranks than on others.
 
     Args:
-        pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every
-            process.
+        pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every process.
         channels: as :func:`.program.channels_of` gives them; the same on every process.
         backend: ``gloo`` or ``nccl``; the default group's where None.
         timeout: how long a receive or a send may take before it raises; torch's default where None.
-        options: makes what a group is told of its backend (``pg_options``), anew for each.
+        options: makes a new ``pg_options`` for each group.
         new_group: as ``torch.distributed.new_group``.
 
     Raises:
-        ValueError: where this process is not in exactly one pipeline.
-        RuntimeError: where a channel does not carry what was sent.
+        ValueError: this process is not in exactly one pipeline.
+        RuntimeError: a channel does not carry what was sent.
     """
     me, mine = dist.get_rank(), _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
     device = _device_of(backend)
     made, numbers = Channels({}, {}, device), count()
-    for collective in rounds(channels):
-        for pipeline, channel in product(pipelines, collective):
+    for disjoint in rounds(channels):
+        for pipeline, channel in product(pipelines, disjoint):
             ends = pipeline[channel.source], pipeline[channel.destination]
             group = new_group(
                 list(ends), timeout=timeout, backend=backend, pg_options=options(), group_desc=f"pipeline {channel}"
             )
             if me == ends[0]:
-                made.outgoing[channel.destination] = End(group, dist.get_group_rank(group, ends[1]))
+                made.outgoing[channel.destination] = ChannelEnd(group, dist.get_group_rank(group, ends[1]))
             elif me == ends[1]:
-                made.incoming[channel.source] = End(group, dist.get_group_rank(group, ends[0]))
-        for channel in collective:
-            _greet(made, mine.index(me), channel, next(numbers))
+                made.incoming[channel.source] = ChannelEnd(group, dist.get_group_rank(group, ends[0]))
+        for channel in disjoint:
+            _exchange(made, mine.index(me), channel, next(numbers))
     return made
 
 
@@ -169,27 +159,27 @@ def make_collective_group(
     options: Callable[[], Any] = lambda: None,
     new_group: Callable[..., dist.ProcessGroup] = dist.new_group,
 ) -> dist.ProcessGroup:
-    """Make a process group of each whole pipeline, for its collectives; every process must call it.
+    """Makes a process group of each whole pipeline, for its collectives; every process must call it.
 
-    Torch puts its ranks into the order of their global numbers, whatever the pipeline's. They add up a number before it
-    is used, which makes NCCL's communicator.
+    Torch orders its ranks by their global numbers, whatever the pipeline's order. The ranks add up a number before the
+    group is used, which makes NCCL's communicator.
 
     Args:
-        pipelines, backend, timeout, options, new_group: as :func:`make_channels` has them.
+        pipelines, backend, timeout, options, new_group: as for :func:`make_channels`.
 
     Returns:
-        the group of this process's pipeline.
+        The group of this process's pipeline.
 
     Raises:
-        ValueError: where this process is not in exactly one pipeline.
-        RuntimeError: where the group does not add up.
+        ValueError: this process is not in exactly one pipeline.
+        RuntimeError: the group's sum is wrong.
     """
     mine = _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for pipeline in map(tuple, pipelines):
         found[pipeline] = new_group(
-            list(pipeline), timeout=timeout, backend=backend, pg_options=options(), group_desc="pipeline meetings"
+            list(pipeline), timeout=timeout, backend=backend, pg_options=options(), group_desc="pipeline collectives"
         )
     word = torch.tensor([1 + mine.index(dist.get_rank())], device=_device_of(backend))
     dist.all_reduce(word, group=found[mine])
@@ -199,7 +189,7 @@ def make_collective_group(
 
 
 def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The one of ``pipelines`` that this process is in."""
+    """Returns the one of ``pipelines`` that this process is in."""
     me = dist.get_rank()
     mine = [tuple(pipeline) for pipeline in pipelines if me in pipeline]
     if len(mine) != 1:
@@ -210,12 +200,12 @@ def _own_pipeline(pipelines: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _device_of(backend: str) -> torch.device:
-    """Where ``backend`` takes its tensors from."""
+    """Returns where ``backend`` takes its tensors from."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
 
 
 def rounds(channels: Iterable[Channel]) -> list[list[Channel]]:
-    """``channels`` in rounds in which no rank meets two others: four for neighbours in a line, however long."""
+    """Returns ``channels`` in rounds in which no rank talks to two others: four for neighbours in any line."""
     found: list[list[Channel]] = []
     busy: list[set[int]] = []
     for channel in sorted(set(channels)):
@@ -229,7 +219,8 @@ def rounds(channels: Iterable[Channel]) -> list[list[Channel]]:
     return found
 
 
-def _greet(made: Channels, rank: int, channel: Channel, number: int) -> None:
+def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
+    """Sends ``number`` over ``channel`` and checks what arrives."""
     if rank == channel.source:
         word = torch.tensor([number], device=made.device)
         made.outgoing[channel.destination].send(word).wait()
@@ -243,71 +234,76 @@ def _greet(made: Channels, rank: int, channel: Channel, number: int) -> None:
             )
 
 
-class GroupTransport:
+class GroupTransport(Transport):
     """The messages of one run over :class:`Channels`; make a new one for each run, it costs next to nothing.
 
-    A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones
-    are let go of while the run goes on. gloo says nothing about a send before it is waited for, so there all
-    are held until :meth:`finish`. gloo takes tensors in host memory only: those of another device are staged
-    through it.
+    A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones are freed
+    while the run goes on. gloo reports nothing of a send before it is waited for, so there all stay until
+    :meth:`finish`. gloo takes tensors in host memory only: those of another device are copied there first.
 
-    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so
-    far, a receive's ``wait`` makes the current stream wait, and storage goes back to the current stream's pool
-    only once its message has completed. A posted receive occupies a few multiprocessors until its message comes.
+    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so far, a
+    receive's ``wait`` makes the current stream wait, and storage returns to the current stream's pool only once its
+    message has completed. A posted receive occupies a few multiprocessors until its message comes.
+
+    With ``shapes`` each message may have any shape with the spec's number of dimensions. The shape is sent before the
+    tensor, between hosts: a sender's host knows it long before its GPU has the tensor, and no GPU has to stop for a
+    receiver's host to read it. So a rank's host waits where it posts a receive, for the host that posts the send; the
+    checker (:mod:`.checker`) has proved that this ends.
 
     Args:
         channels: this process's groups.
-        spec: what every message of this run looks like.
-        meetings: carries out collectives; what suits the spec's device where None.
+        spec: shape, dtype and device of every message of this run.
+        collectives: runs collectives; by the spec's device where None.
+        shapes: groups of the backend gloo for the same channels, where shapes are not known beforehand.
     """
 
-    def __init__(self, channels: Channels, spec: MessageSpec, meetings: Meetings | None = None) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        spec: MessageSpec,
+        collectives: CollectiveRunner | None = None,
+        shapes: Channels | None = None,
+    ) -> None:
         self._channels = channels
         self._spec = spec
-        self._collectives = meetings
+        self._collectives = collectives
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._shapes: GroupTransport | None = None
+        if shapes is not None:
+            sizes = MessageSpec((len(spec.shape),), torch.int64, torch.device("cpu"))
+            self._shapes = GroupTransport(shapes, sizes)
 
     @property
     def unfinished(self) -> int:
-        """How many sends still keep their tensor alive."""
+        """Number of sends that still keep their tensor alive."""
         return len(self._sends)
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        """See :meth:`Transport.send`.
-
-        Raises:
-            ValueError: where ``tensor`` is not as the spec says; the other end would read it wrongly.
-        """
         shape, dtype, _ = self._spec
-        if tensor.shape != shape or tensor.dtype != dtype:
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"a message of {dtype} {tuple(shape)} was agreed, not {found}")
-        self.post_send(peer, tensor)
-
-    def receive(self, peer: int) -> Pending:
-        """See :meth:`Transport.receive`."""
-        return self.post_receive(peer, self._spec.shape)
-
-    def meet(self, chain: Chain) -> Pending:
-        """See :meth:`Transport.meet`."""
-        if self._collectives is None:
-            self._collectives = collectives_on(self._spec.device)
-        return self._collectives.meet(chain)
-
-    def post_send(self, peer: int, tensor: Tensor) -> None:
-        """Send ``tensor`` as it is; the other end must post a receive of its shape."""
+        fits = tensor.shape == shape if self._shapes is None else tensor.dim() == len(shape)
+        if not fits or tensor.dtype != dtype:
+            agreed = tuple(shape) if self._shapes is None else f"in {len(shape)} dimensions"
+            raise ValueError(f"a message of {dtype} {agreed} was agreed, not {tensor.dtype} {tuple(tensor.shape)}")
+        if self._shapes is not None:
+            self._shapes.send(peer, torch.tensor(tensor.shape))
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()  # no longer blocks; raises where the send failed
         payload = tensor.to(self._channels.device).contiguous()
         self._sends.append((self._channels.outgoing[peer].send(payload), payload))
 
-    def post_receive(self, peer: int, shape: Sequence[int]) -> Pending:
-        """Post the receive of a tensor of ``shape``."""
+    def receive(self, peer: int) -> Pending:
+        shape = self._spec.shape if self._shapes is None else self._shapes.receive(peer).wait().tolist()
         buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
         return _Arriving(self._channels.incoming[peer].receive(buffer), buffer, self._spec.device)
 
+    def collective(self, chain: Chain) -> Pending:
+        if self._collectives is None:
+            self._collectives = collectives_on(self._spec.device)
+        return self._collectives.post(chain)
+
     def finish(self) -> None:
-        """See :meth:`Transport.finish`."""
+        if self._shapes is not None:
+            self._shapes.finish()
         if self._collectives is not None:
             self._collectives.finish()
         while self._sends:
@@ -315,14 +311,13 @@ class GroupTransport:
             self._sends.popleft()
 
 
-class _Arriving:
+class _Arriving(NamedTuple):
     """A posted receive and its buffer."""
 
-    def __init__(self, work: dist.Work, buffer: Tensor, device: torch.device) -> None:
-        self._work = work
-        self._buffer = buffer
-        self._device = device
+    work: dist.Work
+    buffer: Tensor
+    device: torch.device
 
     def wait(self) -> Tensor:
-        self._work.wait()
-        return self._buffer.to(self._device)
+        self.work.wait()
+        return self.buffer.to(self.device)

@@ -1,4 +1,4 @@
-"""The queue of weight gradients whose computing was put off from I to W."""
+"""The queue of weight gradients whose computation was deferred from I to W."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ Closure = Callable[[], Sequence[Tensor | None] | None]
 """Computes one operation's weight gradients: one for each parameter it was deferred with, or nothing."""
 
 Settle = Callable[[bool], Iterable[Tensor]]
-"""With True computes all of a closure that takes long, with False has it wait; returns what it holds from then on."""
+"""With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
 
-# How many graphs are kept. A stage queues the same closures for each microbatch, but for experts that get no token.
+# How many graphs are cached. A stage queues the same closures for each microbatch, but for experts without a token.
 _GRAPHS = 64
 
 
 class WeightGradients:
-    """Weight gradients that wait for their W, per (stage, microbatch), in the order their I queued them.
+    """Weight gradients that wait for their W, per (stage, microbatch), in the order in which their I queued them.
 
-    The engine opens a key with ``with store.split(stage, microbatch):`` round the forward, and again round
-    the I (a recomputed forward runs inside it); operations that can split read :attr:`current` in their
-    forward and call :meth:`defer` in their backward; W is :meth:`run`. With :attr:`current` None nothing is
-    split.
+    The engine opens a key with ``with store.split(stage, microbatch):`` round the forward, and again round the I (a
+    recomputed forward runs inside it). Operations that can split read :attr:`current` in their forward and call
+    :meth:`defer` in their backward; W is :meth:`run`. With :attr:`current` None nothing is split.
 
     Args:
-        meter: also counts the tensors that waiting closures hold; None (usual in training) counts nothing.
-        hooked: whether hooks may be round what any forward saves, as a meter's always may.
+        meter: also counts the tensors of waiting closures; None (usual in training) counts nothing.
+        hooked: whether saved-tensor hooks may surround a forward, as a meter's always may.
     """
 
     def __init__(self, meter: ActivationMeter | None = None, *, hooked: bool = False) -> None:
@@ -46,8 +45,8 @@ class WeightGradients:
         # How many closures wait to add to a parameter.
         self._adding: Counter[int] = Counter()
         self._graph = lru_cache(_GRAPHS)(_Graph)
-        # An attribute, not thread-local or context-local: on a GPU autograd recomputes forwards in a thread
-        # of its own, and they must see the key too. Passes of one rank never run at the same time.
+        # An attribute, neither thread-local nor context-local: on a GPU autograd recomputes forwards in a thread of its
+        # own, which must see the key too. Passes of one rank never run at the same time.
         self._current: Key | None = None
 
     @property
@@ -57,7 +56,7 @@ class WeightGradients:
 
     @contextmanager
     def split(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Make (stage, microbatch) current and open it: a :meth:`run` is owed, even with nothing deferred."""
+        """Makes (stage, microbatch) current and opens it: a :meth:`run` must follow, even with nothing deferred."""
         outer = self._current
         self._current = (stage, microbatch)
         self._waiting.setdefault(self._current, deque())
@@ -77,36 +76,34 @@ class WeightGradients:
         prefetch: Callable[[], None] | None = None,
         settle: Settle | None = None,
     ) -> None:
-        """Queue ``closure`` for the W of ``key``.
+        """Queues ``closure`` for the W of ``key``.
 
         Args:
             key: what :attr:`current` was in the forward.
-            closure: runs without grad mode, in a backward. With ``parameters`` it returns a gradient for each,
-                in order, which it must not keep, or None for no gradient. Without, it does everything itself and
-                returns None.
-            held_tensors: the activations and gradients it reads: counted by the meter and, in W, checked not
-                to have been modified in place since now.
-            parameters: the leaf tensors that get the gradients. One that several closures of a key share gets
-                their sum in one piece, so that its hooks fire once a microbatch, as in a whole backward.
-            prefetch: starts whatever communication ``closure`` waits for. Called once, without grad mode,
-                before ``closure``; in :meth:`run` before the closure ahead of it computes.
+            closure: runs without grad mode, in a backward. With ``parameters`` it returns a gradient for each, in
+                order, which it must not keep, or None for no gradient. Without, it does everything itself.
+            held_tensors: the activations and gradients it reads: counted by the meter and, in W, checked not to have
+                been modified in place since now.
+            parameters: the leaf tensors that get the gradients. A parameter that several closures of a key share gets
+                their sum at once, so that its hooks fire once a microbatch, as in a whole backward.
+            prefetch: starts the communication that ``closure`` waits for. Called once, without grad mode, before
+                ``closure``; in :meth:`run` before the closure ahead of it computes.
             settle: may compute ahead of W, see :meth:`compute_ahead`. Called once, no later than the end of I.
 
         Raises:
-            RuntimeError: ``key`` is not open: its W has already run, or its forward was not under
-                :meth:`split`.
+            RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
         """
         queue = self._queue(key)
         self._settle_newest(queue)
-        queue.append(_Deferred(key, closure, tuple(parameters), _Once(prefetch), settle, self._meter))
-        queue[-1].keep(held_tensors)
+        queue.append(_Deferred(key, closure, tuple(parameters), prefetch, settle, self._meter))
+        queue[-1].hold(held_tensors)
         self._count(queue[-1], 1)
 
     def compute_ahead(self, key: Key) -> None:
-        """In I, while the input's gradient is on its way to other ranks: compute the W queued last, where that can be.
+        """In I, while the input's gradient is on its way to other ranks: computes the W queued last, if possible.
 
-        It can where the closure was deferred with ``settle``. The sums of gradients keep their order of addition: where
-        another closure waits to add to the same parameter, of whichever microbatch, this one waits behind it.
+        It is possible where the closure was deferred with ``settle`` and no other closure waits to add to the same
+        parameter, of whichever microbatch: sums of gradients keep their order.
         """
         queue = self._queue(key)
         if queue and all(self._adding[id(parameter)] == 1 for parameter in queue[-1].parameters):
@@ -116,23 +113,23 @@ class WeightGradients:
         if queue and queue[-1].settle(ahead):
             self._count(queue[-1], -1)
 
-    def _count(self, item: _Deferred, one: int) -> None:
+    def _count(self, item: _Deferred, change: int) -> None:
         for parameter in item.parameters:
-            self._adding[id(parameter)] += one
+            self._adding[id(parameter)] += change
 
     def prefetch(self, stage: int, microbatch: int) -> None:
-        """Start the first communication of a coming :meth:`run`; may be left out.
+        """Starts the first communication of a coming :meth:`run`; may be left out.
 
         All ranks of a tensor-parallel group must call it at the same point of their programs.
         """
         _prefetch_first(self._queue((stage, microbatch)))
 
     def run(self, stage: int, microbatch: int, then: Key | None = None) -> None:
-        """W: compute and accumulate all gradients queued for (stage, microbatch), in queued order, and close it.
+        """W: computes and accumulates all gradients queued for (stage, microbatch), in order, and closes it.
 
         Args:
-            stage, microbatch: whose W.
-            then: whose W comes next, if that is known: prefetched behind the last that this one computes.
+            stage, microbatch: of the W.
+            then: of the W that comes next, if one does: prefetched behind the last that this one computes.
 
         Raises:
             RuntimeError: the key is not open, or a held tensor was modified in place between I and W.
@@ -147,21 +144,21 @@ class WeightGradients:
         del self._waiting[key]
 
     def waiting(self, stage: int, microbatch: int) -> int:
-        """How many closures are queued for (stage, microbatch)."""
+        """Number of closures queued for (stage, microbatch)."""
         return len(self._waiting.get((stage, microbatch), ()))
 
     def parameters(self, stage: int, microbatch: int) -> set[Tensor]:
-        """The parameters that the W of (stage, microbatch) gives gradients to."""
+        """Returns the parameters that the W of (stage, microbatch) gives gradients to."""
         return {parameter for item in self._waiting.get((stage, microbatch), ()) for parameter in item.parameters}
 
     def assert_empty(self) -> None:
-        """Raise RuntimeError if any opened (stage, microbatch) has not had its W."""
+        """Raises RuntimeError if any opened (stage, microbatch) has not had its W."""
         if self._waiting:
             left = ", ".join(f"{s}W{m} ({len(queue)} queued)" for (s, m), queue in self._waiting.items())
             raise RuntimeError(f"weight gradients not computed: {left}")
 
     def _take_first(self, queue: deque[_Deferred], then: Key | None) -> Sequence[Tensor | None] | None:
-        """The gradients of the first closure of ``queue``, which is then gone with all it held."""
+        """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
         item = queue.popleft()
         if not item.computed:
             self._count(item, -1)
@@ -184,69 +181,54 @@ class WeightGradients:
 
 
 def _prefetch_first(queue: deque[_Deferred]) -> bool:
-    """Start the communication of the first closure that still has to compute; whether there is such a one."""
+    """Starts the communication of the first closure that still has to compute; returns whether there is one."""
     first = next((item for item in queue if not item.computed), None)
-    if first is None:
-        return False
-    if first.prefetch.due:
-        with torch.no_grad():
-            first.prefetch()
-    return True
-
-
-class _Once:
-    """A call made at most once."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[[], None] | None) -> None:
-        self._call = call
-
-    @property
-    def due(self) -> bool:
-        """Whether there is a call still to be made."""
-        return self._call is not None
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
+    if first is not None:
+        first.prefetch()
+    return first is not None
 
 
 class _Deferred:
-    """One operation's weight gradients, waiting; :meth:`WeightGradients.defer` says what each part is."""
+    """One operation's weight gradients, waiting; see :meth:`WeightGradients.defer`."""
 
     def __init__(
         self,
         key: Key,
         closure: Closure,
         parameters: tuple[Tensor, ...],
-        prefetch: _Once,
+        prefetch: Callable[[], None] | None,
         settle: Settle | None,
         meter: ActivationMeter | None,
     ) -> None:
-        self.closure, self.parameters, self.prefetch = closure, parameters, prefetch
-        # Whether all that takes long has been done, in I.
+        self.closure, self.parameters = closure, parameters
+        # Whether the expensive part was computed in I.
         self.computed = False
-        self._key, self._settle, self._meter = key, settle, meter
+        self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
         self._held: list[tuple[Tensor, int]] = []
         self._hold: Hold | None = None
 
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count and watch these from now on, in place of those before."""
+    def prefetch(self) -> None:
+        """Starts its communication; later calls do nothing."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            with torch.no_grad():
+                prefetch()
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Counts and watches these from now on, in place of those before."""
         self.release()
         self._held = [(tensor, tensor._version) for tensor in tensors]
         if self._meter is not None:
             self._hold = self._meter.hold(tensor for tensor, _ in self._held)
 
     def settle(self, ahead: bool) -> bool:
-        """Compute now what can be computed ahead of W, or let it wait; returns whether it was computed by this call."""
+        """Computes ahead of W or decides to wait, on the first call; returns whether this call computed."""
         if self._settle is None:
             return False
         self.check_versions()
         settle, self._settle = self._settle, None
         with torch.no_grad():
-            self.keep(settle(ahead))
+            self.hold(settle(ahead))
         self.computed = ahead
         return ahead
 
@@ -267,13 +249,13 @@ class _Deferred:
 class _Graph:
     """A backward that computes the gradients of a queue's closures, one closure after another.
 
-    A node for each closure leads to its parameters and to the next node, and autograd goes to parameters first. So a
-    gradient is accumulated, with the hooks of its parameter, before the next one is computed: while it is still in
-    the caches, and never two of them in memory. Where closures share a parameter autograd adds up theirs, and its
-    hooks fire once. Gradients are cast to the parameter's dtype.
+    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So a
+    gradient is accumulated, and its parameter's hooks run, before the next one is computed: it is still in the caches,
+    and there are never two in memory. Where closures share a parameter autograd adds up their gradients, and its hooks
+    fire once. Gradients are cast to the parameter's dtype.
 
-    Building it takes some hundred microseconds, so it is used again for every microbatch. On a GPU it runs in
-    autograd's own thread, as whole backwards do, and on the stream that was current when it was built.
+    Building a graph takes some hundred microseconds, so all microbatches use the same. On a GPU it runs in autograd's
+    own thread, as whole backwards do, on the stream that was current when it was built.
 
     Args:
         uses: the parameters of each closure, in order.
@@ -289,7 +271,7 @@ class _Graph:
         self._root, self._nothing = following, following.detach()
 
     def backward(self, compute: Closure) -> None:
-        """Run it; ``compute`` gives the gradients of one closure after another."""
+        """Runs it; ``compute`` returns the gradients of one closure after another."""
         self._compute.append(compute)
         try:
             torch.autograd.backward(self._root, self._nothing, retain_graph=True)
@@ -298,7 +280,7 @@ class _Graph:
 
 
 class _Node(torch.autograd.Function):
-    """Nothing as a function of a closure's parameters and of the node that follows, which gets no gradient."""
+    """An empty output of a closure's parameters and of the node that follows, which gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, compute: list[Closure], following: Tensor, *parameters: Tensor) -> Tensor:

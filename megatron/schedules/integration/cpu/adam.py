@@ -1,8 +1,8 @@
 """Adam for the CPU stand-in, which counts its steps where the GPU libraries' Adam does.
 
-Transformer Engine's and Apex's Adam keep one count of steps in each parameter group, torch's keeps a tensor beside
-each parameter. With torch's, stock's distributed optimizer cannot resume (``docs/upstream.md`` says why), and a machine
-without a GPU would not go the way through checkpoints that machines with one go.
+Transformer Engine's and Apex's Adam keep one count of steps in each parameter group, torch's keeps a tensor for each
+parameter. With torch's, stock's distributed optimizer cannot resume (``docs/upstream.md`` says why), and checkpoints
+would take another path through stock than on machines with a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class _StepInGroup(torch.optim.Optimizer):
-    """Mixed in before one of torch's optimizers: the same update to the bit, with ``step`` in the parameter groups."""
+    """Mixin for torch's optimizers: the same update to the bit, with ``step`` in the parameter groups."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -28,7 +28,7 @@ class _StepInGroup(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for values in filter(None, state["state"].values()):
-            values.setdefault("step", torch.tensor(0.0))  # torch's looks for it while it fills in missing defaults
+            values.setdefault("step", torch.tensor(0.0))  # torch reads it while it fills in missing defaults
         super().__setstate__(state)
         self._forget_steps()
 
@@ -44,12 +44,12 @@ class _AdamW(_StepInGroup, torch.optim.AdamW): ...
 
 
 def adam(*args: Any, adam_w_mode: bool = True, **kwargs: Any) -> torch.optim.Optimizer:
-    """What stands in for the GPU libraries' ``FusedAdam``."""
+    """Replaces the GPU libraries' ``FusedAdam``."""
     return (_AdamW if adam_w_mode else _Adam)(*args, **kwargs)
 
 
 def enable() -> None:
-    """Have Megatron take :func:`adam` as it takes Apex's, and keep it in checkpoints as it keeps Apex's."""
+    """Makes Megatron use :func:`adam`, and save it in checkpoints, as it does Apex's."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,9 +1,9 @@
-"""Lets gloo's threads come to rest before the interpreter is torn down.
+"""Waits until gloo's threads are idle before the interpreter shuts down.
 
-A thread that carried out a collective frees its tensors after the collective has ended. Where Python knows the tensor
-that takes the interpreter's lock, and asking for it during the teardown aborts the process with "terminate called
-without an active exception" (torch 2.13, Python 3.12). Stock Megatron ends without destroying its process groups, so
-on a busy machine a rank may die of it when all its work is done.
+A thread that ran a collective frees its tensors after the collective has ended. For a tensor that Python knows this
+takes the interpreter's lock, and requesting it during shutdown aborts the process with "terminate called without an
+active exception" (torch 2.13, Python 3.12). Stock Megatron ends without destroying its process groups, so on a busy
+machine a rank may crash when all its work is done.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PAUSE_S, _AT_MOST_S = 0.01, 5.0
 
 
 def wait_at_exit() -> None:
-    """When this process ends, however it ends, first wait until gloo's threads do nothing. Heeded on Linux only."""
+    """Makes this process wait at its end until gloo's threads are idle; on Linux only."""
     atexit.register(wait_until_idle)
 
 
 def wait_until_idle() -> None:
-    """Wait, some seconds at most, until no thread of gloo's is switched to during a pause.
+    """Waits, some seconds at most, until no thread of gloo's runs during a pause.
 
-    The pause gives up the interpreter's lock, so a thread that waits for it goes on, and shows.
+    The pause releases the interpreter's lock, so a thread that waits for it runs and is seen.
     """
     deadline = time.monotonic() + _AT_MOST_S
     before, now = None, _activity()
@@ -34,7 +34,7 @@ def wait_until_idle() -> None:
 
 
 def _activity() -> dict[str, tuple[object, ...]]:
-    """For each of gloo's threads what changes when it does something: its switches, and the time while it runs."""
+    """Returns what changes when one of gloo's threads runs: its context switches, and the time while it runs."""
     found: dict[str, tuple[object, ...]] = {}
     for task in Path("/proc/self/task").glob("*"):
         try:

@@ -1,4 +1,4 @@
-"""The model that Megatron's arguments describe, as far as its arithmetic goes."""
+"""The shape of the model that Megatron's arguments describe."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def shape_of(args: Any) -> Shape | None:
-    """The shape of the model in ``args``, validated or not; None where the flags leave its sizes to a checkpoint.
+    """Returns the shape of the model in ``args``, validated or not; None where its sizes come from a checkpoint.
 
     Raises:
-        TooEarlyError: where the vocabulary is that of a tokenizer, which Megatron builds.
+        TooEarlyError: the vocabulary is that of a tokenizer, which Megatron builds.
     """
     if any((getattr(args, size) or 0) < 1 for size in _SIZES):
         return None
@@ -28,17 +28,17 @@ def shape_of(args: Any) -> Shape | None:
 
 
 def _vocabulary(args: Any) -> int:
-    """Words as padded; 0 where only a tokenizer that cannot be built knows how many there are."""
+    """Returns the padded size of the vocabulary; 0 where only a tokenizer that cannot be built knows it."""
     if known := getattr(args, "padded_vocab_size", None):
         return int(known)
-    return megatron_flags.padded(args.vocab_size or _words_of_tokenizer(args), args)
+    return megatron_flags.padded(args.vocab_size or _size_of_tokenizer(args), args)
 
 
-def _words_of_tokenizer(args: Any) -> int:
+def _size_of_tokenizer(args: Any) -> int:
     building = after_megatron("megatron.core.tokenizers.utils.build_tokenizer")
-    own = copy.copy(args)  # stock notes the vocabulary in what it is given
-    own.rank = -1  # nor is it this one that says so
+    own = copy.copy(args)  # stock writes the size to its arguments
+    own.rank = -1  # no rank prints it
     try:
         return int(building.build_tokenizer(own).vocab_size)
-    except Exception:  # whatever is wrong with it, stock says better, in a moment
+    except Exception:  # stock reports whatever is wrong with it, in a moment
         return 0

@@ -1,4 +1,4 @@
-"""How many decoder layers each stage holds, as Megatron's flags say."""
+"""The number of decoder layers of each stage, by Megatron's flags."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from megatron.schedules.utils.errors import PlanError
 
 
 def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") -> tuple[int, ...]:
-    """Decoder layers of each of ``stages`` stages in model order. Several chunks a rank are several stages.
+    """Returns the decoder layers of each of ``stages`` stages in model order; several chunks a rank are several stages.
 
-    All alike, unless the flags say otherwise: ``--account-for-embedding-in-pipeline-split`` makes the first stage one
-    layer smaller, ``--account-for-loss-in-pipeline-split`` the last one; ``--decoder-first-pipeline-num-layers`` and
-    ``--decoder-last-pipeline-num-layers`` name theirs; ``--pipeline-model-parallel-layout`` names every stage's.
+    All stages have the same number, unless the flags change that: ``--account-for-embedding-in-pipeline-split`` makes
+    the first stage one layer smaller, ``--account-for-loss-in-pipeline-split`` the last one;
+    ``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers`` give those of the first and last
+    stage; ``--pipeline-model-parallel-layout`` gives every stage's.
 
     Args:
-        stock: what Megatron's flags say.
+        stock: Megatron's flags.
         stages: of the pipeline.
-        layers: as ``--pipeline-layers`` says, which goes before all of these.
+        layers: the value of ``--pipeline-layers``, which overrides all of these.
 
     Raises:
-        PlanError: where the layers do not spread so, naming what would.
+        PlanError: the layers cannot be divided so; names what can.
     """
     if isinstance(layers, tuple):
-        return _as_given(stock, stages, layers)
+        return _custom(stock, stages, layers)
     if stock.layout is not None:
-        return _as_written(stock, stock.layout, stages)
+        return _from_layout(stock, stock.layout, stages)
     if not stock.by_hand:
-        return _alike(stock, stages)
+        return _equal(stock, stages)
     first, last = stock.first, stock.last
     if any(count is not None and count < 1 for count in (first, last)):
         raise PlanError(
-            "needs a layer at each end that --decoder-first-pipeline-num-layers or -last- names; for ends without one "
-            "use --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split or a layout"
+            "needs at least one layer in --decoder-first-pipeline-num-layers and -last-; for a first or last stage "
+            "without layers use --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split or a "
+            "layout"
         )
     between = stages - (first is not None) - (last is not None)
     each, rest = divmod((stock.count or 0) - (first or 0) - (last or 0), max(between, 1))
@@ -51,7 +53,7 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") ->
 
 
 def wrong_layers(stock: StockLayers, stages: int, layers: Layers = "even") -> str:
-    """Why the layers do not spread over so many stages; empty where they do."""
+    """Returns why the layers cannot be divided over so many stages; empty where they can."""
     try:
         layers_by_stage(stock, stages, layers)
     except PlanError as error:
@@ -59,7 +61,7 @@ def wrong_layers(stock: StockLayers, stages: int, layers: Layers = "even") -> st
     return ""
 
 
-def _as_given(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+def _custom(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     said = f"--pipeline-layers {','.join(map(str, layers))}"
     if len(layers) != stages:
         raise PlanError(f"has {stages} stages and {said} has {len(layers)}: give a number for each, in model order")
@@ -68,7 +70,7 @@ def _as_given(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple
     return layers
 
 
-def _alike(stock: StockLayers, stages: int) -> tuple[int, ...]:
+def _equal(stock: StockLayers, stages: int) -> tuple[int, ...]:
     first, last = stock.stand_in
     counted = (stock.count or 0) + first + last
     each, rest = divmod(counted, stages)
@@ -83,7 +85,7 @@ def _alike(stock: StockLayers, stages: int) -> tuple[int, ...]:
     return even(stock.count or 0, stages, (first, last))
 
 
-def _as_written(stock: StockLayers, text: str, stages: int) -> tuple[int, ...]:
+def _from_layout(stock: StockLayers, text: str, stages: int) -> tuple[int, ...]:
     try:
         layouts = after_megatron("megatron.core.transformer.pipeline_parallel_layer_layout")
         parsed = layouts.PipelineParallelLayerLayout.parse_str_to_list(text)

@@ -1,15 +1,15 @@
-"""A chunk's decoder layers."""
+"""The decoder layers of a chunk."""
 
 from __future__ import annotations
 
 import torch
 
-# Stock's word for what holds a chunk's layers; multi-token prediction has blocks of its own.
+# Stock's name of a chunk's layers; multi-token prediction has blocks of its own.
 _LAYERS = "decoder.layers"
 
 
 def decoder_layers(model_chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of ``model_chunk``, wrapped (``Float16Module``, ``DistributedDataParallel``) or not, in order."""
+    """Returns those of ``model_chunk``, wrapped (``Float16Module``, ``DistributedDataParallel``) or not, in order."""
     return [
         layer
         for name, module in model_chunk.named_modules()

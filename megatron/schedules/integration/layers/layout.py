@@ -1,4 +1,4 @@
-"""Which transformer layers each model chunk holds, in the form stock Megatron asks for it."""
+"""The transformer layers of each model chunk, in the form that stock Megatron reads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.schedules.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Stock's layer layout for a placement stock does not know, such as the V.
+    """Stock's layer layout for a placement that stock does not have, such as the V.
 
-    Stock numbers stages as if they went round the ranks; only the attributes and methods below depend on
-    that. The object passes through Megatron's configuration as it is.
+    Stock numbers stages round the ranks; only the attributes and methods below depend on that. The object passes
+    through Megatron's configuration unchanged.
 
     Args:
         placement: where the stages live.
@@ -36,7 +36,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self.flatten_layout = [layer for stage in by_stage for layer in stage]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Stock's checks; False, for prediction layers always stand beside the output layer, wherever that is."""
+        """Runs stock's checks; returns False: prediction layers are always with the output layer."""
         super().validate_layer_layout(num_layers=num_layers, mtp_num_layers=mtp_num_layers)
         return False
 
@@ -46,7 +46,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """How many layers of ``layer_type`` come before chunk ``vp_stage`` of rank ``pp_rank`` in the model."""
+        """Returns how many layers of ``layer_type`` come before chunk ``vp_stage`` of rank ``pp_rank`` in the model."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = self.placement.stages_of(pp_rank)[vp_stage or 0]
@@ -57,7 +57,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         rank = self.placement.rank_of[stage]
         return self.layout[rank][self.placement.chunk_of(stage)]
 
-    # Arguments and configurations are copied freely, and this never changes.
+    # Arguments and configurations are copied often, and this never changes.
     def __copy__(self) -> PlacedLayout:
         return self
 

@@ -1,4 +1,4 @@
-"""The losses go to the rank where stock Megatron reports them.
+"""Sends the losses to the rank where stock Megatron reports them.
 
 Stock's training loop reads the losses on the last pipeline rank. In a V the output layer is on the first.
 """
@@ -16,9 +16,9 @@ _Form = list[dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 class LossRelay:
-    """Hands the loss store and the token count from one rank of a pipeline to all of it.
+    """Sends the loss store and the token count from one rank of a pipeline to all its ranks.
 
-    What the losses look like is sent as an object when it changes; after that a call is two small broadcasts.
+    Names and shapes of the losses are sent as an object when they change; otherwise a call is two small broadcasts.
 
     Args:
         group: the pipeline's process group.
@@ -31,7 +31,7 @@ class LossRelay:
         self._form: _Form | None = None
 
     def __call__(self, losses: list[dict[str, Tensor]], tokens: Tensor) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """The source's losses and tokens, on every rank."""
+        """Returns the source's losses and tokens, on every rank."""
         form = [{key: (tuple(value.shape), value.dtype) for key, value in each.items()} for each in losses]
         changed = torch.tensor([self._is_source and form != self._form], dtype=torch.int, device=tokens.device)
         dist.broadcast(changed, group_src=self._source, group=self._group)

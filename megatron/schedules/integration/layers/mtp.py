@@ -1,6 +1,6 @@
-"""Multi-token prediction's own losses go to the rank where stock Megatron reports them.
+"""Sends the losses of multi-token prediction to the rank where stock Megatron reports them.
 
-Stock keeps them where they are computed, with the output layer, and reports what the last pipeline rank has.
+Stock keeps them where they are computed, with the output layer, and reports those of the last pipeline rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SUMS = ("loss_values", "correct_values", "total_values")
 
 
 def hand_over_metrics(group: dist.ProcessGroup, source: int, layers: int) -> None:
-    """Move the sums that pipeline rank ``source`` has gathered since the last report to the last rank.
+    """Moves the sums that pipeline rank ``source`` has gathered since the last report to the last rank.
 
     Args:
         group: the pipeline's process group; all of it must call.

@@ -1,4 +1,4 @@
-"""Which of Megatron's layers a stage's R does again, and what they depend on beside their inputs."""
+"""The layers of Megatron that a stage's R recomputes, and the state that they depend on besides their inputs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.layers.decoder import decoder_layers
-from megatron.schedules.runtime.recompute import Again, do_again
+from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 
 
-def recompute_layers(model_chunk: torch.nn.Module, which: range | None, again: Again) -> int:
-    """Have decoder layers of ``model_chunk`` wait for their R in ``again``.
+def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomputes: Recomputes) -> int:
+    """Has decoder layers of ``model_chunk`` wait for their R in ``recomputes``.
 
-    Embedding, final norm, output layer, loss and the layers of multi-token prediction stay as they are. To be called
-    once for a chunk.
+    Embedding, final norm, output layer, loss and the layers of multi-token prediction do not change. To be called once
+    for a chunk.
 
     Args:
         model_chunk: wrapped or not.
         which: of its layers, counted from 0; None for all.
-        again: where they wait.
+        recomputes: where they wait.
 
     Returns:
         The number of these layers.
@@ -33,47 +33,47 @@ def recompute_layers(model_chunk: torch.nn.Module, which: range | None, again: A
     layers = decoder_layers(model_chunk)
     chosen = layers if which is None else layers[which.start : which.stop]
     for layer in chosen:
-        do_again(layer, again)
+        recompute_layer(layer, recomputes)
         for module in layer.modules():
             if isinstance(module, TopKRouter):
-                module.routing = _Routing(module.routing, again)
+                module.routing = _Routing(module.routing, recomputes)
     return len(chosen)
 
 
-def surroundings() -> Callable[[], AbstractContextManager[None]]:
-    """Note random states and autocast as they are now; what is returned brings them back, and afterwards those before.
+def capture_state() -> Callable[[], AbstractContextManager[None]]:
+    """Captures random states and autocast; returns what restores them for a while.
 
-    Auxiliary losses and counters of tokens need none of it: stock counts them where grad mode is on, so in R alone.
+    Auxiliary losses and token counters need nothing: stock counts them where grad mode is on, so only in R.
     """
     states = random._get_all_rng_states()
-    return partial(_as_then, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    return partial(_restored, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
 
 
 @contextmanager
-def _as_then(states: tuple[Any, ...], autocast: bool, dtype: torch.dtype) -> Iterator[None]:
+def _restored(states: tuple[Any, ...], autocast: bool, dtype: torch.dtype) -> Iterator[None]:
     with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast):
         random._set_all_rng_states(*states)
         yield
 
 
 class _Routing:
-    """Stands for one router's ``routing``, which takes a token's experts in another order where grad mode is off.
+    """Replaces one router's ``routing``, which orders a token's experts differently where grad mode is off.
 
-    Weights of three or more experts would so be summed up in another order in F than in R, and than without R.
+    F would then sum the weights of three or more experts in another order than R does, and than without R.
     """
 
-    def __init__(self, routing: Callable[..., Any], again: Again) -> None:
-        self._routing, self._again = routing, again
+    def __init__(self, routing: Callable[..., Any], recomputes: Recomputes) -> None:
+        self._routing, self._recomputes = routing, recomputes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or not self._again.keeps:
+        if torch.is_grad_enabled() or not self._recomputes.active:
             return self._routing(*args, **kwargs)
         with _Sorted():
             return self._routing(*args, **kwargs)
 
 
 class _Sorted(TorchFunctionMode):
-    """The largest are always found in order."""
+    """Makes ``torch.topk`` return its results in order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,10 +1,8 @@
-"""Embeddings that one rank has twice: one tensor's worth of values in two parameters.
+"""Embeddings that one rank has twice: the same values in two parameters.
 
-The second copy is the output layer's where they are tied, or that of multi-token prediction, which embeds too.
-
-Stock keeps the copies of the first and the last rank equal by an all-reduce between the two. In a V they are in two
-chunks of the first rank, and of a vocabulary that all ranks share each has its part twice. What an all-reduce would do
-is then done locally.
+The second copy is the output layer's where they are tied, or that of multi-token prediction, which embeds too. Stock
+keeps the copies of the first and the last rank equal by an all-reduce between the two. In a V they are in two chunks of
+the first rank, and under vocabulary parallelism each rank has its part twice; the sum is then local.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from megatron.schedules.integration.vocabulary.parts import parts_of
 
 
 def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """The embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
+    """Returns the embedding's weight in the first and in the last of ``model``'s chunks, where both have it."""
     parts = parts_of(model)
     if parts is not None:
         return (parts.embedding.weight, parts.output.weight) if parts.output.tied else None
@@ -34,7 +32,7 @@ def copies(model: Sequence[torch.nn.Module]) -> tuple[torch.nn.Parameter, torch.
 
 
 def start_equal(model: Sequence[torch.nn.Module]) -> None:
-    """Fill the last chunk's copy, which stock leaves at zero, from the first's."""
+    """Fills the last chunk's copy, which stock leaves at zero, from the first's."""
     found = copies(model)
     if found is not None:
         first, last = found
@@ -42,7 +40,7 @@ def start_equal(model: Sequence[torch.nn.Module]) -> None:
 
 
 def sum_gradients(model: Sequence[torch.nn.Module]) -> None:
-    """Give both copies the sum of their gradients, after stock has reduced each over the data-parallel ranks.
+    """Gives both copies the sum of their gradients, after stock has reduced each over the data-parallel ranks.
 
     Stock puts shared embeddings in buckets of their own, so each rank's shard of the two copies is the same slice.
     """

@@ -1,22 +1,21 @@
 """Makes the backward of Megatron's local tensor-parallel linears splittable into I and W.
 
-Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes
-input and weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside
-it can take them apart; an instance attribute is the smallest thing that puts another Function in its place.
+Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes input and
+weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside can separate them. An
+instance attribute is the smallest thing that replaces the Function.
 
-Stays whole (stock's Function runs, its weight gradient comes with I) even where a split is asked for:
+These are never split; stock's Function runs and computes the weight gradient in I:
 
 - output layers: see :mod:`.output_layers`;
-- frozen weights: there is no weight gradient; stock saves no input for them either;
-- ``defer_embedding_wgrad_compute``: stock defers that gradient by itself, to the end of the iteration;
-- weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient
-  has its own communication, tied to stock's backward;
-- a ``weight`` handed to forward that is not a leaf: its gradient has further to go than W reaches;
+- frozen weights: there is no weight gradient, and stock saves no input for them either;
+- ``defer_embedding_wgrad_compute``: stock defers that gradient itself, to the end of the iteration;
+- weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
+  own communication, tied to stock's backward;
+- a ``weight`` argument that is not a leaf: its gradient continues beyond W;
 - subclasses with a ``_forward_impl`` of their own.
 
-Expert linears split like others, for their communication (``explicit_expert_comm``) is outside
-``_forward_impl``. Stock's local linears have no fp8 form; Transformer Engine's are other classes
-(:mod:`.transformer_engine`).
+Expert linears are split like others: their communication (``explicit_expert_comm``) is outside ``_forward_impl``.
+Stock's local linears have no fp8 form; Transformer Engine's are other classes (:mod:`.transformer_engine`).
 
 Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """
@@ -44,10 +43,10 @@ _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
 
 
 def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
-    """Make the local linears in ``model_chunk`` put their weight gradients off into ``store`` when it asks.
+    """Makes the local linears in ``model_chunk`` defer their weight gradients to ``store`` in split backwards.
 
-    A forward with ``store.current`` set and gradients enabled will be split; every other forward is stock's.
-    Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
+    A forward with ``store.current`` set and gradients enabled will be split; every other forward is stock's. A second
+    call binds the linears to the newer store. Parameters, state dicts and hooks do not change.
 
     Args:
         model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
@@ -56,7 +55,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     Returns:
         The number of linears now bound to ``store``.
     """
-    bound, ends = 0, output_layers(model_chunk)
+    bound, whole = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
         if not isinstance(module, _LINEARS):
             continue
@@ -67,7 +66,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
         )
         if own:
             continue
-        module._forward_impl = _ForwardImpl(module, store, splits=module not in ends)
+        module._forward_impl = _ForwardImpl(module, store, splits=module not in whole)
         bound += 1
     return bound
 
@@ -78,7 +77,7 @@ def is_split(linear: torch.nn.Module) -> bool:
 
 
 class _ForwardImpl:
-    """Stands for one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
+    """Replaces one linear's ``_forward_impl`` and chooses between stock's Function and the split one."""
 
     def __init__(self, module: Any, store: WeightGradients, *, splits: bool) -> None:
         self._module = module
@@ -95,7 +94,7 @@ class _ForwardImpl:
                 return split
             fuses = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
             if fuses and self._store.hooked and hasattr(weight, "main_grad"):
-                weight = _delivered_for(weight)
+                weight = _hookable(weight)
         whole: Tensor = self._stocks(input, weight, *args, **kwargs)
         return whole
 
@@ -113,7 +112,7 @@ class _ForwardImpl:
         tp_group: ProcessGroup | None = None,
         gtp_remat_size: int = 1,
     ) -> Tensor | None:
-        """The linear with a split backward, or None where it has to stay whole. Parameters are stock's."""
+        """Runs the linear with a split backward; None where it must stay whole. Parameters are stock's."""
         splittable = (
             weight.requires_grad
             and weight.is_leaf
@@ -139,17 +138,16 @@ class _ForwardImpl:
             row_parallel=isinstance(self._module, stock.RowParallelLinear),
             gathered_over=_scattered_over(self._module),
         )
-        # The Function gets no parameter that requires grad, so that I leaves the parameters and their hooks
-        # alone. If the input needs no gradient either (everything below is frozen), something else has to
-        # bring I here.
+        # The Function gets no parameter that requires grad, so that I does not touch the parameters and their hooks.
+        # If the input needs no gradient either (all before is frozen), autograd needs another reason to come here.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
 
 
-def _delivered_for(weight: Any) -> Tensor:
-    """What a whole linear may save in place of ``weight`` under hooks, which take attributes from it.
+def _hookable(weight: Any) -> Tensor:
+    """Returns what a whole linear may save in place of ``weight`` under saved-tensor hooks, which drop attributes.
 
-    Without them stock's backward still knows where to add the gradient, but not that a dummy is to fire the hooks.
+    Stock's backward then finds ``main_grad``, and a dummy gradient still fires the weight's own hooks.
     """
     alias: Any = _Alias.apply(weight)
     alias.main_grad = weight.main_grad
@@ -157,7 +155,7 @@ def _delivered_for(weight: Any) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The same weight, which gets stock's dummy where its user has no gradient for it."""
+    """The same weight; gets stock's dummy gradient where its user gives none."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -171,13 +169,16 @@ class _Alias(torch.autograd.Function):
 
 
 def _scattered_over(linear: Any) -> ProcessGroup | None:
-    """The ranks over which stock reduces and scatters what the linear gives, by its rows; None where it does not."""
+    """Returns the ranks over which stock reduces and scatters the rows of the linear's output, if it does."""
     scatters = isinstance(linear, stock.RowParallelLinear) and linear.sequence_parallel
     return linear.tp_group if scatters and not linear.explicit_expert_comm and linear.tp_group.size() > 1 else None
 
 
 class _Call(NamedTuple):
-    """What one use of a linear takes from its forward to its I and W."""
+    """What one use of a linear passes from its forward to its I and W.
+
+    ``gathered_over`` are the ranks whose rows of the output's gradient are gathered before it gets here.
+    """
 
     store: WeightGradients
     key: Key
@@ -189,14 +190,13 @@ class _Call(NamedTuple):
     group: ProcessGroup | None
     row_parallel: bool
     gathered_over: ProcessGroup | None
-    """The ranks whose rows of the output's gradient are gathered before it gets here."""
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Stock's linear, except that its backward is I only and leaves W in the store.
+    """Stock's linear with a backward that is only I and defers W to the store.
 
-    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out). Two
-    dimensions, (tokens, h), work too.
+    Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out). Two dimensions,
+    (tokens, h), work too.
     """
 
     @staticmethod
@@ -209,7 +209,7 @@ class _SplitLinear(torch.autograd.Function):
         total_input = input
         if call.sequence_parallel:
             assert call.group is not None
-            # Stock's shared buffer: the gathered input is not saved, so the next linear may overwrite it.
+            # Stock's shared buffer: the next linear may overwrite the gathered input, which is not saved.
             total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = _product(total_input, weight.t())
@@ -222,7 +222,7 @@ class _SplitLinear(torch.autograd.Function):
         call: _Call = ctx.call
         grad_input = None
         if ctx.needs_input_grad[0]:
-            # Until it is reduced, this rank's own is to stay.
+            # This rank's own must live until it is reduced.
             own = _product(grad_output, weight)
             grad_input, reducing = _reduced(own, input, call)
             if reducing is not None:
@@ -235,12 +235,12 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """``rows @ matrix`` as one product of two matrices, whatever the strides of ``rows``.
+    """Computes ``rows @ matrix`` as one product of two matrices, whatever the strides of ``rows``.
 
-    ``torch.matmul`` does so of itself for a ``matrix`` that requires a gradient, as stock's weight does. For a detached
-    one it looks at the strides, and may multiply row by row where ``rows`` are cut out of a wider tensor, as in
-    multi-latent attention, or have a batch of one, even if they are contiguous. The last step is its own too: an
-    ordinary view that leaves an autograd Function could not be changed in place, as the logits are.
+    ``torch.matmul`` does the same for a ``matrix`` that requires a gradient, as stock's weight does. For a detached one
+    it looks at the strides, and may multiply row by row where ``rows`` are a slice of a wider tensor, as in
+    multi-latent attention, or have a batch of one. It uses ``_unsafe_view`` too: an ordinary view that leaves an
+    autograd Function could not be changed in place, as the logits are.
     """
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
@@ -251,9 +251,9 @@ def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
 
 
 def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
-    """The input gradient summed over the tensor-parallel ranks, and scattered if the input was gathered.
+    """Sums the input gradient over the tensor-parallel ranks, and scatters it if the input was gathered.
 
-    Comes with what is to be waited for first, or None.
+    Returns it with the communication to wait for, or None.
     """
     if call.sequence_parallel:
         assert not call.allreduce
@@ -265,12 +265,11 @@ def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, An
 
 
 class _WeightGradient:
-    """W of one use of a linear: the closure that waits in the store."""
+    """The W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
         self._call = call
-        # Every question to a tensor costs where torch's functions are overridden, as on a CPU.
-        self._dtype = input.dtype if call.fusion else None
+        self._dtype = input.dtype if call.fusion else None  # a tensor's attribute costs where functions are overridden
         self.product = Product(
             self._compute,
             input,
@@ -279,11 +278,11 @@ class _WeightGradient:
             gathered_over=call.gathered_over,
             ahead=call.row_parallel and call.fusion,
         )
-        # Inside backward, where custom_bwd has set the forward's autocast state again.
+        # Inside backward, where custom_bwd has restored the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
     def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
-        """The gradients; none for a weight whose ``main_grad`` has it."""
+        """Returns the gradients; None for a weight whose ``main_grad`` has it."""
         call = self._call
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         with self._as_in_forward():
@@ -295,7 +294,7 @@ class _WeightGradient:
         return gradients
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
-        """The forward's autocast state. W begins with none; ahead of it there is that of the backward it is done in."""
+        """Restores the forward's autocast state. W begins with none; I has that of its own backward."""
         if self._autocast is None and not self.product.ahead:
             return nullcontext()
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
@@ -308,7 +307,7 @@ class _WeightGradient:
 
 
 def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
-    """Gradient accumulation fusion: add the weight gradient to ``weight.main_grad`` in the product itself."""
+    """Adds the weight gradient to ``weight.main_grad`` in the product itself: gradient accumulation fusion."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad
     if main_grad.dtype == torch.float32:
@@ -320,9 +319,9 @@ def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> N
 
 
 def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """What stock's backward hands to autograd for a weight whose gradient has just been added to ``main_grad``.
+    """Returns what stock's backward gives autograd for a weight whose gradient was just added to ``main_grad``.
 
-    Under Megatron's data parallelism a tensor of ``dtype`` that only serves to fire the hooks (zeros where
+    Under Megatron's data parallelism that is a tensor of ``dtype`` that only fires the hooks (zeros where
     ``zero_out_wgrad`` has it added), otherwise None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):

@@ -1,18 +1,18 @@
-"""The product of a W under tensor parallelism: what waits for it from I on is this rank's, never what I gathered.
+"""The product of a W under tensor parallelism, whose operands wait from I to W as this rank's rows only.
 
 Under sequence parallelism a weight gradient is a product of rows of all tensor-parallel ranks. One of its two operands
-comes from a gather: the input of a column parallel linear, the output's gradient of a row parallel one. That one would
-take as much memory from I to W as all else that the layer holds; so only this rank's rows of it are kept, and W gathers
-the rest, which the store has it start behind the W before.
+comes from a gather: the input of a column parallel linear, the output's gradient of a row parallel one. Gathered, it
+would take as much memory from I to W as all else that the layer holds. So only this rank's rows are kept, and W gathers
+the rest; the store starts that behind the W before.
 
-A column parallel linear's input gradient is reduced over the tensor-parallel ranks. A whole backward hides that behind
-the linear's own weight gradient; I hides it behind that of the row parallel linear which came just before it (that out
-of attention behind that into it, and so in the MLP), whose product needs nothing from other ranks as long as what I
-gathered is still there. So of that pair nothing is left to be exposed in either pass, and of the row parallel linear
-nothing waits for W; I takes longer by the product, and W shorter. This is done where the product adds to ``main_grad``
-itself, under gradient accumulation fusion; elsewhere its result, the size of the weight, would have to wait. Only the
-product moves: parameters get their gradients, and their hooks fire, in W. That kernels of the product do not keep the
-reduction from starting takes CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell, as in a whole backward.
+The input gradient of a column parallel linear is reduced over the tensor-parallel ranks. A whole backward hides that
+behind the linear's own weight gradient. I hides it behind the weight gradient of the row parallel linear just before it
+in the backward, whose product needs nothing from other ranks while the rows that I gathered are still there. So neither
+pass exposes communication of that pair, and nothing of the row parallel linear waits for W; I takes longer by the
+product, and W shorter. This is done under gradient accumulation fusion only, where the product adds to ``main_grad``;
+elsewhere its result, the size of the weight, would have to wait. Only the product moves: parameters get their
+gradients, and their hooks fire, in W. Before Blackwell the product's kernels let the reduction start first only with
+CUDA_DEVICE_MAX_CONNECTIONS=1, as in a whole backward.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron.schedules.runtime.weight_gradients import Closure, Key, WeightGrad
 
 
 class Product:
-    """Computes one W's gradients from an input and an output's gradient that may have to be gathered first.
+    """Computes one W's gradients from an input and an output's gradient, one of which may have to be gathered first.
 
     Args:
-        compute: what gives the gradients, from input and output's gradient; called once.
-        input: the rows of all ranks, or with ``over`` those of this one.
+        compute: returns the gradients, from input and output's gradient; called once.
+        input: the rows of all ranks, or with ``over`` those of this rank.
         grad_output: the rows of all ranks.
-        over: the tensor-parallel ranks whose rows of ``input`` are gathered; None: none are.
-        gathered_over: those whose rows of ``grad_output`` I has gathered; None: it has not.
-        ahead: whether this may be computed in I already: of a row parallel linear, and adds to ``main_grad``.
+        over: the tensor-parallel ranks whose rows of ``input`` W gathers, if any.
+        gathered_over: those whose rows of ``grad_output`` I has gathered, if any.
+        ahead: whether this may be computed in I: a row parallel linear that adds to ``main_grad``.
 
     Attributes:
-        ahead: as given.
-        gathers: whether an operand may have to be gathered in W.
+        ahead: as above.
+        gathers: whether W may have to gather an operand.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Product:
     ) -> None:
         self._compute: Callable[[Any, Any], Any] | None = compute
         self._operands = [input, grad_output]
-        # Which operand is in parts, and over which ranks.
+        # Which operand is this rank's part only, and of which ranks.
         self._in_parts = (0, over) if over is not None else None
         self._gathering: Any = None
         self._gathered_over, self._result = gathered_over, None
@@ -65,7 +65,7 @@ class Product:
 
     @property
     def held(self) -> list[Tensor]:
-        """The operands as they wait, as far as they are plain tensors or lie in one."""
+        """The waiting operands, where they are plain tensors or lie in one."""
         if all(type(operand) is Tensor for operand in self._operands):
             return list(self._operands)
         each = [x if isinstance(x, (list, tuple)) else [x] for x in self._operands]
@@ -74,18 +74,18 @@ class Product:
         return [tensor for tensor in found if type(tensor) is Tensor]
 
     def gather(self) -> None:
-        """Start gathering the operand that is in parts, if one is."""
+        """Starts gathering the operand of which this rank has a part, if there is one."""
         if self._in_parts is None:
             return
         which, group = self._in_parts
         part = self._operands[which].contiguous()
-        # A buffer of its own: it is filled while another W still reads what it gathered.
+        # A buffer of its own: it is filled while another W still reads its own.
         whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
         self._gathering = torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
         self._operands[which] = whole
 
     def settle(self, ahead: bool) -> list[Tensor]:
-        """Compute ahead of W, or else let go of what I has gathered; returns what is held from then on."""
+        """Computes ahead of W, or else frees what I has gathered; returns the tensors held from then on."""
         if ahead:
             self._result = self._computed()
         else:
@@ -98,7 +98,7 @@ class Product:
             self._in_parts = (1, self._gathered_over)
 
     def result(self) -> Any:
-        """What ``compute`` gives; to be asked once, for nothing is kept."""
+        """Returns the gradients, once: nothing is kept."""
         if self._compute is not None:
             return self._computed()
         result, self._result = self._result, None
@@ -114,12 +114,12 @@ class Product:
 
 
 def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's rows of what was gathered over ``group``, in memory of their own."""
+    """Returns this rank's rows of what was gathered over ``group``, in memory of their own."""
     return whole.chunk(group.size())[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def defer(store: WeightGradients, key: Key, product: Product, closure: Closure, parameters: Sequence[Tensor]) -> None:
-    """Put ``closure``, which asks for the result of ``product``, off to the W of ``key``."""
+    """Defers ``closure``, which uses the result of ``product``, to the W of ``key``."""
     prefetch = product.gather if product.gathers else None
     settle = product.settle if product.ahead else None
     store.defer(key, closure, product.held, parameters=parameters, prefetch=prefetch, settle=settle)

@@ -1,4 +1,4 @@
-"""Which Transformer Engine there is here, and whether its linears can be split."""
+"""The version of Transformer Engine here, and whether its linears can be split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OLDEST = "2.3"
 
 
 def te_fault() -> str | None:
-    """Why Transformer Engine's linears cannot be split here, a clause without a full stop; None where they can.
+    """Returns why Transformer Engine's linears cannot be split here, without a full stop; None where they can.
 
     Raises:
-        TooEarlyError: where that can only be said once it is imported.
+        TooEarlyError: this is known only once it is imported.
     """
     if not is_there(TRANSFORMER_ENGINE):
         return "Transformer Engine is not installed"
@@ -41,5 +41,5 @@ def te_fault() -> str | None:
 
 
 def te_version() -> str:
-    """Which Transformer Engine is imported."""
+    """Returns the version that is imported."""
     return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))

@@ -1,28 +1,27 @@
 """Makes the backward of Transformer Engine's linears splittable into I and W.
 
 Hook: ``forward`` of each ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` instance, Megatron's subclasses
-included. Transformer Engine can put weight gradients off by itself: a backward whose module had a ``wgrad_store``
-that delays hands it the operands and the product to compute. But that store is one queue a module, emptied in the
-order it was filled, and its gradients pass the parameters' hooks by. So for the time of one forward the module gets
+included. Transformer Engine can delay weight gradients itself: the backward of a module whose ``wgrad_store`` delays
+passes the operands and the product to that store. But there is one queue a module, emptied in the order in which it was
+filled, and its gradients bypass the parameters' hooks. So during one forward the module gets
 
-- a ``wgrad_store`` of that call's own, which autograd keeps for the backward, and which defers into our store
-  under the (stage, microbatch) of the forward;
-- in place of each weight, and of each bias added in the product, a leaf of the same data that nobody listens to,
-  for even a delayed backward reports to the weights' hooks: with nothing, with a dummy, or (``GroupedLinear``)
-  with memory that W will fill later. The parameters themselves get their gradients in W.
+- a ``wgrad_store`` of that call's own, which autograd keeps for the backward, and which defers to our store under the
+  (stage, microbatch) of the forward;
+- in place of each weight, and of each bias added in the product, a leaf of the same data without hooks: even a delayed
+  backward reports to the weights' hooks, with nothing, with a dummy, or (``GroupedLinear``) with memory that W fills
+  later. The parameters themselves get their gradients in W.
 
-The first microbatch of all would overwrite ``main_grad`` rather than add to it, which loses whatever a W out of
-order had added; binding switches that off, where stock does not need it for caching quantised weights.
+The very first microbatch would overwrite ``main_grad`` rather than add to it, which loses what a W out of order had
+added. Binding switches that off, where stock does not need it to cache quantised weights.
 
-Stays whole (the gradients come with I) even where a split is asked for: output layers (:mod:`.output_layers`); modules
-with a frozen weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation
-group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
-``forward`` someone else has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP``
-is no class that Megatron builds.
+These are never split; their gradients are computed in I: output layers (:mod:`.output_layers`); modules with a frozen
+weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are
+Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose ``forward``
+was already replaced. A norm's gradients come in I too. Megatron does not build ``LayerNormMLP``.
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
-compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
-W gathers the input, once. Where no such flag is found, the backward gathers and only this rank's part is kept.
+compute. A flag on the autograd node, or on an object of it, says so; it is cleared after each forward, and W gathers
+the input, once. Without such a flag the backward gathers, and only this rank's part is kept.
 
 Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and of megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
@@ -47,20 +46,20 @@ from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, t
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
-# What is read or replaced on an instance, beside its parameters.
+# Attributes of an instance that are read or replaced, besides its parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
-# Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
+# Settings under which Megatron sets ``is_first_microbatch`` in each iteration, to cache quantised weights.
 _QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-# That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
+# Flags of ``Linear`` and ``LayerNormLinear`` for a backward that gathers its input; and what else may rely on them.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
 _RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
-    """Make Transformer Engine's linears in ``model_chunk`` put weight gradients off into ``store`` when it asks.
+    """Makes Transformer Engine's linears in ``model_chunk`` defer their weight gradients to ``store``.
 
     A forward with ``store.current`` set and gradients enabled will be split; every other forward is Transformer
-    Engine's. Calling again binds the linears to the newer store. Parameters, state dicts and hooks stay as they are.
+    Engine's. A second call binds the linears to the newer store. Parameters, state dicts and hooks do not change.
 
     Args:
         model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
@@ -70,16 +69,15 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
         The number of linears now bound to ``store``.
 
     Raises:
-        RuntimeError: the linears lack an attribute relied upon here: another Transformer Engine than this was
-            written for.
+        RuntimeError: the linears lack an attribute that this relies on: an unknown version of Transformer Engine.
     """
     engine = sys.modules.get(ENGINE)
     if engine is None:
         return 0
     linears = tuple(getattr(engine, name) for name in LINEARS)
-    bound, ends = 0, output_layers(model_chunk)
+    bound, whole = 0, output_layers(model_chunk)
     for module in model_chunk.modules():
-        if not isinstance(module, linears) or module in ends:
+        if not isinstance(module, linears) or module in whole:
             continue
         if is_split(module):
             del module.__dict__["forward"]
@@ -105,7 +103,7 @@ def is_split(linear: torch.nn.Module) -> bool:
 
 
 class _Forward:
-    """Stands for one linear's ``forward`` and gives it, where a split is asked for, a store and leaves of the call."""
+    """Replaces one linear's ``forward``; for a split it gives the module a store and leaves of the call."""
 
     def __init__(self, module: torch.nn.Module, store: WeightGradients) -> None:
         self._module = module
@@ -121,7 +119,7 @@ class _Forward:
         if not _splittable(weights, biases):
             return whole(module, *args, **kwargs)
         call = _Call(module, self._store, key, weights, biases)
-        # Their hooks last as long as they do; once the forward has run, the graph holds them.
+        # The hooks live as long as the accumulators, which the graph holds once the forward has run.
         accumulators = call.listen()
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
@@ -132,7 +130,7 @@ class _Forward:
 
 
 def _leave_input_in_parts(output: Any) -> None:
-    """Keep the backward of this call from gathering its input, which its W gathers for itself."""
+    """Keeps the backward of this call from gathering its input, which its W gathers itself."""
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     for holder in (node, getattr(node, "backward_objects", None)):  # the second for Linear, from 2.16 on
         for flag in _TO_BE_GATHERED:
@@ -142,9 +140,9 @@ def _leave_input_in_parts(output: Any) -> None:
 
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights, and the trainable biases whose gradients come with theirs, by name."""
+    """Returns the weights, and the trainable biases whose gradients come with theirs, by name."""
     named = {name: p for name, p in module._parameters.items() if p is not None and _PARAMETER.fullmatch(name)}
-    # A bias that is handed on, or added after a reduction, is autograd's; its gradient comes with I.
+    # Autograd computes the gradient of a bias that is returned, or added after a reduction, in I.
     fused = module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
     weights = {name: p for name, p in named.items() if name.startswith("weight")}
     return weights, {n: p for n, p in named.items() if fused and n not in weights and p.requires_grad}
@@ -163,7 +161,7 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
-    """Let ``module`` find the call's leaves and store under its own names; an instance's attributes come first."""
+    """Replaces the module's parameters and store by the call's, through instance attributes."""
     own = module.__dict__
     kept = own["wgrad_store"]
     own.update(call.leaves, wgrad_store=call)
@@ -176,7 +174,7 @@ def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
 
 
 class _Call:
-    """One forward of a linear: its leaves, and what its backward takes for the module's ``wgrad_store``."""
+    """One forward of a linear: its leaves, and the ``wgrad_store`` that its backward uses."""
 
     def __init__(
         self, module: Any, store: WeightGradients, key: Key, weights: dict[str, Tensor], biases: dict[str, Tensor]
@@ -190,7 +188,7 @@ class _Call:
                 self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
         parallel = module.parallel_mode if module.tp_size > 1 else None
         self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
-        # The ranks over which the backward gathers, by their rows, the input or the output's gradient.
+        # The ranks over which the backward gathers the rows of the input or of the output's gradient.
         gathers = module.sequence_parallel
         self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
@@ -198,7 +196,7 @@ class _Call:
         self._deferred = False
 
     def listen(self) -> list[Any]:
-        """Have :meth:`_arrived` called after the backward, whatever that gives the weights; keep what is returned."""
+        """Has :meth:`_arrived` called after the backward, whatever that gives the weights; keep the result alive."""
         accumulators = []
         for name in self.weights:
             leaf = self.leaves[name]
@@ -215,20 +213,20 @@ class _Call:
             )
 
     def delay_wgrad_compute(self) -> bool:
-        """Transformer Engine asks, in forward and in backward, whether to :meth:`put`."""
+        """Tells Transformer Engine, in forward and in backward, to call :meth:`put`."""
         return True
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """Transformer Engine's backward hands over the weight gradient it did not compute.
+        """Takes from Transformer Engine's backward the weight gradient that it did not compute.
 
         Args:
-            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out); for ``GroupedLinear``
-                a list of each, one an expert, and the list of the weight gradients to write.
+            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out); for ``GroupedLinear`` a
+                list of each, one an expert, and the list of the weight gradients to write.
             func: computes from them; returns the weight gradient and the bias gradient, and perhaps more. For
-                ``GroupedLinear`` the second is a list, and the first nothing.
+                ``GroupedLinear`` the first is nothing, and the second a list.
         """
         if self.column_parallel:
-            # The input's gradient has been sent on its way to the other ranks, and will be waited for after this.
+            # The input's gradient is on its way to the other ranks and is waited for after this.
             self._store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
@@ -237,7 +235,7 @@ class _Call:
 
 
 def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
-    """This rank's part of ``input``, which is that or gathered, as its rows tell."""
+    """Returns this rank's part of ``input``, which may be gathered; its number of rows tells."""
     rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
     if rows * group.size() == whole:
         return input
@@ -259,7 +257,7 @@ class _WeightGradient:
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
-            # Whole weights' worth of empty memory: not to be held from I to W.
+            # Empty memory of the size of the weights, which should not be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
         plain = type(input) is type(grad_output) is Tensor
@@ -270,9 +268,9 @@ class _WeightGradient:
         self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """The gradients of the weights, and those of the biases as far as they are computed here."""
+        """Returns the gradients of the weights, and those of the biases that are computed here."""
         func = self._func
-        del self._func  # which knows the backward that it comes from
+        del self._func  # it holds the backward that it comes from
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
@@ -288,7 +286,7 @@ class _WeightGradient:
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
 
     def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
-        """That which came with I, or else that computed in W, which is none or empty where it came with I."""
+        """Returns the gradient from I, or else that from W, which is None or empty where I computed it."""
         early: Tensor | None = self._call.leaves[name].grad
         late = computed[int(name.removeprefix("bias") or 0)]
         if early is None and late is not None and late.numel():

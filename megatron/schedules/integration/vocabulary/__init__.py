@@ -1,1 +1,1 @@
-"""The vocabulary cut over all pipeline ranks (arXiv 2411.05288), embedding and output layer alike."""
+"""Vocabulary parallelism (arXiv 2411.05288): embedding and output layer split over all pipeline ranks."""

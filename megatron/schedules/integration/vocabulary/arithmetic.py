@@ -1,12 +1,12 @@
-"""The arithmetic of a softmax whose words are cut over ranks: what each computes alone, and what statistics make of it.
+"""The arithmetic of a softmax over a vocabulary that is split over ranks.
 
-The paper's algorithm with one barrier: a rank computes the gradient of the hidden states before it knows the other
-ranks' logits, relative to the largest of its own, and scales it once it does.
+This is the paper's algorithm with one barrier (arXiv 2411.05288): a rank computes its part of the hidden states'
+gradient before it knows the other ranks' logits, relative to the largest of its own, and scales it once it does.
 
-The label's word is kept apart. Its logit's gradient is p - 1, which for a sure token is the small difference of two
-numbers near 1; from the loss it comes out exact, as it does where a whole softmax subtracts in the logits.
+The label's entry is handled separately. Its logit's gradient is p - 1, for a confident token the small difference of
+two numbers near 1; computed from the loss it is exact, as where a whole softmax subtracts in the logits.
 
-Rows are tokens, (tokens, ...). Statistics are in fp32, whatever the numbers of the model, and in fp64 for fp64.
+Rows are tokens, (tokens, ...). Statistics are in fp32 whatever the dtype of the model, and in fp64 for fp64.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """The words of one rank.
-
-    Args:
-        start: the first.
-        size: how many.
-    """
+    """The vocabulary entries of one rank: the first, and how many."""
 
     start: int
     size: int
 
-    def within(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``words`` are of the cut, and each one's row in it; row 0 for those that are not."""
-        rows = words - self.start
+    def within(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which ``tokens`` are in the cut, and each one's row in it; row 0 for the others."""
+        rows = tokens - self.start
         own = (rows >= 0) & (rows < self.size)
         return own, torch.where(own, rows, 0)
 
@@ -54,7 +49,7 @@ class Scales(NamedTuple):
 
     Args:
         loss: of each token.
-        own: what makes this rank's relative exponentials probabilities.
+        own: what turns this rank's relative exponentials into probabilities.
         label: the probability of the label minus 1.
     """
 
@@ -64,25 +59,25 @@ class Scales(NamedTuple):
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """This rank's logits, (tokens, words), from hidden states (tokens, hidden), in the type of statistics."""
+    """Returns this rank's logits, (tokens, entries), from hidden states (tokens, hidden), in the type of statistics."""
     logits = hidden @ weight.t()
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
 def label_logits(logits: Tensor, labels: Tensor, cut: Cut) -> Tensor:
-    """Each label's logit, (tokens,); minus infinity for words of other ranks."""
+    """Returns each label's logit, (tokens,); minus infinity for entries of other ranks."""
     own, rows = cut.within(labels)
     found = logits.gather(1, rows.unsqueeze(1)).squeeze(1)
     return found.masked_fill_(~own, -torch.inf)
 
 
 def exponentials(logits: Tensor, largest: Tensor) -> Tensor:
-    """``logits``, in place, as exponentials relative to ``largest``."""
+    """Turns ``logits``, in place, into exponentials relative to ``largest``."""
     return logits.sub_(largest.unsqueeze(1)).exp_()
 
 
 def without_labels(exponentials: Tensor, labels: Tensor, cut: Cut, value: Tensor | None = None) -> Tensor:
-    """``exponentials``, in place, with zeros, or ``value`` (tokens,), at the labels that are words of this rank."""
+    """Sets ``exponentials``, in place, to zero, or to ``value`` (tokens,), at the labels that this rank has."""
     own, rows = cut.within(labels)
     rows = rows.unsqueeze(1)
     kept = exponentials.gather(1, rows).squeeze(1)
@@ -90,41 +85,41 @@ def without_labels(exponentials: Tensor, labels: Tensor, cut: Cut, value: Tensor
     return exponentials.scatter_(1, rows, torch.where(own, put, kept).unsqueeze(1))
 
 
-def look_up(words: Tensor, weight: Tensor, cut: Cut, *, deterministic: bool = False) -> Tensor:
-    """The rows of ``words`` in this rank's part of a table, zeros for the words of other ranks.
+def look_up(tokens: Tensor, weight: Tensor, cut: Cut, *, deterministic: bool = False) -> Tensor:
+    """Returns the rows of ``tokens`` in this rank's part of a table, zeros for tokens of other ranks.
 
     Args:
-        words: of any shape.
-        weight: (words, hidden).
+        tokens: of any shape.
+        weight: (entries, hidden).
         cut: of the part.
-        deterministic: whether the backward is to add up in the same order always, as stock has it under its flag.
+        deterministic: whether the backward always adds up in the same order, as stock does under its flag.
 
     Returns:
-        The shape of ``words``, and hidden.
+        The shape of ``tokens``, and hidden.
     """
-    own, rows = cut.within(words)
+    own, rows = cut.within(tokens)
     found = weight[rows] if deterministic else torch.nn.functional.embedding(rows, weight)
     return found.masked_fill(~own.unsqueeze(-1), 0.0)
 
 
 def scales(every: Statistics, own: Tensor) -> Scales:
-    """What all ranks' statistics say.
+    """Combines the statistics of all ranks for one of them.
 
     Args:
         every: those of all ranks, each (ranks, tokens).
-        own: the largest logit of the one that asks.
+        own: the largest logit of this rank.
     """
     largest = every.largest.amax(0)
     total = (every.total * (every.largest - largest).exp_()).sum(0)
     label = every.label.amax(0)
-    # A label that is no word at all, as of a token that does not count, is taken for the largest, as in stock.
+    # A label outside the vocabulary, as of a token that does not count, gets the largest logit, as in stock.
     relative = torch.where(label == -torch.inf, 0.0, label - largest)
     loss = total.log() - relative
     return Scales(loss, (own - largest).exp_() / total, torch.expm1(-loss))
 
 
 def hidden_gradient(others: Tensor, label: Tensor, own_scale: Tensor, label_scale: Tensor) -> Tensor:
-    """A rank's addend to the gradient of the hidden states, of the sum of all tokens' losses.
+    """Returns a rank's addend to the gradient of the hidden states, of the sum of all tokens' losses.
 
     Args:
         others: (tokens, hidden), the relative exponentials without the label's times the weight.
@@ -135,14 +130,9 @@ def hidden_gradient(others: Tensor, label: Tensor, own_scale: Tensor, label_scal
 
 
 def logits_gradient(exponentials: Tensor, labels: Tensor, cut: Cut, scale: Scales, gradient: Tensor) -> Tensor:
-    """``exponentials``, without the labels', as the gradient of the logits, in place.
+    """Turns ``exponentials`` (tokens, entries), without the labels', in place into the gradient of the logits.
 
-    Args:
-        exponentials: (tokens, words).
-        labels: (tokens,).
-        cut: this rank's words.
-        scale: what the statistics gave it.
-        gradient: (tokens,), of each token's loss.
+    ``gradient``, (tokens,), is that of each token's loss.
     """
     exponentials.mul_((scale.own * gradient).unsqueeze(1))
     return without_labels(exponentials, labels, cut, scale.label * gradient)

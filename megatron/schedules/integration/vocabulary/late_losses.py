@@ -1,4 +1,4 @@
-"""The user's loss where the losses of tokens come late: after the last stage's forward, before its backward."""
+"""The user's loss where the losses of tokens are known only between the last stage's forward and backward."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from torch import Tensor
 
 
 class LateLosses:
-    """Catches the function that a forward step gives for its loss, and has stock call it later.
+    """Takes the loss function that a forward step returns, and has stock call it later.
 
     Args:
         step: the user's forward step.
-        calculate: stock's ``forward_step_calc_loss``, given what is the same for all microbatches.
+        calculate: stock's ``forward_step_calc_loss``, with the arguments that all microbatches share.
         config: the model's.
-        tokens: on which those that count are added up.
+        token_count: the number of tokens that count is added to it.
     """
 
-    def __init__(self, step: Callable[..., Any], calculate: Callable[..., Any], config: Any, tokens: Tensor) -> None:
-        self._user_step, self._calculate, self._config, self._tokens = step, calculate, config, tokens
-        self._caught: Any = None
+    def __init__(
+        self, step: Callable[..., Any], calculate: Callable[..., Any], config: Any, token_count: Tensor
+    ) -> None:
+        self._user_step, self._calculate, self._config, self._token_count = step, calculate, config, token_count
+        self._loss_function: Any = None
 
-    def step(self, *given: Any) -> tuple[Any, Any]:
-        """The user's forward step, with the loss function caught that it returns."""
-        output, self._caught = self._user_step(*given)
-        return output, self._caught
+    def step(self, *args: Any) -> tuple[Any, Any]:
+        """Runs the user's forward step and remembers the loss function that it returns."""
+        output, self._loss_function = self._user_step(*args)
+        return output, self._loss_function
 
     def take(self) -> Any:
-        """The loss function of the forward that has just run."""
-        caught, self._caught = self._caught, None
-        return caught
+        """Returns the loss function of the forward that has just run."""
+        loss_function, self._loss_function = self._loss_function, None
+        return loss_function
 
     def report(self, losses: Tensor, loss_function: Any) -> Tensor:
-        """Have the loss of a microbatch reported and its tokens counted.
+        """Has stock report the loss of a microbatch, and counts its tokens.
 
         Args:
             losses: of its tokens, (microbatch, sequence).
             loss_function: the user's, of that microbatch.
 
         Returns:
-            What stock starts a backward from, before it is scaled.
+            The tensor from which stock starts a backward, before it is scaled.
         """
         if self._config.timers is not None:
             self._config.timers("forward-compute", log_level=2).start()  # which stock stops
         output, tokens = self._calculate(output_tensor=losses, loss_func=loss_function)
-        self._tokens += tokens
+        self._token_count += tokens
         assert isinstance(output, Tensor)
         return output
 
     def gradient(self, losses: Tensor, loss_function: Any) -> Tensor:
-        """The same; returns the gradient of each token's loss, (microbatch, sequence), scaled as stock scales."""
+        """As :meth:`report`; returns the gradient of each token's loss, (microbatch, sequence), scaled as by stock."""
         leaf = losses.detach().requires_grad_()
         with torch.enable_grad():
-            output = self.report(leaf.clone(), loss_function)  # a script may work on it in place
+            output = self.report(leaf.clone(), loss_function)  # a script may modify it in place
             if self._config.grad_scale_func is not None:
                 output = self._config.grad_scale_func(output)
         if output.requires_grad:

@@ -1,4 +1,4 @@
-"""S and T: a rank's part of the output layer, forward and both halves of its backward."""
+"""S and T: forward and backward of a rank's part of the output layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
 class Made(NamedTuple):
-    """What S leaves for a microbatch; rows are tokens, sequence first.
+    """The results of S for a microbatch; rows are tokens, sequence first.
 
     Args:
-        statistics: of this rank's words and those of its tensor-parallel ranks.
-        addends: the two parts of the hidden states' gradient, of this rank's tokens; none where no backward follows.
-        hold: they are counted until it is released; None for not counting.
+        statistics: of the vocabulary entries of this rank and its tensor-parallel ranks.
+        addends: the two parts of the hidden states' gradient, of this rank's tokens; None where no backward follows.
+        hold: counts the addends until it is released; None for not counting.
     """
 
     statistics: Statistics
@@ -34,7 +34,7 @@ class Made(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """What T takes: see :func:`.arithmetic.logits_gradient`."""
+    """What T needs: see :func:`.arithmetic.logits_gradient`."""
 
     exponentials: Tensor
     labels: Tensor
@@ -43,13 +43,13 @@ class _Waiting(NamedTuple):
 
 
 class OutputLayer:
-    """The arithmetic of one rank's part, with what its tensor-parallel ranks add.
+    """Computes one rank's part, together with its tensor-parallel ranks.
 
     Args:
         part: its weight.
         config: the model's.
         backward: whether one follows.
-        meter: counts what is held; None for not counting.
+        meter: counts activations; None for not counting.
     """
 
     def __init__(self, part: OutputPart, config: Any, *, backward: bool, meter: ActivationMeter | None) -> None:
@@ -62,7 +62,7 @@ class OutputLayer:
 
     @property
     def trained(self) -> bool:
-        """Whether there is a weight gradient at all."""
+        """Whether the weight gets a gradient."""
         return self._part.weight.requires_grad
 
     @torch.no_grad()
@@ -95,14 +95,14 @@ class OutputLayer:
         return Made(statistics, addends, self._held(*addends))
 
     def own(self, values: Tensor) -> Tensor:
-        """Of (tokens,) those whose hidden states this rank has."""
+        """Returns the part of ``values`` (tokens,) whose hidden states this rank has."""
         return values.chunk(self._group.size())[self._group.rank()] if self._sequence_parallel else values
 
     def weight_gradient(self, stage: int, microbatch: int, scale: Scales, gradient: Tensor) -> None:
-        """T, where there is one to do: into the weight's gradient, as a whole linear would.
+        """T: adds to the weight's gradient, as a whole linear would.
 
         Args:
-            stage, microbatch: which.
+            stage, microbatch: of the T.
             scale: what all ranks' statistics gave this one.
             gradient: of each token's loss, (tokens,).
         """
@@ -129,7 +129,7 @@ class OutputLayer:
         return None if self._meter is None else self._meter.hold(tensors)
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        """The tokens of all sequence-parallel ranks, (tokens, hidden)."""
+        """Returns the tokens of all sequence-parallel ranks, (tokens, hidden)."""
         if not self._sequence_parallel:
             return rows
         whole = rows.new_empty(rows.size(0) * self._group.size(), rows.size(1))
@@ -137,7 +137,7 @@ class OutputLayer:
         return whole
 
     def _scattered(self, rows: Tensor) -> Tensor:
-        """The sum over tensor-parallel ranks, each with the tokens whose hidden states it has."""
+        """Returns the sum over tensor-parallel ranks, of the tokens whose hidden states this rank has."""
         if not self._sequence_parallel:
             return self._reduced(rows, dist.ReduceOp.SUM)
         part = rows.new_empty(rows.size(0) // self._group.size(), rows.size(1))

@@ -1,7 +1,7 @@
 """A rank's parts of the embedding and of the output layer, as modules with ordinary parameters.
 
-They bear stock's names in the model, on every rank, and stand in for stock's modules on the ranks of the ends: there
-the first stage's forward takes what all ranks have looked up, and the last's ends with the hidden states.
+They have stock's names in the model, on every rank, and replace stock's modules on the first and last stage: the first
+stage's forward takes the rows that all ranks have looked up, and the last stage's ends with the hidden states.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """What stock calls the two tables, in a model and in checkpoints."""
 
 
-class WordsSeen(BaseException):
-    """A forward run ahead has come to its embedding; not for scripts to catch."""
+class TokensSeen(BaseException):
+    """A forward that runs ahead has reached its embedding; scripts must not catch it."""
 
-    def __init__(self, words: Tensor) -> None:
-        super().__init__("the forward of a microbatch run ahead, for its words")
-        self.words = words
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__("the forward of a microbatch ran ahead, for its tokens")
+        self.tokens = tokens
 
 
 class Part(torch.nn.Module):
-    """Rows of a table: tensor-parallel rank t has the t-th block of them as in stock, pipeline rank r its r-th piece.
+    """Rows of a table: tensor-parallel rank t has the t-th block as in stock, pipeline rank r the r-th piece of it.
 
     Args:
-        weight: the rows, (words, hidden).
+        weight: the rows, (entries, hidden).
     """
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -46,75 +46,75 @@ class Part(torch.nn.Module):
         self.cut = Cut(self._piece * len(weight), len(weight))
 
     def rows(self) -> Tensor:
-        """The weight, after all that waits for a module's forward: stock gathers updated parameters then."""
+        """Returns the weight through the module's forward, whose hooks gather updated parameters in stock."""
         return cast(Tensor, self(None))
 
-    def forward(self, given: Any = None, *_: Any, **__: Any) -> Any:
-        """The weight."""
+    def forward(self, input: Any = None, *_: Any, **__: Any) -> Any:
+        """Returns the weight."""
         return self.weight
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Its place in the whole table, which any other cut can read. Arguments as stock's; there are no offsets."""
+        """Saves its position in the whole table, so that any other split can load it. Arguments as stock's."""
         key, copy = self._named(f"{prefix}weight")
         replica = int(copy), 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        place = 0, self._piece, self._pieces
+        position = 0, self._piece, self._pieces
         return {
             f"{prefix}weight": ShardedTensor.from_rank_offsets(
-                key, self.weight, place, replica_id=replica, allow_shape_mismatch=True
+                key, self.weight, position, replica_id=replica, allow_shape_mismatch=True
             )
         }
 
     def _named(self, name: str) -> tuple[str, bool]:
-        """What checkpoints call the table that is ``name`` in the model, and whether this is its second copy."""
+        """Returns the name in checkpoints of the table ``name`` of the model, and whether this is its second copy."""
         return name, False
 
 
 class EmbeddingPart(Part):
-    """A rank's part of the embedding; on stage 0's in the place of stock's.
+    """A rank's part of the embedding; replaces stock's on the rank of stage 0.
 
     Args:
         weight: the rows.
-        scatters: whether what is looked up goes on as (sequence / tensor-parallel ranks, microbatch, hidden) rather
-            than as (microbatch, sequence, hidden).
+        scatters: whether the result is (sequence / tensor-parallel ranks, microbatch, hidden) rather than (microbatch,
+            sequence, hidden).
         deterministic: as stock's flag.
+
+    Attributes:
+        looked_up: the rows of the next forward's tokens, from all pipeline ranks.
+        peeking: whether a forward runs only for its tokens.
     """
 
     def __init__(self, weight: torch.nn.Parameter, *, scatters: bool, deterministic: bool) -> None:
         super().__init__(weight)
         self._scatters, self.deterministic = scatters, deterministic
-        self.brought: Tensor | None = None
+        self.looked_up: Tensor | None = None
         self.peeking = False
 
-    def forward(self, given: Any = None, *_: Any, **__: Any) -> Any:
-        """What all pipeline ranks have looked up for the words ``given``, now of all tensor-parallel ranks."""
-        if given is None:
+    def forward(self, input: Any = None, *_: Any, **__: Any) -> Any:
+        """Returns the rows of the tokens ``input``, summed over tensor-parallel ranks."""
+        if input is None:
             return self.weight
         if self.peeking:
-            raise WordsSeen(given)
-        brought, self.brought = self.brought, None
-        if brought is None:
-            raise RuntimeError(
-                "the embedding is shared by the pipeline's ranks: a forward of its own has no words' rows"
-            )
+            raise TokensSeen(input)
+        rows, self.looked_up = self.looked_up, None
+        if rows is None:
+            raise RuntimeError("under vocabulary parallelism the embedding cannot run outside the schedule")
         group = parallel_state.get_tensor_model_parallel_group()
         if self._scatters:
-            return mappings.reduce_scatter_to_sequence_parallel_region(
-                brought.transpose(0, 1).contiguous(), group=group
-            )
-        return brought if group.size() == 1 else mappings.reduce_from_tensor_model_parallel_region(brought, group=group)
+            return mappings.reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=group)
+        return rows if group.size() == 1 else mappings.reduce_from_tensor_model_parallel_region(rows, group=group)
 
 
 class OutputPart(Part):
-    """A rank's part of the output layer; on the last stage's in the place of stock's, whose forward ends before it.
+    """A rank's part of the output layer; replaces stock's on the rank of the last stage, whose forward ends before it.
 
     Args:
         weight: the rows.
         tied: whether they are a copy of the embedding's.
     """
 
-    sequence_parallel = False  # stock asks its output layer, to gather what comes in before it
+    sequence_parallel = False  # stock reads this of its output layer, to gather its input
 
     def __init__(self, weight: torch.nn.Parameter, *, tied: bool) -> None:
         super().__init__(weight)
@@ -122,29 +122,29 @@ class OutputPart(Part):
         self._hidden: Tensor | None = None
         self._labels: Tensor | None = None
 
-    def forward(self, given: Any = None, *_: Any, **__: Any) -> Any:
-        """Keep the hidden states ``given``, and pass them for logits: :meth:`losses` does not look at them."""
-        if given is None:
+    def forward(self, input: Any = None, *_: Any, **__: Any) -> Any:
+        """Keeps the hidden states ``input`` and returns them in place of logits, which :meth:`losses` ignores."""
+        if input is None:
             return self.weight
-        self._hidden = given
-        return given, None
+        self._hidden = input
+        return input, None
 
     def losses(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Keep ``labels``, (microbatch, sequence), and give zeros for losses."""
+        """Keeps ``labels``, (microbatch, sequence), and returns zeros for losses."""
         self._labels = labels
         return torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The hidden states and the labels of the forward that has just run.
+        """Returns the hidden states and the labels of the forward that has just run.
 
         Raises:
-            RuntimeError: where it computed no loss, or one of its own.
+            RuntimeError: it computed no loss, or one of its own.
         """
         hidden, labels, self._hidden, self._labels = self._hidden, self._labels, None, None
         if hidden is None or labels is None:
             raise RuntimeError(
-                "a shared vocabulary needs a forward step that gives the model its labels and takes the losses it "
-                "returns: leave out --pipeline-vocabulary-parallel"
+                "--pipeline-vocabulary-parallel needs a forward step that passes labels to the model and uses the "
+                "losses it returns: leave the flag out"
             )
         return hidden, labels
 
@@ -153,14 +153,14 @@ class OutputPart(Part):
 
 
 class Parts(NamedTuple):
-    """What a rank has of both tables."""
+    """A rank's parts of both tables."""
 
     embedding: EmbeddingPart
     output: OutputPart
 
 
 def parts_of(chunks: Sequence[torch.nn.Module]) -> Parts | None:
-    """Those in a rank's chunks, wrapped or not; None where the vocabulary is not shared."""
+    """Returns those in a rank's chunks, wrapped or not; None without vocabulary parallelism."""
     embedding, output = next(_modules(chunks, EmbeddingPart), None), next(_modules(chunks, OutputPart), None)
     return None if embedding is None or output is None else Parts(embedding, output)
 

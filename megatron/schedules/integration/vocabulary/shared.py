@@ -1,4 +1,4 @@
-"""One call of the schedule on a shared vocabulary: what ranks tell each other of it, and what the ends do otherwise."""
+"""Vocabulary parallelism in one call of the schedule: its collectives, and what first and last stage do instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary import arithmetic
 from megatron.schedules.integration.vocabulary.arithmetic import Scales, Statistics
-from megatron.schedules.integration.vocabulary.early_words import Ahead
+from megatron.schedules.integration.vocabulary.early_tokens import EarlyTokens
 from megatron.schedules.integration.vocabulary.late_losses import LateLosses
 from megatron.schedules.integration.vocabulary.output import Made, OutputLayer
 from megatron.schedules.integration.vocabulary.parts import parts_of
@@ -27,19 +27,19 @@ Chain = Callable[[], Tensor | None]
 
 
 class Exchange(NamedTuple):
-    """What collectives need to know of the ranks and of what they exchange.
+    """The ranks and tensors of collectives.
 
     Args:
-        group: the pipeline's ranks, for collectives alone.
+        group: the pipeline's ranks; used by collectives alone.
         hidden: the shape of hidden states, (sequence, microbatch, hidden), of sequence-parallel ranks their part.
-        words: that of a microbatch's words and labels, (microbatch, sequence).
+        tokens: that of a microbatch's tokens and labels, (microbatch, sequence).
         dtype: of hidden states.
-        device: where all lie.
+        device: of all tensors.
     """
 
     group: dist.ProcessGroup
     hidden: tuple[int, ...]
-    words: tuple[int, int]
+    tokens: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
 
@@ -47,21 +47,21 @@ class Exchange(NamedTuple):
 class SharedVocabulary:
     """What a rank does with its parts of the embedding and the output layer, by microbatch.
 
-    Chains of calls run elsewhere, on a thread or a stream of their own, in the order in which they were posted. What
-    one leaves here is read by a pass that waits for it, or by a later chain.
+    Collectives run on a thread or a stream of their own, in the order in which they were posted. Their results here are
+    read by a pass that waits for them, or by a later collective.
 
     Args:
         placement: where stages are.
         model: this rank's chunks.
         config: theirs.
-        call: what was asked for.
-        exchange: how ranks meet.
-        meter: counts what is held; None for not counting.
-        reported: takes the users' losses, on the last stage's rank.
-        tokens: on which those that count there are added up.
+        call: the arguments of the schedule's call.
+        exchange: the ranks and tensors of collectives.
+        meter: counts activations; None for not counting.
+        reported: takes the user's losses, on the last stage's rank.
+        token_count: the number of tokens that count there is added to it.
 
     Raises:
-        RuntimeError: where the chunks have no parts of a vocabulary.
+        RuntimeError: the chunks have no parts of a vocabulary.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class SharedVocabulary:
         exchange: Exchange,
         meter: ActivationMeter | None,
         reported: list[Any],
-        tokens: Tensor,
+        token_count: Tensor,
     ) -> None:
         parts = parts_of(model)
         if parts is None:
             raise RuntimeError("--pipeline-vocabulary-parallel: the model was not built by Megatron's training loop")
         backward = not call.forward_only
         self._embedding, self._output_part, self._model, self._exchange = *parts, model[0], exchange
-        self._ahead = Ahead(call.forward_step_func, call.data_iterators[0], parts.embedding)
+        self._early = EarlyTokens(call.forward_step_func, call.data_iterators[0], parts.embedding)
         self._output = OutputLayer(parts.output, config, backward=backward, meter=meter)
         calculate = partial(
             forward_step_calc_loss,
@@ -93,11 +93,11 @@ class SharedVocabulary:
             cp_group_size=call.cp_size,
             is_last_stage=True,
         )
-        self._late = LateLosses(call.forward_step_func, calculate, config, tokens)
+        self._late = LateLosses(call.forward_step_func, calculate, config, token_count)
         self._group, self._rank = exchange.group, dist.get_rank(exchange.group)
         self._first, self._last = placement.rank_of[0], placement.rank_of[-1]
         self._embeds_trained = backward and parts.embedding.weight.requires_grad
-        self._words: dict[int, Tensor] = {}
+        self._tokens: dict[int, Tensor] = {}
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}
         self._loss_functions: dict[int, Any] = {}
         self._labels: dict[int, Tensor] = {}
@@ -114,16 +114,16 @@ class SharedVocabulary:
             Op.EMBED_BACK: self._embed_back,
         }
 
-    def meet(self, op: Op, microbatch: int) -> Chain:
-        """See :class:`megatron.schedules.runtime.stage_interface.Stages`."""
+    def collective(self, op: Op, microbatch: int) -> Chain:
+        """Returns this rank's part in a collective; see :class:`.stage_interface.Stages`."""
         return self._chains[op](microbatch)
 
     def feed(self, looked_up: Tensor) -> Iterator[Any] | None:
-        """Before stage 0's forward: give it what EMBED brought; returns what it reads its samples from."""
+        """Before stage 0's forward: passes it the result of EMBED; returns its samples."""
         if self._embeds_trained:
             looked_up.requires_grad_()
-        self._embedding.brought = looked_up
-        return self._ahead.again()
+        self._embedding.looked_up = looked_up
+        return self._early.replay()
 
     @property
     def last_step(self) -> Callable[..., Any]:
@@ -131,7 +131,7 @@ class SharedVocabulary:
         return self._late.step
 
     def ended(self, microbatch: int) -> Tensor:
-        """After the last stage's forward: the hidden states at which it ended, with their history."""
+        """After the last stage's forward: returns its hidden states, with their history."""
         hidden, labels = self._output_part.take()
         hidden = hidden.to(self._exchange.dtype)
         self._ends[microbatch] = hidden.detach().contiguous(), labels.contiguous()
@@ -144,11 +144,9 @@ class SharedVocabulary:
         self._made[microbatch] = self._output.forward(microbatch, hidden, labels)
 
     def loss_gradient(self, microbatch: int, total: Tensor) -> Tensor:
-        """In the last stage's backward: report the loss; the gradient of its output from what SUM brought.
+        """In the last stage's backward: reports the loss; returns the gradient of the stage's output.
 
-        Args:
-            microbatch: which.
-            total: the gradient of the sum of all tokens' losses.
+        ``total``, the result of SUM, is the gradient of the sum of all tokens' losses.
         """
         each = self._late.gradient(*self._loss(microbatch))
         self._weights[microbatch] = each
@@ -156,7 +154,7 @@ class SharedVocabulary:
         return (total * own).to(self._exchange.dtype)
 
     def report_losses(self) -> None:
-        """Where no backward follows: report the losses of all microbatches; on the last stage's rank."""
+        """Reports the losses of all microbatches where no backward does; on the last stage's rank."""
         for microbatch in sorted(self._losses):
             self._late.report(*self._loss(microbatch))
 
@@ -167,7 +165,7 @@ class SharedVocabulary:
             self._output.weight_gradient(stage, microbatch, scale, _by_token(weights))
 
     def embedded(self, microbatch: int, gradient: Tensor | None) -> None:
-        """After stage 0's backward: the gradient of what EMBED brought."""
+        """After stage 0's backward: keeps the gradient of the result of EMBED."""
         if self._embeds_trained:
             assert gradient is not None, "the first stage's backward gave the embedding no gradient"
             self._embedded[microbatch] = gradient
@@ -175,31 +173,31 @@ class SharedVocabulary:
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None:
         """ADD."""
         if self._embeds_trained:
-            part, words = self._embedding, self._words.pop(microbatch)
+            part, tokens = self._embedding, self._tokens.pop(microbatch)
             with torch.enable_grad():
-                found = arithmetic.look_up(words, part.weight, part.cut, deterministic=part.deterministic)
+                found = arithmetic.look_up(tokens, part.weight, part.cut, deterministic=part.deterministic)
             torch.autograd.backward(found, gradient)
 
     @property
     def adds_to(self) -> Mapping[Kind | Op, set[Tensor]]:
-        """The parameters whose gradients ADD and T give."""
+        """The parameters that ADD and T give gradients to."""
         return {Op.ADD: {self._embedding.weight}, Kind.T: {self._output_part.weight}}
 
     def _loss(self, microbatch: int) -> tuple[Tensor, Any]:
-        """Each token's loss, (microbatch, sequence), and the user's function."""
-        rows, length = self._exchange.words
+        """Returns each token's loss, (microbatch, sequence), and the user's function."""
+        rows, length = self._exchange.tokens
         losses = self._losses.pop(microbatch).view(length, rows).t().contiguous()
         return losses, self._loss_functions.pop(microbatch)
 
     def _embed(self, microbatch: int) -> Chain:
         first = self._rank == self._first
-        words = self._ahead.words(self._model).contiguous() if first else None
+        tokens = self._early.read(self._model).contiguous() if first else None
         weight, cut = self._embedding.rows().detach(), self._embedding.cut
 
         def chain() -> Tensor | None:
-            known = self._brought(words, self._exchange.words, torch.int64, self._first)
+            known = self._broadcast(tokens, self._exchange.tokens, torch.int64, self._first)
             if self._embeds_trained:
-                self._words[microbatch] = known
+                self._tokens[microbatch] = known
             found = arithmetic.look_up(known, weight, cut)
             dist.reduce(found, group_dst=self._first, group=self._group)
             return found if first else None
@@ -210,8 +208,8 @@ class SharedVocabulary:
         hidden, labels = self._ends.pop(microbatch, (None, None))
 
         def chain() -> Tensor:
-            spread = self._brought(hidden, self._exchange.hidden, self._exchange.dtype, self._last)
-            self._labels[microbatch] = self._brought(labels, self._exchange.words, torch.int64, self._last)
+            spread = self._broadcast(hidden, self._exchange.hidden, self._exchange.dtype, self._last)
+            self._labels[microbatch] = self._broadcast(labels, self._exchange.tokens, torch.int64, self._last)
             return spread
 
         return chain
@@ -234,7 +232,7 @@ class SharedVocabulary:
             total = arithmetic.hidden_gradient(
                 others, label, self._output.own(scale.own), self._output.own(scale.label)
             )
-            # Of all, and not for one: so the order of the sum is the same wherever the last stage is.
+            # To all ranks, not to one: the order of the sum then does not depend on where the last stage is.
             dist.all_reduce(total, group=self._group)
             if hold is not None:
                 hold.release()
@@ -244,17 +242,17 @@ class SharedVocabulary:
 
     def _weigh(self, microbatch: int) -> Chain:
         weights = self._weights.pop(microbatch, None)
-        return lambda: self._brought(weights, self._exchange.words, torch.float32, self._last)
+        return lambda: self._broadcast(weights, self._exchange.tokens, torch.float32, self._last)
 
     def _embed_back(self, microbatch: int) -> Chain:
         if not self._embeds_trained:
             return lambda: torch.empty(0, device=self._exchange.device)
         gradient, weight = self._embedded.pop(microbatch, None), self._embedding.weight
         kept = None if gradient is None else gradient.contiguous()
-        return lambda: self._brought(kept, (*self._exchange.words, weight.size(1)), weight.dtype, self._first)
+        return lambda: self._broadcast(kept, (*self._exchange.tokens, weight.size(1)), weight.dtype, self._first)
 
-    def _brought(self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
-        """What the rank ``source`` has, on all."""
+    def _broadcast(self, own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+        """Returns the tensor of the rank ``source``, on all ranks."""
         tensor = torch.empty(shape, dtype=dtype, device=self._exchange.device) if own is None else own
         dist.broadcast(tensor, group_src=source, group=self._group)
         return tensor

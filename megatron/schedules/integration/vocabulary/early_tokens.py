@@ -1,4 +1,4 @@
-"""The words of a microbatch before its forward: the user's forward step, run until it comes to the embedding."""
+"""A microbatch's tokens before its forward: the user's forward step, run until it reaches the embedding."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.vocabulary.parts import EmbeddingPart, WordsSeen
+from megatron.schedules.integration.vocabulary.parts import EmbeddingPart, TokensSeen
 
 
-class Ahead:
-    """Gives a forward step that ran ahead the same samples again when it runs for real.
+class EarlyTokens:
+    """Runs the forward step ahead for its tokens, and gives it the same samples when it runs for real.
 
     Args:
         step: the user's forward step.
-        iterator: what it reads; None on ranks that get their samples from another.
-        part: where a forward comes to the embedding.
+        iterator: its samples; None on ranks that get them from another.
+        part: the embedding, which stops a forward that runs ahead.
     """
 
     def __init__(self, step: Callable[..., Any], iterator: Iterator[Any] | None, part: EmbeddingPart) -> None:
         self._step, self._part = step, part
         self._samples = None if iterator is None else _Samples(iterator)
 
-    def words(self, model: torch.nn.Module) -> Tensor:
-        """Those of the next microbatch, (microbatch, sequence) of this context-parallel rank.
+    def read(self, model: torch.nn.Module) -> Tensor:
+        """Returns the tokens of the next microbatch, (microbatch, sequence) of this context-parallel rank.
 
         Raises:
-            RuntimeError: where the forward step does not come to the model's embedding.
+            RuntimeError: the forward step does not call the model's embedding.
         """
         if self._samples is not None:
             self._samples.read_ahead()
@@ -38,8 +38,8 @@ class Ahead:
         try:
             with torch.no_grad():
                 self._step(self._samples, model)
-        except WordsSeen as seen:
-            return seen.words
+        except TokensSeen as seen:
+            return seen.tokens
         finally:
             self._part.peeking = False
         raise RuntimeError(
@@ -47,38 +47,38 @@ class Ahead:
             "parallel needs: leave the flag out"
         )
 
-    def again(self) -> Iterator[Any] | None:
-        """What the forward of the microbatch reads that has waited longest since its words were known."""
+    def replay(self) -> Iterator[Any] | None:
+        """Returns the samples for the forward of the oldest microbatch whose tokens were read."""
         if self._samples is not None:
-            self._samples.give_again()
+            self._samples.replay()
         return self._samples
 
 
 class _Samples:
-    """An iterator that remembers what each run ahead has read. What else one asks is the original's to answer."""
+    """An iterator that remembers what each run ahead has read; its other attributes are the original's."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self._read: deque[deque[Any]] = deque()
-        self._giving: deque[Any] | None = None
+        self._replayed: deque[Any] | None = None
 
     def read_ahead(self) -> None:
         self._read.append(deque())
-        self._giving = None
+        self._replayed = None
 
-    def give_again(self) -> None:
-        self._giving = self._read.popleft()
+    def replay(self) -> None:
+        self._replayed = self._read.popleft()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._giving is None:
+        if self._replayed is None:
             self._read[-1].append(next(self._iterator))
-            return copy.copy(self._read[-1][-1])  # which a step may take apart
-        if not self._giving:
-            raise RuntimeError("a forward step read more samples than it did when it ran ahead for its words")
-        return self._giving.popleft()
+            return copy.copy(self._read[-1][-1])  # a step may remove parts of it
+        if not self._replayed:
+            raise RuntimeError("a forward step read more samples than when it ran ahead for its tokens")
+        return self._replayed.popleft()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
