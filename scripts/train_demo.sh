@@ -148,6 +148,7 @@ if [[ -n $on_cpu && $schedule != 1f1b && -n $plan ]]; then
 fi
 
 echo
-[[ -z $plan ]] || say "one iteration beside its plan: open ${plan%/*}/timeline.html in a browser"
+page=${plan%/*}/timeline.html
+[[ -z $plan ]] || say "one iteration beside its plan: open ${page#"$root"/} in a browser"
 say "compare schedules for your own pipeline with: .venv/bin/megatron-schedules compare --help"
 say "done in $((SECONDS - begun)) s"
