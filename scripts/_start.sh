@@ -9,7 +9,7 @@ for _argument in "$@"; do
   [[ $_argument == -h || $_argument == --help ]] || continue
   while read -r _line && [[ $_line == '#'* ]]; do
     _line=${_line#'#'}
-    [[ $_line == '!'* ]] || printf '%s\n' "${_line# }"
+    [[ $_line == '!'* || $_line == SBATCH* ]] || printf '%s\n' "${_line# }"
   done <"${BASH_SOURCE[1]}"
   exit 0
 done

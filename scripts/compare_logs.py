@@ -166,6 +166,11 @@ def table(runs: Sequence[tuple[str, Run]]) -> str:
         for value in values[:-1]:
             cells.append(f"{value / base:.2f}" if row.ratio and value is not None and base else "")
         lines.append([row.title, *cells])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns; the first column is text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then trains a small GPT on real text with four pipeline ranks, under V-Half and
-# then under 1F1B, compares the two, and writes a timeline of each. Needs no GPU and no download beyond the packages.
+# Trains a small GPT on real text with four pipeline ranks, under V-Half and then under 1F1B, and compares losses and
+# memory. Then runs both plans with passes that sleep for their planned time, and compares speed. Needs no GPU. The first
+# run sets up .venv, which downloads packages (2 to 10 minutes); after that it takes about two minutes.
 #
-#     bash scripts/train_demo.sh                         V-Half against 1F1B
+#     bash scripts/train_demo.sh                              V-Half against 1F1B
 #     bash scripts/train_demo.sh --pipeline-schedule v-zb     another schedule against 1F1B
 #     bash scripts/train_demo.sh --train-iters 100            any flag of pretrain_gpt.py, for both runs
+#
+# Logs, timelines and data go to .demo.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh
@@ -32,6 +35,24 @@ done
 
 say() { echo "demo: $*"; }
 
+# fail <log> <what failed> [followed]: ends the demo. Every rank prints a traceback and torchrun a summary after them: the
+# first errors tell most. A refusal (error: ...) was shown already where the log was followed.
+fail() {
+  if [[ ${3-} != followed ]] || ! grep -q '\berror: ' "$1"; then
+    { grep -E '(Error|Exception)(: .*)?$|\berror: ' "$1" || tail -n 20 "$1"; } |
+      grep -v ChildFailedError | sed -E 's/^\[rank[0-9]+\]: *//' | awk '!seen[$0]++' | head -n 5 >&2
+  fi
+  echo "demo: error: $2 failed; $1 has all of it" >&2
+  exit 1
+}
+
+# A misspelt name is refused at once. A file, and the two that search for a plan, are left to the training.
+case $schedule in
+  auto | adaptive* | *.csv) ;;
+  *) "$root/.venv/bin/megatron-schedules" plan --schedule "$schedule" --pipeline-size 4 --microbatches 8 --format csv \
+    >/dev/null || exit 2 ;;
+esac
+
 # The corpus depends on the Python and on the two tools, and is made again when one of them changes.
 corpus=$demo/$(cat tools/demo_corpus.py tools/preprocess_data.py .venv/pyvenv.cfg | sha256sum | cut -c1-12)
 if [[ ! -f $corpus/python_text_document.idx ]]; then
@@ -49,7 +70,7 @@ model=(
   --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
   --data-path "$corpus/python_text_document" --split "90,5,5"
   --micro-batch-size 2 --global-batch-size 16 --train-iters 50
-  --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0.1
+  --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.2 --adam-beta2 0.95 --weight-decay 0.1
   # Clipping adds up the norms of ranks, whose layers differ: rounding, but two runs would drift apart by it.
   --clip-grad 0
   --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
@@ -75,51 +96,59 @@ if [[ ! -f $weights/latest_checkpointed_iteration.txt ]]; then
   say "drawing the weights that both runs start from"
   rm -rf "$weights"
   if ! "$python" -m torch.distributed.run --standalone --nproc-per-node 1 pretrain_gpt.py "${model[@]}" "${flags[@]}" \
-    --lr 0 --min-lr 0 --train-iters 1 --lr-warmup-iters 0 --global-batch-size 2 --eval-iters 0 \
+    --lr 0 --min-lr 0 --train-iters 1 --lr-warmup-fraction 0 --global-batch-size 2 --eval-iters 0 \
     --save "$weights" --save-interval 1 --no-save-optim >"$demo/weights.log" 2>&1
   then
     rm -rf "$weights"
-    grep -m 5 -E '(Error|Exception|error): ' "$demo/weights.log" >&2 || tail -n 20 "$demo/weights.log" >&2
-    echo "demo: error: drawing the weights failed; the whole story is in $demo/weights.log" >&2
-    exit 1
+    fail "$demo/weights.log" "drawing the weights"
   fi
 fi
 start=(--load "$weights" --finetune --no-load-optim --no-load-rng)
 
 # train <schedule>: shows the lines that tell how it goes, and keeps everything in the log.
 train() {
-  local log=$demo/$1.log
+  local log=$demo/${1##*/}.log
   say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
   if ! "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py "${model[@]}" \
     --pipeline-model-parallel-size "$ranks" --pipeline-schedule "$1" \
-    --pipeline-measure "$demo/$1-timeline" "${start[@]}" "${flags[@]}" 2>&1 |
+    --pipeline-measure "$demo/${1##*/}-timeline" "${start[@]}" "${flags[@]}" 2>&1 |
     "$python" scripts/compare_logs.py --follow "$log"
   then
-    # Every rank prints a traceback, and torchrun a summary after them: the first errors tell most.
-    grep -m 5 -E '(Error|Exception|error): ' "$log" >&2 || tail -n 20 "$log" >&2
-    echo "demo: error: the training under $1 failed; the whole story is in $log" >&2
-    exit 1
+    fail "$log" "the training under $1" followed
   fi
 }
 
 train "$schedule"
-names=("$schedule=$demo/$schedule.log")
+names=("$schedule=$demo/${schedule##*/}.log")
 if [[ $schedule != 1f1b ]]; then
   train 1f1b
   names+=("1f1b=$demo/1f1b.log")
 fi
 
-echo
-"$python" scripts/compare_logs.py "${names[@]}"
+# recorded <schedule>: the file in which that training recorded its plan, and nothing where it measured no iteration. The
+# log says where: flags of the caller's may have sent it elsewhere.
+recorded() {
+  sed -n 's/.*pipeline schedule: timeline of iteration .* written to \(.*\): timeline\.html.*/\1\/recorded.json/p' \
+    "$demo/${1##*/}.log" | tail -n 1
+}
+plan=$(recorded "$schedule")
+
 echo
 if [[ -n $on_cpu ]]; then
-  echo "$ranks ranks share $(getconf _NPROCESSORS_ONLN) cores here: a rank that waits leaves its core to another, so tokens per second"
-  echo "say little about bubbles. The memory is real. Plan for your own pipeline with: megatron-schedules compare"
+  say "losses and memory below are real. Tokens per second do not compare the schedules:"
+  say "$ranks ranks share $(getconf _NPROCESSORS_ONLN) cores here, and a rank that waits leaves its core to another."
 fi
-# Where the log says it was written: flags of the caller's may have sent it elsewhere.
-timeline=$(sed -n 's/.*pipeline schedule: timeline of iteration .* written to \(.*\): timeline\.html.*/\1/p' \
-  "$demo/$schedule.log" | tail -n 1)
-if [[ -n $timeline ]]; then
-  say "what happened in one iteration, beside what was planned: open ${timeline#"$root"/}/timeline.html in a browser"
+"$python" scripts/compare_logs.py "${names[@]}"
+
+if [[ -n $on_cpu && $schedule != 1f1b && -n $plan ]]; then
+  echo
+  say "now the same two plans with passes that sleep for their planned time (about 20 s). Sleeping takes no core, so"
+  say "every rank is as fast as with a device of its own. This is an emulation, not a measurement of GPUs."
+  "$python" scripts/emulate_plans.py "$schedule=$plan" "1f1b=$(recorded 1f1b)" || true
 fi
+
+echo
+page=${plan%/*}/timeline.html
+[[ -z $plan ]] || say "one iteration beside its plan: open ${page#"$root"/} in a browser"
+say "compare schedules for your own pipeline with: .venv/bin/megatron-schedules compare --help"
 say "done in $((SECONDS - begun)) s"

@@ -25,7 +25,7 @@ esac
 eval "${STUB_RUNS-}"
 """
 _PROGRAMS = ("sbatch", "srun", "scontrol", "apt-get", "chromium", "marker", "python")
-_IN_VENV = ("python", "pip", "ruff", "mypy", "lint-imports")
+_IN_VENV = ("python", "pip", "ruff", "mypy", "lint-imports", "megatron-schedules")
 
 
 def shell_files() -> list[Path]:
@@ -36,8 +36,16 @@ def shell_files() -> list[Path]:
 
 def commands() -> list[Path]:
     """The scripts that are called from a terminal: all of scripts/ that are not sourced, and the sweep."""
-    own = [path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".py") and path.name[0] != "_"]
+    own = [path for path in (ROOT / "scripts").iterdir() if path.suffix == ".sh" and path.name[0] != "_"]
     return [*sorted(own), ROOT / "examples" / "slurm" / "sweep.sh"]
+
+
+def python_commands() -> list[list[str]]:
+    """The Python programs of scripts/ and tools/, as arguments of ``python``: files, and packages that run."""
+    files = [path for folder in ("scripts", "tools") for path in (ROOT / folder).glob("*.py") if path.name[0] != "_"]
+    packages = [path.parent.relative_to(ROOT).parts for path in (ROOT / "tools").glob("*/__main__.py")]
+    found = [[str(path.relative_to(ROOT))] for path in files] + [["-m", ".".join(parts)] for parts in packages]
+    return sorted([*found, ["-m", "tools.benchmarks.planning"]])
 
 
 def _is_shell(path: Path) -> bool:

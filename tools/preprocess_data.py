@@ -353,12 +353,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default: 1")
 
-    # Megatron's flags take seconds to import; byte level has none.
+    # Megatron's flags take seconds to import: they are read, and listed by --help, only for one of its tokenizers.
     chooser = Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--tokenizer-type", default=BYTE_LEVEL)
     chosen = chooser.parse_known_args(argv)[0].tokenizer_type
-    if chosen == BYTE_LEVEL and not {"-h", "--help"}.intersection(argv):
-        parser.add_argument("--tokenizer-type", choices=[BYTE_LEVEL], default=BYTE_LEVEL)
+    if chosen == BYTE_LEVEL:
+        about = (
+            f"{BYTE_LEVEL} (default: UTF-8 bytes and an end-of-document token, 257 ids), or one of Megatron's, whose "
+        )
+        about += "flags --tokenizer-type HuggingFaceTokenizer --help lists"
+        parser.add_argument("--tokenizer-type", choices=[BYTE_LEVEL], default=BYTE_LEVEL, metavar="NAME", help=about)
     else:
         _add_stock_tokenizer_flags(parser)
     arguments = parser.parse_args(argv)

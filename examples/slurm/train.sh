@@ -2,6 +2,8 @@
 # What srun starts once on every node: torchrun, with a rank for every GPU. The arguments are pretrain_gpt.py's.
 set -euo pipefail
 
+# shellcheck source=scripts/_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/_start.sh"
 program=train.sh
 # shellcheck source=examples/slurm/checks.sh
 source "$(dirname "${BASH_SOURCE[0]}")/checks.sh"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.schedules.api import Plan, compare, plan
     from megatron.schedules.utils.errors import PlanError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Plan", "PlanError", "compare", "install", "plan", "without_gpu"]
 
 

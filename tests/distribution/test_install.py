@@ -105,11 +105,27 @@ def test_the_source_distribution_builds_the_same_wheel_and_holds_what_tests_need
     assert run(python.parent / "megatron-schedules", "--version", cwd=tmp_path).split()[-1] == __version__
 
 
-def test_the_changelog_and_the_package_name_the_same_version() -> None:
+def test_changelog_citation_and_package_name_the_same_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(\d[^]]*)\]", changelog, re.MULTILINE)
     assert released[0] == __version__
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"] == ["version"]
+
+
+def test_continuous_integration_runs_our_scripts() -> None:
+    """What passes here passes there: workflows have no steps of their own for tests and documentation."""
+    workflows = {path.stem: path.read_text() for path in (ROOT / ".github" / "workflows").iterdir()}
+    assert {"tests", "docs", "release"} == set(workflows)
+    assert "run: bash .ci/run" in workflows["tests"] and "run: bash .ci/run" in workflows["release"]
+    assert "bash scripts/build_docs.sh" in workflows["docs"]
+    assert 'exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/run_tests.sh"' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_pre_commit_runs_the_linters_of_the_tests() -> None:
+    steps = re.findall(r'^step "[^"]*" (\S+)', (ROOT / "scripts" / "run_tests.sh").read_text(), re.MULTILINE)
+    hooks = re.findall(r"entry: \.venv/bin/(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert set(hooks) == {*steps, "shellcheck"}
 
 
 def test_an_ordinary_install_merges_with_megatron_core(checkout: Path, tmp_path: Path, python: Path) -> None:
