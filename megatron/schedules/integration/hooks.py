@@ -65,7 +65,7 @@ def _parse_args(stock: Replacement, session: Session) -> Replacement:
             parser = add_arguments(parser)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
             mend_help(parser)
-            refuse_early(sys.argv[1:])  # with --yaml-cfg nothing of ours comes out of the parsing
+            refuse_early(sys.argv[1:], parser._option_string_actions)  # with --yaml-cfg parsing gives nothing of ours
             return parser
 
         return stock(both, *args, **kwargs)
