@@ -1,13 +1,12 @@
-"""Which activations of Megatron's models go to the host: those of the first decoder layers of each chunk, so many.
+"""Offloads activations of Megatron's models: those of the first decoder layers of each chunk.
 
 Hook: ``forward`` of each of these layers' instances. The embedding, what follows the last layer, and the loss stay.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -22,41 +21,25 @@ _ADVICE = (
 )
 
 
-class CopySpeed(NamedTuple):
-    """How O and L are carried out.
+def offloads_of(model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None) -> Offloads:
+    """Takes activations of a rank's chunks to the host and back.
 
     Args:
-        gbps: 10**9 bytes a second of each direction, where a CPU stands for the device.
-        both_ways: whether there may be copies in both directions at once.
-    """
-
-    gbps: float = math.inf
-    both_ways: bool = True
-
-
-def begin(
-    model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None, speed: CopySpeed
-) -> Offloads:
-    """What takes activations to the host and back.
-
-    Args:
-        model: a rank's chunks.
+        model: the chunks.
         stages: which they are.
-        layers: by stage, of how many of its decoder layers, the first ones, the activations go; None: of all.
-        speed: of the copies.
+        layers: by stage, the number of its first decoder layers whose activations are offloaded; None for all.
     """
-    device = torch.empty(0, device="cuda").device
-    offloads = Offloads(copies_on(device, gbps=speed.gbps, both_ways=speed.both_ways), _ADVICE)
+    offloads = Offloads(copies_on(torch.empty(0, device="cuda").device), _ADVICE)
     for chunk, stage in zip(model, stages, strict=True):
         offload_layers(chunk, offloads, None if layers is None else layers[stage])
     return offloads
 
 
 def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None = None) -> int:
-    """Have what the first ``count`` decoder layers of a chunk save for their backward go through ``offloads``.
+    """Passes what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
 
-    Where ``offloads`` is not asked to, for a microbatch that stays or in evaluation, nothing changes. A layer that is
-    recomputed as a whole saves nothing but its input, outside its forward; that stays.
+    For a microbatch that is not offloaded, and in evaluation, nothing changes. A layer that is recomputed as a whole
+    saves only its input, outside its forward; that stays on the device.
 
     Args:
         model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
@@ -73,7 +56,7 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
 
 
 def forget_input(model_chunk: torch.nn.Module) -> None:
-    """Have the chunk let go of the input that stock has it keep until the next microbatch's."""
+    """Frees the chunk's input, which stock stores until the next microbatch's."""
     get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
 
 

@@ -13,7 +13,7 @@ from megatron.schedules.integration.flags.costs import assumed
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
-from megatron.schedules.integration.flags.measuring import measured_iterations
+from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.memory_saving import check_host
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
 from megatron.schedules.integration.flags.reader import check_unscheduled, completed, spec_of
@@ -75,6 +75,8 @@ def check(args: Any) -> PlannedJob | None:
         if spec.settings.dry_run is not None and not is_first():
             raise SystemExit(0)  # one process prints it all
         validate(spec)
+        if spec.settings.measuring is not None and spec.settings.dry_run is None:
+            check_folder(spec.settings.measuring.folder)
         return planned_job(completed(spec, args))
     except PlanError as error:
         message = error.told(FLAGS)
