@@ -220,7 +220,7 @@ def _stages(
 ) -> tuple[MegatronStages, WeightGradients]:
     """The model under the runtime that trains it."""
     store = WeightGradients(meter)
-    call = ScheduleCall(_forward_step, model.batches, 1, False, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
+    call = ScheduleCall(_forward_step, model.batches, 1, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
     stages = MegatronStages(
         _PROGRAM, model.chunks, config, call, store, lambda stage: nullcontext(), meter, recomputes=recomputes

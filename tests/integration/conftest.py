@@ -45,7 +45,7 @@ class Training:
             model: those flags that say what parameters there are.
             samples, adapters, attention, orders: as :func:`.jobs.train` knows them.
         """
-        start = self._load(tied, (*_layers(flags), *model), attention)
+        start = self.load(tied, (*_layers(flags), *model), attention)
         others = {"samples": samples, "adapters": adapters, "attention": attention, "orders": orders}
         return self._run(world, *flags, *model, *start, tied=tied, **others)
 
@@ -68,7 +68,8 @@ class Training:
         assert "--pipeline-schedule" not in flags
         return self(world, *flags, **rest)
 
-    def _load(self, tied: bool, model: Flags, attention: str) -> list[str]:
+    def load(self, tied: bool = False, model: Flags = (), attention: str = "stock") -> list[str]:
+        """The flags with which a job begins from the common weights of a model with these flags."""
         digest = hashlib.sha256(" ".join(model).encode()).hexdigest()[:16]
         folder = self._folder / f"{'tied' if tied else 'untied'}-{digest}"
         if not folder.exists():

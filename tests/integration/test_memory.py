@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,14 +71,18 @@ def test_measuring_ends_with_its_report(megatron, tmp_path):
 
 def test_on_a_gpu_its_allocator_is_asked(monkeypatch):
     from megatron.schedules.integration.cpu import standin
-    from megatron.schedules.integration.peak_memory import PeakMemory
+    from megatron.schedules.integration.peak_memory import PeakReport
 
     allocated = {"now": 100, "most": 5000}
     monkeypatch.setattr(standin, "enabled", lambda: False)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: allocated.update(most=allocated["now"]))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated["now"])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocated["most"])
-    measured = PeakMemory([])
-    assert measured.meter is None, "nothing is counted tensor by tensor"
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, own, group: found.append(own))
+    said: list[str] = []
+    report = PeakReport(SimpleNamespace(size=lambda: 0), next_call=True, say=said.append)
+    assert report.begin([]) is None, "nothing is counted tensor by tensor"
     allocated.update(now=150, most=170)
-    assert measured.bytes == 70
+    report.end()
+    assert report.bytes == 70
+    assert len(said) == 1 and said[0].endswith("worst 70 bytes")

@@ -29,13 +29,19 @@ def test_timeouts_are_those_of_the_job(megatron: Megatron, schedule: str) -> Non
 
 
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Any = None, **args: Any) -> Any:
+    from megatron.schedules.integration.flags.run_flags import group_flags
     from megatron.schedules.integration.messages import nccl_options
 
     monkeypatch.setitem(sys.modules, "yaml", SimpleNamespace(safe_load=json.load))
     if config is not None:
         (tmp_path / "nccl.yaml").write_text(json.dumps(config))
         args["nccl_communicator_config_path"] = tmp_path / "nccl.yaml"
-    made = nccl_options(Namespace(**{"nccl_communicator_config_path": None, "high_priority_stream_groups": []} | args))
+    usual = {
+        "nccl_communicator_config_path": None,
+        "high_priority_stream_groups": [],
+        "distributed_timeout_minutes": 10,
+    }
+    made = nccl_options(group_flags(Namespace(**usual | args)))
     return made.config.min_ctas, made.config.max_ctas, made.config.cga_cluster_size, made.is_high_priority_stream
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.schedules.integration.flags.check import Planned, check
+from megatron.schedules.integration.flags.check import PlannedJob, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import estimated
@@ -25,7 +25,7 @@ LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-q
 
 def summary(request: Request) -> str:
     spec = JobSpec(Settings(ScheduleChoice(request.schedule, request.schedule)), Sizes(4, 4))
-    return Planner(Planned(spec, request, plan(request))).summary()
+    return Planner(PlannedJob(spec, request, plan(request))).summary()
 
 
 def test_a_schedule_by_name_is_named():

@@ -60,7 +60,7 @@ def _trained(order: str, log: list[str]) -> list[Tensor]:
     def step(data: Any, chunk: Any) -> tuple[Tensor, Any]:
         return chunk(next(data)), lambda y: (helpers.loss(y), {})
 
-    call = ScheduleCall(step, [inputs], 2, False, False, None, 1)
+    call = ScheduleCall(step, [inputs], 2, False, None, 1)
     config = helpers.config(sequence_parallel=True, calculate_per_token_loss=False)
     stages = MegatronStages(_program(order), [model], config, call, store, lambda _: nullcontext())
     with recorded(log):

@@ -11,7 +11,7 @@ import pytest
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
-from megatron.schedules.integration.flags.measuring import measured_iterations
+from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
@@ -69,7 +69,16 @@ def test_only_the_first_node_must_have_the_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "none"
     with pytest.raises(PlanError, match="is no folder; name a folder, there or to be made"):
-        measured_iterations(Measuring(folder, (2, 4)), None)
+        check_folder(folder)
     monkeypatch.setenv("GROUP_RANK", "1")
+    check_folder(folder)
     found = measured_iterations(Measuring(folder, (2, 4)), None)
     assert found == MeasuredIterations(2, 4, folder / "costs.json", folder)
+
+
+def test_the_folder_is_made_and_written_before_the_job_starts(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "b"]
+    assert not list((tmp_path / "a" / "b").iterdir())
+    with pytest.raises(PlanError, match="--pipeline-measure /proc/none: cannot be made and written"):
+        check_folder(Path("/proc/none"))

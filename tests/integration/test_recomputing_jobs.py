@@ -252,10 +252,13 @@ def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
     [
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "both do whole layers again",
+            "both recompute whole layers",
         ),
-        ("--te-rng-tracker", "with forwards done again (R) does not work with --te-rng-tracker: its random states"),
-        ("--fp8-format e4m3", "with forwards done again (R) does not work with --fp8-format: quantised layers"),
+        ("--te-rng-tracker", "with recompute passes (R) does not work with --te-rng-tracker: its random states"),
+        (
+            "--fp8-format e4m3",
+            "with recompute passes (R) does not work with --fp8-format: a schedule does not recompute quantised layers",
+        ),
     ],
 )
 def test_what_does_not_go_with_r_is_refused_in_a_line(megatron: Any, tmp_path: Path, flags: str, part: str) -> None:

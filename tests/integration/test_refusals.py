@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import resource
@@ -14,7 +15,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatron.schedules.integration.flags.declared import OURS, STOCK, add_stock_arguments
-from megatron.schedules.integration.flags.early import refuse_early
+from megatron.schedules.integration.flags.early import LIKE, refuse_early
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
@@ -26,6 +27,15 @@ PP4 = "--global-batch-size 4 --pipeline-model-parallel-size 4".split()
 
 REFUSED = {
     "an unknown schedule, with what was meant": ("--pipeline-schedule v-haff", "did you mean v-half?"),
+    "a schedule in capitals": ("--pipeline-schedule V-HALF", "unknown schedule 'V-HALF': did you mean v-half?"),
+    "a misspelt flag": (
+        "--pipeline-shedule v-half",
+        "--pipeline-shedule is unknown: did you mean --pipeline-schedule?",
+    ),
+    "another misspelt flag": (
+        "--pipeline-schedule adaptive --pipline-memory-limit=0.5",
+        "--pipline-memory-limit is unknown: did you mean --pipeline-memory-limit?",
+    ),
     "a schedule without a name": ("--pipeline-schedule=", "--pipeline-schedule: unknown schedule '': use one of 1f1b"),
     "costs without a schedule": (
         "--pipeline-costs 1,2,3",
@@ -127,6 +137,14 @@ REFUSED = {
     ),
     "V without a pipeline": ("--pipeline-schedule v-half --pipeline-model-parallel-size 1", "size 2 or more, not 1"),
     "layers that do not divide": ("--pipeline-schedule v-half --num-layers 12", "--num-layers must be a multiple of 8"),
+    "layers that do not divide, with what divides them": (
+        "--pipeline-schedule v-half --num-layers 12",
+        "use 8 or 16, not 12; or give --pipeline-layers auto, which divides any number of layers",
+    ),
+    "layers of a pipeline alone that do not divide": (
+        "--pipeline-schedule 1f1b --num-layers 7",
+        "has 4 stages: --num-layers must be a multiple of 4; use 4 or 8, not 7; or give --pipeline-layers auto",
+    ),
     "fewer layers than stages": ("--pipeline-schedule v-half --num-layers 3", "a multiple of 8; use 8, not 3"),
     "no microbatch": ("--pipeline-schedule v-half --global-batch-size 0", "gives 0 microbatches"),
     "part of a microbatch": ("--pipeline-schedule v-half --micro-batch-size 3", "--global-batch-size 4 gives 1.3"),
@@ -558,6 +576,11 @@ def test_a_wrong_flag_is_refused_in_a_moment():
     )
     # Processor time: a busy machine makes the wall clock say anything.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_none_of_megatrons_flags_is_taken_for_a_misspelt_one_of_ours(megatron):
+    ours = ("--pipeline-schedule", *OURS)
+    assert not [flag for flag in megatron("stock_flags") if difflib.get_close_matches(flag, ours, cutoff=LIKE)]
 
 
 def test_megatrons_flags_are_read_early_as_megatron_reads_them(megatron):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.conftest import Training
 from tests.integration.results import MODEL, UNTIED
 
 JOB = [*MODEL, *UNTIED, *"--global-batch-size 8 --pipeline-model-parallel-size 2 --train-iters 9 --lr 1e-2".split()]
@@ -22,6 +23,10 @@ def early(tmp_path: Path) -> list[str]:
 
 
 ADAPTIVE = [*JOB, *"--pipeline-schedule adaptive:2".split()]
+
+
+MEASURES = "pipeline schedule: auto has no measured costs: it measures iterations"
+TOO_SOON = "pipeline schedule: the job does not plan again"
 
 
 def said(ranks: Any) -> list[str]:
@@ -96,3 +101,44 @@ def test_a_rank_that_becomes_slow_is_named_measured_anew_and_planned_for(megatro
     assert re.findall(r"as measured in iterations (\d+-\d+)", ranks[0][2]) == ["3-3", "13-17"]
     assert [line.split(":")[0] for line in said(ranks)] == ["replanned", "replanned"]
     assert switches(ranks, 20) == {(5, 19)}
+
+
+# Clipping sums the norms of ranks, whose layers differ.
+LONG = "--train-iters 13 --lr-decay-iters 13 --global-batch-size 8 --lr 1e-2 --num-layers 7 --clip-grad 0".split()
+AUTO = "--pipeline-model-parallel-size 2 --pipeline-schedule auto".split()
+
+
+def test_auto_measures_itself_and_plans_again_to_stocks_losses(megatron: Any, train: Training) -> None:
+    """Seven layers, which no number of stages divides; measured in 3 to 8, planned for in 9, switched after 10."""
+    start = train.load(model=("--num-layers", "7"))
+    ranks = megatron("replanned", 2, [*MODEL, *UNTIED, *start, *LONG, *AUTO])
+    assert f"{MEASURES} 3 to 8, then plans again in the background" in ranks[0][2]
+    (line,) = said(ranks)
+    assert line.startswith("replanned: ")
+    assert switches(ranks, 13) == {() if "nothing better" in line else (10,)}
+    assert ranks[-1][1] == train.stock(1, *LONG).losses
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--pipeline-costs 1,1,1", "--train-iters 10", "--exit-interval 10", "--pipeline-plan-lengths"],
+    ids=["costs that are given", "too few iterations", "a run that ends early", "a plan for each iteration"],
+)
+def test_auto_does_not_measure_what_it_could_not_use(megatron: Any, more: str) -> None:
+    """It says so in no line either; the plan that runs goes on."""
+    short = [] if "train-iters" in more or "exit" in more else ["--train-iters", "3"]
+    ranks = megatron("outputs", 2, [*MODEL, *UNTIED, *LONG, *AUTO, *more.split(), *short])
+    assert [status for status, _ in ranks] == [0, 0], ranks[0][1][-2000:]
+    assert MEASURES not in ranks[0][1] and "plan again" not in ranks[0][1]
+
+
+def test_a_job_too_short_to_plan_again_says_so_when_it_begins(megatron: Any) -> None:
+    ((status, printed), _) = megatron("outputs", 2, [*NAMED, "--pipeline-replan"])
+    assert status == 0
+    assert f"{TOO_SOON}: it ends with iteration 9, and a new order could run from iteration 11 on" in printed
+
+
+def test_a_job_that_ends_while_it_plans_says_so(megatron: Any, early: list[str]) -> None:
+    ranks = megatron("outputs", 2, [*NAMED, *early, "--pipeline-replan", "--train-iters", "6"])
+    assert [status for status, _ in ranks] == [0, 0]
+    assert "\npipeline schedule: the job ends with this iteration, before it has planned again\n" in ranks[0][1]

@@ -263,14 +263,12 @@ def bound_again_to_a_newer_store() -> None:
     newer.run(0, 0)
 
 
-def the_schedule_function_binds_them() -> None:
+def the_binding_of_a_model_splits_them() -> None:
     from megatron.schedules.integration.linears.transformer_engine import is_split
-    from megatron.schedules.integration.schedule_function import ScheduleFunction
+    from megatron.schedules.integration.model_binding import ModelBinding
 
-    model = Block()
-    function = object.__new__(ScheduleFunction)  # making one takes a plan and its process groups
-    function._store = function._offloads = None
-    function._bound_store([model], None)
+    model, no_planner = Block(), object()
+    ModelBinding(no_planner).weight_gradients([model])
     assert all(is_split(linear) for linear in (model.up, model.down, model.head))
 
 
@@ -356,6 +354,8 @@ def an_instance_of_another_make() -> None:
 
 
 def what_cannot_be_split_is_refused() -> None:
+    import megatron.training  # noqa: F401 - before it Transformer Engine is not looked for
+
     from megatron.schedules.integration.flags.incompatible import refusal
     from megatron.schedules.job.settings import Settings
     from megatron.schedules.job.spec import JobSpec, Sizes
@@ -412,7 +412,7 @@ CHECKS = (
     evaluation_and_whole_backwards_are_untouched,
     a_module_is_itself_after_its_forward,
     bound_again_to_a_newer_store,
-    the_schedule_function_binds_them,
+    the_binding_of_a_model_splits_them,
     kept_whole,
     caching_of_quantised_weights_is_left_alone,
     memory_is_flat,

@@ -11,11 +11,12 @@ import pytest
 
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
-from megatron.schedules.integration.flags.vocabulary import indivisible
+from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.layers import arithmetic
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.job.spec import JobSpec, Sizes
 from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.planner.registry import Request, plan
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"
 
@@ -83,9 +84,11 @@ def test_sizes_left_to_a_checkpoint_leave_the_model_open():
 )
 def test_a_shared_one_has_as_many_words_on_every_rank(words, tensor, pipeline, multiple, padded):
     """No more than stock's own padding where that divides, else the fewest that its padding would give and that do."""
-    settings, sizes = Settings(ScheduleChoice("1f1b", "1f1b")), Sizes(tensor * pipeline, pipeline, tensor)
+    settings = Settings(ScheduleChoice("1f1b", "1f1b"), vocabulary_parallel=True)
+    sizes = Sizes(tensor * pipeline, pipeline, tensor)
     spec = JobSpec(settings, sizes, vocabulary_multiple=multiple)
     assert spec.divisible(words) == padded
     assert padded % (tensor * pipeline) == 0
-    assert indivisible(spec) == ""
-    assert bool(indivisible(replace(spec, vocabulary=words))) == (padded != words)
+    schedule = plan(Request("1f1b", pipeline, pipeline))
+    assert refusal(spec, schedule) == ""
+    assert ("words as padded" in refusal(replace(spec, vocabulary=words), schedule)) == (padded != words)

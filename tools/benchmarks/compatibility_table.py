@@ -22,12 +22,20 @@ ANY = "any"
 
 HEAD = """# What works with what
 
-Every feature of Megatron's below was trained under every schedule and by stock Megatron's own 1F1B with the same flags,
-and compared: losses to 1e-6 in fp32, gradients or weights equal to the bit where the arithmetic is the same. Written by
-`scripts/run_compatibility.sh` from the tests, which say what exactly is compared; the tests run on CPUs over gloo.
-Dropout draws the masks of stock where layers lie as in stock's run (`zb-1p`), and others elsewhere: there losses are
-compared roughly, and a resumed job to the bit. Context parallelism, multi-latent attention and packed samples need
-Transformer Engine's attention, for which both sides have one in plain torch here.
+Every feature of Megatron's below was trained under the schedules in the table and by stock Megatron's own 1F1B with
+the same flags, and compared: losses to 1e-6 in fp32, gradients or weights equal to the bit where the arithmetic is
+the same. Written by `scripts/run_compatibility.sh` from the tests, which say what exactly is compared; the tests run
+on CPUs over gloo. Dropout draws the masks of stock where layers lie as in stock's run (`zb-1p`), and others
+elsewhere: there losses are compared roughly, and a resumed job to the bit. Context parallelism, multi-latent
+attention and packed samples need Transformer Engine's attention, for which both sides have one in plain torch here.
+
+Six of the ten named schedules are in the table. What a feature meets of a schedule is where its stages are, and
+whether it splits the backward into I and W. Of these the six have every kind: one chunk a rank (`zb-1p`), two chunks
+in a V (`v-min`, `v-half`, `v-zb`) and four in a zigzag (`adaptive`), all with a split backward, and two interleaved
+chunks with a whole one (`interleaved-1f1b`). The other four combine the same: `1f1b` and `eager-1f1b` have the stages
+of `zb-1p` and a whole backward, `1f1b-v` those of `v-zb` and a whole backward, and `zb-2p` differs from `zb-1p` in
+the order of its passes alone. `test_same_result.py` trains all ten with tensor, sequence and data parallelism and
+with the distributed optimizer. `auto` runs one of the ten.
 
 """
 

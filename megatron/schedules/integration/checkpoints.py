@@ -1,6 +1,6 @@
 """Checkpoints that any other schedule, and stock alone, can load: what is replaced of stock's saving and loading.
 
-The reason for each replacement stands in :mod:`.hooks`.
+The reason for each is in :mod:`.hooks`.
 """
 
 from __future__ import annotations
@@ -16,60 +16,50 @@ from megatron.training import checkpointing
 from torch import Tensor
 
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.session import Replacement, Session
+from megatron.schedules.integration.session import Session, Stock
 
 
-def generate_state_dict(stock: Replacement, session: Session) -> Replacement:
-    """Leave our layout out of the arguments that go into a checkpoint."""
-
-    def replacement(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
-            args = copy.copy(args)
-            args.pipeline_model_parallel_layout = None
-        return stock(args, *rest, **kwargs)
-
-    return replacement
+def generate_state_dict(stock: Stock, session: Session, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Leaves our layout out of the arguments that go into a checkpoint."""
+    if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
+        args = copy.copy(args)
+        args.pipeline_model_parallel_layout = None
+    return stock(args, *rest, **kwargs)
 
 
-def load_base_checkpoint(stock: Replacement, session: Session) -> Replacement:
-    """Refuse the old format where it would put layers into others' places."""
-
-    def replacement(load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
-        found = stock(load_dir, args, rank0=rank0, **kwargs)
-        if session.layers_elsewhere and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
-            raise RuntimeError(
-                f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
-                "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
-            )
-        return found
-
-    return replacement
+def load_base_checkpoint(
+    stock: Stock, session: Session, load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any
+) -> Any:
+    """Refuses the old format where it would put layers into others' places."""
+    found = stock(load_dir, args, rank0=rank0, **kwargs)
+    if session.layers_elsewhere and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
+        raise RuntimeError(
+            f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
+            "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"
+        )
+    return found
 
 
-def distribute_main_replicas(stock: Replacement, session: Session) -> Replacement:
-    """Have each tensor written once, where this rank has two copies of one."""
-
-    def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        if session.two_copies:
-            _write_once(sharded_state_dict)
-
-    return replacement
+def distribute_main_replicas(
+    stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Has each tensor written once, where this rank has two copies of one."""
+    stock(sharded_state_dict, *args, **kwargs)
+    if session.two_copies:
+        _write_once(sharded_state_dict)
 
 
-def fill_in_deferred_sharded_items(stock: Replacement, session: Session) -> Replacement:
-    """Have each copy of a tensor read into memory of its own."""
-
-    def replacement(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        stock(sharded_state_dict, *args, **kwargs)
-        if session.two_copies:
-            _own_tensors(sharded_state_dict)
-
-    return replacement
+def fill_in_deferred_sharded_items(
+    stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Has each copy of a tensor read into memory of its own."""
+    stock(sharded_state_dict, *args, **kwargs)
+    if session.two_copies:
+        _own_tensors(sharded_state_dict)
 
 
 def _write_once(sharded_state_dict: dict[str, Any]) -> None:
-    """Leave each part of a tensor to one of this rank's copies of it, where stock has chosen the rank and so all."""
+    """Leaves each part of a tensor to one of this rank's copies of it, where stock has chosen the rank and so all."""
     written = set()
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
@@ -80,7 +70,7 @@ def _write_once(sharded_state_dict: dict[str, Any]) -> None:
 
 
 def _own_tensors(loaded: dict[str, Any]) -> None:
-    """Give each of the two copies its own tensors, where stock has read them once and put them in both places."""
+    """Gives each of the two copies its own tensors, where stock has read them once and put them in both places."""
     seen = set()
 
     def own(value: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from megatron.schedules.integration.dry_run_advice import advice
-from megatron.schedules.integration.flags.check import Planned
+from megatron.schedules.integration.flags.check import PlannedJob
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
@@ -22,7 +22,7 @@ from megatron.schedules.utils.errors import PlanError
 _DOES_NOT_FIT = 3
 
 
-def dry_run(asked: Planned, how: DryRun) -> NoReturn:
+def dry_run(asked: PlannedJob, how: DryRun) -> NoReturn:
     """Say on the first rank what the job would be, and end: with status 0, or 3 where it does not fit its device."""
     try:
         room, planner = how.device_bytes, Planner(asked)

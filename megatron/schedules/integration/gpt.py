@@ -26,7 +26,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron.schedules.integration.flags.gpt_data import packs, sequences_per_dataset
+from megatron.schedules.integration.flags.gpt_data import sequences_per_dataset
 
 # Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
 _FLAG_OF = {
@@ -50,14 +50,14 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     read = {field.name: _FLAG_OF.get(field.name, field.name) for field in fields(GPTDatasetConfig) if field.init}
     settings = {name: getattr(args, flag) for name, flag in read.items() if hasattr(args, flag)}
-    settings["create_attention_mask"] = _masks(args)
+    settings["create_attention_mask"] = _masks()
     config = GPTDatasetConfig(
-        **settings, blend=blend, blend_per_split=blend_per_split, tokenizer=build_tokenizer(args), **_counts(args)
+        **settings, blend=blend, blend_per_split=blend_per_split, tokenizer=build_tokenizer(args), **_counts()
     )
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
 
     def built_here() -> bool:
-        return _reads(args, vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+        return _reads(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
 
@@ -104,11 +104,10 @@ def _packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
     )
 
 
-def _counts(args: Any) -> dict[str, Any]:
-    """How many sequences each data set holds, where a file says it and spares opening all of them."""
-    if getattr(args, "per_dataset_sequences_path", None) is None:
-        return {}
-    return {"sequences_per_dataset": sequences_per_dataset(Path(args.per_dataset_sequences_path))}
+def _counts() -> dict[str, Any]:
+    """How many sequences each data set holds, where a file says it: then not all of them are opened."""
+    path = getattr(get_args(), "per_dataset_sequences_path", None)
+    return {} if path is None else {"sequences_per_dataset": sequences_per_dataset(Path(path))}
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -135,19 +134,25 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
     return total, count, {"lm loss": reported}
 
 
-def _masks(args: Any) -> bool:
+def _packs() -> bool:
+    """Whether a sample is several sequences end to end, each of which attends to itself only."""
+    args = get_args()
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _masks() -> bool:
     """Whether samples come with a mask; packed ones have their bounds instead."""
-    return args.create_attention_mask_in_dataloader and not packs(args)
+    return get_args().create_attention_mask_in_dataloader and not _packs()
 
 
-def _reads(args: Any, vp_stage: int | None) -> bool:
-    return packs(args) or is_first_or_last_pipeline_stage(vp_stage)
+def _reads(vp_stage: int | None) -> bool:
+    return _packs() or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
     """The next microbatch by the names in ``_BATCH``, None for what the chunk does not need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
-    if not _reads(args, vp_stage):
+    if not _reads(vp_stage):
         return dict.fromkeys(_BATCH)
     is_last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     batch: dict[str, Any] = {}
@@ -157,9 +162,9 @@ def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> di
         batch = {key: found[key].cuda(non_blocking=True) if key in found else None for key in _BATCH}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=packs(args),
+        has_cu_seqlens=_packs(),
         is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=_masks(args),
+        create_attention_mask_in_dataloader=_masks(),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,

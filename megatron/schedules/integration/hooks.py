@@ -1,7 +1,7 @@
 """Every name of stock Megatron's that is replaced, with the reason. Nothing of it is replaced anywhere else.
 
-Without ``--pipeline-schedule`` each replacement only calls what it replaced; one, which lets jobs begin from the wheel,
-does its part then too.
+Without ``--pipeline-schedule`` each replacement only calls what it replaced. One exception, which lets jobs begin from
+the wheel, does its part then too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from datetime import timedelta
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,136 +27,100 @@ from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
-from megatron.schedules.integration.flags.measuring import measured_iterations
-from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.lengths.background import LengthsBeside
-from megatron.schedules.integration.log.run_log import RunLog
-from megatron.schedules.integration.messages import Messages
-from megatron.schedules.integration.profiling import Profiler
-from megatron.schedules.integration.replan import JobReplan
-from megatron.schedules.integration.schedule_function import ScheduleFunction
-from megatron.schedules.integration.session import Replacement, Session
+from megatron.schedules.integration.running_job import begin
+from megatron.schedules.integration.session import Session, Stock
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
-from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.layer_partition import as_layout
-from megatron.schedules.runtime.ranges import ProfilerRanges
+from megatron.schedules.schedule.placement import Placement
 
 
 class Hook(NamedTuple):
-    """One name of stock's that is replaced: by ``make(stock, session)``."""
+    """One name of stock's that is replaced.
+
+    Args:
+        module: where it is.
+        name: its name there.
+        why: the reason.
+        call: what is called instead: with what was replaced, the session, and the caller's arguments.
+    """
 
     module: ModuleType | type
     name: str
     why: str
-    make: Callable[[Replacement, Session], Replacement]
+    call: Stock
 
 
-def _parse_args(stock: Replacement, session: Session) -> Replacement:
-    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
-        def both(parser: Any) -> Any:
-            parser = add_arguments(parser)
-            parser = parser if extra_args_provider is None else extra_args_provider(parser)
-            mend_help(parser)
-            refuse_early(sys.argv[1:])  # with --yaml-cfg nothing of ours comes out of the parsing
-            return parser
+def _parse_args(stock: Stock, session: Session, extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def both(parser: Any) -> Any:
+        parser = add_arguments(parser)
+        parser = parser if extra_args_provider is None else extra_args_provider(parser)
+        mend_help(parser)
+        refuse_early(sys.argv[1:], parser._option_string_actions)  # with --yaml-cfg parsing gives nothing of ours
+        return parser
 
-        return stock(both, *args, **kwargs)
-
-    return parse_args
+    return stock(both, *args, **kwargs)
 
 
-def _validate_args(stock: Replacement, session: Session) -> Replacement:
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        asked = check(args) if hasattr(args, "pipeline_schedule") else None
-        if asked is None:
-            return stock(args, *rest, **kwargs)
-        spec, settings = asked.spec, asked.spec.settings
-        if settings.dry_run is not None:
-            dry_run(asked, settings.dry_run)
-        if standin.needed() and not standin.enabled():
-            refuse(
-                "no CUDA device here, and Megatron requires one: to try it on the CPU call "
-                'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
-            )
-        if settings.vocabulary_parallel and spec.shape is not None:
-            args.padded_vocab_size = spec.shape.vocabulary
-        placement = asked.schedule.placement
-        placed = None if settings.layers == "even" else asked.request.decisions.layers
-        if placed is not None:  # as if it had been written so
-            args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
-        layers = placed or (layers_by_stage(spec.layers, placement.stages) if placement.chunks > 1 else ())
-        result = stock(args, *rest, **kwargs)
-        if placement.chunks > 1:
-            args.virtual_pipeline_model_parallel_size = placement.chunks
-            # These are of stock's own interleaving.
-            args.overlap_p2p_comm = args.align_param_gather = False
-            args.pipeline_model_parallel_layout = PlacedLayout(placement, layers, args.mtp_num_layers or 0)
-            # The layout says it; stock's configuration takes one or the other.
-            args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
-            args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-        session.args, session.spec, session.planner = args, spec, Planner(asked)
-        return result
-
-    return validate_args
+def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    job = check(args) if hasattr(args, "pipeline_schedule") else None
+    if job is None:
+        return stock(args, *rest, **kwargs)
+    spec, settings, placement = job.spec, job.spec.settings, job.schedule.placement
+    if settings.dry_run is not None:
+        dry_run(job, settings.dry_run)
+    if standin.needed() and not standin.enabled():
+        refuse(
+            "no CUDA device here, and Megatron requires one: to try it on the CPU call "
+            'megatron.schedules.without_gpu() before Megatron is imported (README, "Without a GPU")'
+        )
+    if settings.vocabulary_parallel and spec.shape is not None:
+        args.padded_vocab_size = spec.shape.vocabulary
+    placed = None if settings.layers == "even" else job.request.decisions.layers
+    if placed is not None:  # as if the user had written it
+        args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
+    result = stock(args, *rest, **kwargs)
+    if placement.chunks > 1:
+        _set_chunks(args, placement, placed or layers_by_stage(spec.layers, placement.stages))
+    session.args, session.spec, session.planner = args, spec, Planner(job)
+    return result
 
 
-def _get_forward_backward_func(stock: Replacement, session: Session) -> Replacement:
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        if session.planner is None or session.spec is None:
-            return stock(*args, **kwargs)
-        if session.function is None:
-            training.print_rank_0(f"{session.planner.summary()}\n{found()}")
-            settings, args_now = session.spec.settings, session.args
-            measured = measured_iterations(settings.measuring, args_now.train_iters)
-            session.log = RunLog(session.planner, args_now)
-            session.function = ScheduleFunction(
-                session.planner,
-                session.running,
-                session.late_checks,
-                Messages(session.planner, args_now),
-                stall_seconds=settings.stall_seconds,
-                report_memory=measured is not None,
-                observers=[ProfilerRanges()] if args_now.profile else (),
-                lengths=_lengths(session.planner, session.spec, args_now) if settings.plan_lengths else None,
-                watchers=[session.log],
-                profiler=None if measured is None else Profiler(session.planner, args_now, measured),
-            )
-            if settings.replans:
-                session.replan = JobReplan(
-                    session.planner,
-                    args_now,
-                    session.function,
-                    session.log.slow,
-                    asked=measured,
-                    measures_limit=settings.measures_limit,
-                )
-                session.function.between = session.replan.boundary
-        return session.function
-
-    return get_forward_backward_func
+def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> None:
+    """Sets what stock's validation takes for its own interleaving."""
+    args.virtual_pipeline_model_parallel_size = placement.chunks
+    args.overlap_p2p_comm = args.align_param_gather = False
+    args.pipeline_model_parallel_layout = PlacedLayout(placement, layers, args.mtp_num_layers or 0)
+    # The layout says it; stock's configuration takes one or the other.
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
 
 
-def _lengths(planner: Planner, spec: JobSpec, args: Any) -> LengthsBeside:
-    return LengthsBeside(planner, attention_of(spec), timedelta(minutes=args.distributed_timeout_minutes))
+def _get_forward_backward_func(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    spec, planner = session.spec, session.planner
+    if planner is None or spec is None:
+        return stock(*args, **kwargs)
+    if session.job is None:
+        flags = run_flags(session.args)
+        session.job = begin(spec, planner, flags, session.iteration, session.running, session.late_checks)
+    return session.job.function
 
 
-def _validate_result(stock: Replacement, session: Session) -> Replacement:
-    def validate_result(machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any) -> None:
-        if session.late_checks.waiting and isinstance(result, Tensor):
-            # As it is now: stock goes on to scale the loss in place.
-            result = result.detach().clone()
-        session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
+def _validate_result(
+    stock: Stock, session: Session, machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any
+) -> None:
+    if session.late_checks.waiting and isinstance(result, Tensor):
+        # As it is now: stock goes on to scale the loss in place.
+        result = result.detach().clone()
+    session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
 
-    return validate_result
 
-
-def _placed(build: Replacement, session: Session) -> Replacement:
+def _placed(build: Stock, session: Session) -> Stock:
     """``build`` of one model chunk, with the embedding and the output layer where the placement has them."""
     if not session.loss_on_first_rank:
         return build
@@ -172,8 +134,8 @@ def _placed(build: Replacement, session: Session) -> Replacement:
     return build_chunk
 
 
-def _shared(build: Replacement, planner: Planner) -> Replacement:
-    """``build`` of one model chunk after another; with the last of a rank its parts of the vocabulary are put in."""
+def _shared(build: Stock, planner: Planner) -> Stock:
+    """``build`` of one model chunk after another; the last of a rank brings the rank's parts of the vocabulary."""
     built: list[Any] = []
 
     def build_chunk(*args: Any, **kwargs: Any) -> Any:
@@ -185,71 +147,56 @@ def _shared(build: Replacement, planner: Planner) -> Replacement:
     return build_chunk
 
 
-def _build_chunks(stock: Replacement, session: Session) -> Replacement:
-    def build_chunks(build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
-        build = _placed(build_chunk, session)
-        if session.planner is not None and session.shares_vocabulary:
-            build = _shared(build, session.planner)
-        model = stock(build, *args, **kwargs)
-        if session.two_copies:
-            tied.start_equal(model)
-        return model
-
-    return build_chunks
+def _build_chunks(stock: Stock, session: Session, build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
+    build = _placed(build_chunk, session)
+    if session.planner is not None and session.shares_vocabulary:
+        build = _shared(build, session.planner)
+    model = stock(build, *args, **kwargs)
+    if session.two_copies:
+        tied.start_equal(model)
+    return model
 
 
-def _is_pipeline_first_stage(stock: Replacement, session: Session) -> Replacement:
-    def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if session.stock_is_wrong(ignore_virtual):
-            return session.first_and_last(vp_stage)[0]
-        return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-
-    return is_pipeline_first_stage
-
-
-def _is_pipeline_last_stage(stock: Replacement, session: Session) -> Replacement:
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if session.stock_is_wrong(ignore_virtual):
-            return session.first_and_last(vp_stage)[1]
-        return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-
-    return is_pipeline_last_stage
+def _is_pipeline_first_stage(
+    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    if session.stock_is_wrong(ignore_virtual):
+        return session.first_and_last(vp_stage)[0]
+    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
 
-def _default_embedding_ranks(stock: Replacement, session: Session) -> Replacement:
-    def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-        return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
-
-    return default_embedding_ranks
-
-
-def _build_data_iterators(stock: Replacement, session: Session) -> Replacement:
-    def build_train_valid_test_data_iterators(*args: Any, **kwargs: Any) -> Any:
-        found = stock(*args, **kwargs)
-        if session.planner is not None and isinstance(session.args.eval_iters, list):
-            counts = zip(session.args.eval_iters, session.evaluations or session.args.eval_iters, strict=True)
-            session.evaluations = session.args.eval_iters = [max(now or 0, before or 0) for now, before in counts]
-        return found
-
-    return build_train_valid_test_data_iterators
+def _is_pipeline_last_stage(
+    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    if session.stock_is_wrong(ignore_virtual):
+        return session.first_and_last(vp_stage)[1]
+    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
 
-def _evaluate_and_print_results(stock: Replacement, session: Session) -> Replacement:
-    def evaluate_and_print_results(prefix: Any, step: Any, data_iterator: Any, *rest: Any, **kwargs: Any) -> Any:
-        several = session.planner is not None and session.planner.placement.chunks > 1
-        if several and session.args.multiple_validation_sets and all(isinstance(each, list) for each in data_iterator):
-            data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
-        return stock(prefix, step, data_iterator, *rest, **kwargs)
-
-    return evaluate_and_print_results
+def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
+    return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
 
 
-def _compile_helpers(stock: Replacement, session: Session) -> Replacement:
-    def compile_helpers() -> None:
-        if not came_compiled():
-            stock()
+def _build_data_iterators(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    found = stock(*args, **kwargs)
+    if session.planner is not None and isinstance(session.args.eval_iters, list):
+        counts = zip(session.args.eval_iters, session.evaluations or session.args.eval_iters, strict=True)
+        session.evaluations = session.args.eval_iters = [max(now or 0, before or 0) for now, before in counts]
+    return found
 
-    return compile_helpers
+
+def _evaluate_and_print_results(
+    stock: Stock, session: Session, prefix: Any, step: Any, data_iterator: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    several = session.planner is not None and session.planner.placement.chunks > 1
+    if several and session.args.multiple_validation_sets and all(isinstance(each, list) for each in data_iterator):
+        data_iterator = [list(chunks) for chunks in zip(*data_iterator, strict=True)]
+    return stock(prefix, step, data_iterator, *rest, **kwargs)
+
+
+def _compile_helpers(stock: Stock, session: Session) -> None:
+    if not came_compiled():
+        stock()
 
 
 HOOKS = (
@@ -257,8 +204,8 @@ HOOKS = (
     Hook(
         arguments,
         "validate_args",
-        "bad requests end before processes meet; chunks and layout are set after stock's validation, which knows only "
-        "its own interleaving",
+        "bad flags end the job before processes are connected; chunks and layout are set after stock's validation, "
+        "which knows only its own interleaving",
         _validate_args,
     ),
     Hook(
@@ -277,20 +224,20 @@ HOOKS = (
     Hook(
         training,
         "training_log",
-        "the line of an iteration gets what its pipeline came to, and this tells that line from others",
+        "the line of an iteration gets the pipeline's figures, and this tells that line from others",
         log_line.training_log,
     ),
     Hook(
         training,
         "print_rank_last",
-        "stock's line is made and printed in one function; here it has all of it, and every rank comes by",
+        "stock makes and prints its line in one function; here the line is complete, and every rank calls this",
         log_line.print_rank_last,
     ),
     Hook(
         RerunStateMachine,
         "validate_result",
-        "scripts look for NaN in every microbatch's loss, and reading it waits for the device: here, when all passes "
-        "are under way",
+        "scripts look for NaN in every microbatch's loss, and reading it waits for the device: it is read when all "
+        "passes have been started",
         _validate_result,
     ),
     Hook(
@@ -368,12 +315,21 @@ HOOKS = (
 
 
 def install() -> Session:
-    """Put every hook in place, for this process. Installing again starts a new session and stacks nothing."""
+    """Puts every hook in place, for this process. Installing again starts a new session and stacks nothing."""
     session = Session()
     for hook in HOOKS:
         stock = getattr(hook.module, hook.name)
         stock = getattr(stock, "megatron_schedules_stock", stock)
-        replacement = functools.wraps(stock)(hook.make(stock, session))
-        replacement.megatron_schedules_stock = stock  # type: ignore[attr-defined]
-        setattr(hook.module, hook.name, replacement)
+        setattr(hook.module, hook.name, _replacement(hook, stock, session))
     return session
+
+
+def _replacement(hook: Hook, stock: Stock, session: Session) -> Stock:
+    """A function, which may be a method, in the place of ``stock``."""
+
+    @functools.wraps(stock)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return hook.call(stock, session, *args, **kwargs)
+
+    replacement.megatron_schedules_stock = stock  # type: ignore[attr-defined]
+    return replacement

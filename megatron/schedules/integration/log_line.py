@@ -1,37 +1,40 @@
-"""Stock's line of an iteration, with what its pipeline came to: what takes the place of the functions that make it."""
+"""Stock's line of an iteration with the pipeline's figures: what replaces the functions that make it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.schedules.integration.log.writers import write_scalars
-from megatron.schedules.integration.session import Replacement, Session
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from megatron.schedules.integration.session import Session, Stock
 
 
-def training_log(stock: Replacement, session: Session) -> Replacement:
-    """Stock's, which says to the log that it is at work."""
-
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        if session.log is None:
-            return stock(*args, **kwargs)
-        with session.log.logging():
-            return stock(*args, **kwargs)
-
-    return training_log
+def training_log(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    """Stock's, during which the log knows that the line of an iteration is being made."""
+    if session.job is None:
+        return stock(*args, **kwargs)
+    with session.job.log.logging():
+        return stock(*args, **kwargs)
 
 
-def print_rank_last(stock: Replacement, session: Session) -> Replacement:
-    """Stock's, which within its log adds to the line, on all ranks; writers get the same, and so does replanning."""
+def print_rank_last(stock: Stock, session: Session, message: str) -> None:
+    """Stock's, with the pipeline's figures in the line of an iteration; writers and replanning get them too."""
+    job = session.job
+    found = None if job is None else job.log.logged(job.function.peak_activation_bytes)
+    if job is not None and found is not None:
+        message = "\n".join([message + found.words(), *found.warnings()])
+        _write_scalars(found.scalars(), session.iteration())
+        if job.replan is not None:
+            job.replan.logged(found)
+    stock(message)
 
-    def print_rank_last(message: str) -> None:
-        found = None
-        if session.log is not None and session.function is not None:
-            found = session.log.logged(session.function.peak_activation_bytes)
-        if found is not None:
-            message = "\n".join([message + found.words(), *found.warnings()])
-            write_scalars(found.scalars(), session.args)
-            if session.replan is not None:
-                session.replan.logged(found)
-        stock(message)
 
-    return print_rank_last
+def _write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
+    """Writes ``scalars``, by name, of ``iteration`` on the rank that has writers."""
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if board:
+        for name, value in scalars.items():
+            board.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(dict(scalars), iteration)

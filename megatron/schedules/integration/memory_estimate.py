@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.model_build import rank_memory
 from megatron.schedules.estimate.shape import Shape
-from megatron.schedules.integration.flags.check import Planned
+from megatron.schedules.integration.flags.check import PlannedJob
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.utils.errors import PlanError
@@ -34,7 +34,7 @@ class Estimate(NamedTuple):
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
 
 
-def estimated(asked: Planned, planner: Planner) -> Estimate:
+def estimated(asked: PlannedJob, planner: Planner) -> Estimate:
     """The memory of every rank of the job.
 
     Args:

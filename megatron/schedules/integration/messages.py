@@ -1,8 +1,7 @@
-"""A job's messages between pipeline ranks: process groups made once, as stock's flags ask of its own."""
+"""A job's messages between pipeline ranks: process groups, made once, as stock's flags say of its own."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.run_flags import GroupFlags
 from megatron.schedules.runtime.program import channels_of
 from megatron.schedules.runtime.transport import (
     Channels,
@@ -27,34 +27,32 @@ _MULTIPROCESSORS = 4
 class Messages:
     """The channels of one rank; made by all ranks at once, after all are seen to have the same plan.
 
-    ``--distributed-timeout-minutes`` and ``-seconds-after-init``, and for NCCL what ``--nccl-communicator-config-path``
-    and ``--high-priority-stream-groups`` say of ``pp``, hold for them as for stock's own pipeline groups.
-
-    ``meeting_group`` is of all ranks of the pipeline, where they share the vocabulary.
-
     Args:
-        planner: says who talks to whom.
-        args: the job's.
+        planner: says who sends to whom.
+        groups: how they are made, as stock's own pipeline groups.
+
+    Attributes:
+        collective_group: all ranks of the pipeline, where they share the vocabulary; None elsewhere.
 
     Raises:
         RuntimeError: where ranks have different plans.
     """
 
-    def __init__(self, planner: Planner, args: Any) -> None:
+    def __init__(self, planner: Planner, groups: GroupFlags) -> None:
         _agree(planner.digest)
         pipelines, channels = _pipelines(), channels_of(planner.placement)
         how: dict[str, Any] = {
-            "timeout": timedelta(minutes=args.distributed_timeout_minutes),
+            "timeout": groups.timeout,
             "new_group": parallel_state.create_group,  # keeps count of groups, for timeouts that change
         }
         self._make = partial(make_channels, pipelines, channels, **how)
-        over = how | ({"options": partial(nccl_options, args)} if "nccl" in dist.get_backend() else {})
+        over = how | ({"options": partial(nccl_options, groups)} if "nccl" in dist.get_backend() else {})
         self._channels = make_channels(pipelines, channels, **over)
         self._shapes: Channels | None = None
         self.collective_group = make_collective_group(pipelines, **over) if planner.shares_vocabulary else None
 
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
-        """For the messages of one run; all ranks ask alike."""
+        """For the messages of one run; all ranks call alike."""
         if not variable_lengths:
             return GroupTransport(self._channels, spec)
         if self._shapes is None:
@@ -62,17 +60,17 @@ class Messages:
         return GroupTransport(self._channels, spec, shapes=self._shapes)
 
 
-def nccl_options(args: Any) -> Any:
-    """What NCCL is told of one of our groups: as ``pp``, and few multiprocessors where nothing is said of them."""
+def nccl_options(groups: GroupFlags) -> Any:
+    """NCCL's options of one of our groups: those of ``pp``, and few multiprocessors where nothing sets their number."""
     config: dict[str, Any] = {}
-    if args.nccl_communicator_config_path is not None:
+    if groups.nccl_file is not None:
         import yaml  # type: ignore[import-untyped]  # which only this flag needs, here as in stock
 
-        with open(args.nccl_communicator_config_path) as file:
+        with open(groups.nccl_file) as file:
             config = dict((yaml.safe_load(file) or {}).get("pp") or {})
     if not {"min_ctas", "max_ctas"} & config.keys():
         config["max_ctas"] = _MULTIPROCESSORS
-    if "pp" in (args.high_priority_stream_groups or ()):
+    if groups.high_priority:
         config["is_high_priority_stream"] = True
     return parallel_state.get_nccl_options("pp", {"pp": config})
 

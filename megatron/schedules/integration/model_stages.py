@@ -120,7 +120,7 @@ class MegatronStages(Stages):
                 self.losses,
                 self._config,
                 cp_group_size=self._call.cp_size,
-                collect_non_loss_data=self._call.collect_non_loss_data,
+                collect_non_loss_data=False,
                 is_first_microbatch=self._is_first(chunk),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(self._model) > 1 else None,

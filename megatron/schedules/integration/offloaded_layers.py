@@ -5,9 +5,8 @@ Hook: ``forward`` of each of these layers' instances. The embedding, what follow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -22,45 +21,29 @@ _ADVICE = (
 )
 
 
-class CopySpeed(NamedTuple):
-    """How O and L are carried out.
+def offloads_of(model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None) -> Offloads:
+    """Takes activations of a rank's chunks to the host and back.
 
     Args:
-        gbps: 10**9 bytes a second of each direction, where a CPU stands for the device.
-        both_ways: whether there may be copies in both directions at once.
+        model: the chunks.
+        stages: which they are.
+        layers: by stage, the number of its first decoder layers whose activations are offloaded; None for all.
     """
-
-    gbps: float = math.inf
-    both_ways: bool = True
-
-
-def begin(
-    model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None, speed: CopySpeed
-) -> Offloads:
-    """Makes the offloads of a rank's chunks.
-
-    Args:
-        model: a rank's chunks.
-        stages: their numbers.
-        layers: by stage, how many of its first decoder layers are offloaded; None for all.
-        speed: of the copies.
-    """
-    device = torch.empty(0, device="cuda").device
-    offloads = Offloads(copies_on(device, gbps=speed.gbps, both_ways=speed.both_ways), _ADVICE)
+    offloads = Offloads(copies_on(torch.empty(0, device="cuda").device), _ADVICE)
     for chunk, stage in zip(model, stages, strict=True):
         offload_layers(chunk, offloads, None if layers is None else layers[stage])
     return offloads
 
 
 def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None = None) -> int:
-    """Sends what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
+    """Passes what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
 
-    For microbatches without O, and in evaluation, nothing changes. A layer that is recomputed as a whole saves only its
-    input, outside its forward; that stays on the device.
+    For a microbatch that is not offloaded, and in evaluation, nothing changes. A layer that is recomputed as a whole
+    saves only its input, outside its forward; that stays on the device.
 
     Args:
         model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        offloads: of the rank.
+        offloads: where they go.
         count: of the chunk's layers; None for all.
 
     Returns:
@@ -73,12 +56,12 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
 
 
 def forget_input(model_chunk: torch.nn.Module) -> None:
-    """Frees the chunk's input, which stock keeps until the next microbatch's."""
+    """Frees the chunk's input, which stock stores until the next microbatch's."""
     get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
 
 
 class _Forward:
-    """Replaces one layer's ``forward``."""
+    """Stands for one layer's ``forward``."""
 
     def __init__(self, forward: Any, offloads: Offloads) -> None:
         self._forward, self._offloads = forward, offloads

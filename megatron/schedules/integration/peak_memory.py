@@ -1,34 +1,60 @@
-"""How many bytes a call of the schedule holds at most: says the allocator on a GPU; elsewhere tensors are counted."""
+"""Peak bytes of a call of the schedule: from the allocator on a GPU, elsewhere by counting tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 
 
-class PeakMemory:
-    """Bytes beyond what is held when it is made: activations, messages, and on a GPU whatever else passes need.
+class PeakReport:
+    """Measures and prints the peak of training calls: bytes beyond what is held when a call begins.
+
+    These are activations, messages, and on a GPU whatever else passes need.
 
     Args:
-        parameters: the model's, which do not count.
-        counted: count on a GPU too: slower, and without what passes need for a moment.
+        group: the pipeline's.
+        next_call: measure the next call.
+        say: prints a line of the last rank's.
+
+    Attributes:
+        bytes: this rank's peak in the last call that was measured.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, counted: bool = False) -> None:
-        self.meter: ActivationMeter | None = None
+    def __init__(self, group: dist.ProcessGroup, *, next_call: bool, say: Callable[[str], None]) -> None:
+        self.bytes, self._say = 0, say
+        self._group, self._next, self._counted = group, next_call, False
+        self._meter: ActivationMeter | None = None
         self._before = 0
-        if counted or standin.enabled():
-            self.meter = ActivationMeter(parameters)
+
+    def count_next_call(self) -> None:
+        """Counts tensors in the next call on a GPU too: slower, and without what passes need for a moment."""
+        self._next = self._counted = True
+
+    def begin(self, chunks: Sequence[torch.nn.Module]) -> ActivationMeter | None:
+        """A call begins; what counts its tensors, if anything does."""
+        self._meter = None
+        if not self._next:
+            return None
+        if self._counted or standin.enabled():
+            self._meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
         else:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
+        return self._meter
 
-    @property
-    def bytes(self) -> int:
-        """The most so far."""
-        return self.meter.peak if self.meter is not None else torch.cuda.max_memory_allocated() - self._before
+    def end(self) -> None:
+        """The call has ended; collective where it was measured."""
+        if not self._next:
+            return
+        self._next = False
+        self.bytes = torch.cuda.max_memory_allocated() - self._before if self._meter is None else self._meter.peak
+        peaks: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(peaks, self.bytes, group=self._group)
+        each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
+        self._say(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")

@@ -1,16 +1,10 @@
-"""A job that measures itself: what its passes take and hold, gathered over all ranks into one profile.
-
-Who wants to know gets at it so: hooks.py makes one :class:`Profiler` where ``--pipeline-measure DIR:A-B`` is
-given and hands it to the :class:`.schedule_function.ScheduleFunction`, whose ``profiler`` it is (``session.function
-.profiler``; None without the flag). The schedule function tells it of each training call's begin and end. From the end
-of the call of iteration B on ``profile`` and ``recorded`` are there, on every rank; before that both are None.
-"""
+"""A job that measures itself: times and bytes of its passes, gathered over all ranks into one profile."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -51,12 +45,12 @@ from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.output_files import write_text
 
-# Hops are the median over a few iterations, whose passes all ranks of a pipeline tell each other: so many at most.
+# Latencies are medians over a few iterations, whose passes all ranks of a pipeline exchange: so many at most.
 _MOST_ITERATIONS, _MOST_PASSES = 4, 200_000
 
 
 class Watching(NamedTuple):
-    """Who looks on at a training call that is measured.
+    """What observes a training call that is measured.
 
     Args:
         observers: told of every action.
@@ -84,39 +78,40 @@ class Profiler:
 
     Args:
         planner: of the job.
-        args: Megatron's; those at the time of the calls.
-        asked: which iterations.
+        model: its sizes.
+        iteration: the one under way, as stock logs it.
+        measured: which iterations, and where the result is written.
 
     Attributes:
-        profile: of the whole job, the same on all ranks, once it is known.
-        recorded: iteration B of this rank's pipeline, on one clock, once it is known.
+        profile: of the whole job, the same on all ranks; None until iteration B has ended.
+        recorded: iteration B of this rank's pipeline, on one clock; None until then.
     """
 
-    def __init__(self, planner: Planner, args: Any, asked: Measured) -> None:
+    def __init__(self, planner: Planner, model: Facts, iteration: Callable[[], int], measured: Measured) -> None:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
-        self._planner, self._args, self._asked = planner, args, asked
+        self._planner, self._model, self._iteration, self._measured = planner, model, iteration, measured
         self._recorder = Recorder(StreamClock())
         self._numbers: list[tuple[int, Schedule]] = []
         self._bytes: ByteCounter | None = None
         self._late = False
 
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
-        """A training call begins, of the iteration that ``args`` say.
+        """A training call begins.
 
         Args:
             program: what this rank will do.
             chunks: its model.
             meter: of somebody else who counts in this call.
         """
-        number, (first, last) = self._number, self._asked.timed
-        if number > self._asked.counted and self._bytes is None and not self._late:
+        number, (first, last) = self._iteration(), self._measured.timed
+        if number > self._measured.counted and self._bytes is None and not self._late:
             self._late = True
             print_rank_0(
                 f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
-                f"{FLAGS['measure']} begins with {self._asked.counted}"
+                f"{FLAGS['measure']} begins with {self._measured.counted}"
             )
-        if number == self._asked.counted:
+        if number == self._measured.counted:
             if standin.enabled() and meter is None:
                 meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
             self._bytes = ByteCounter(torch.cuda.memory_allocated if meter is None else lambda: meter.current)
@@ -133,18 +128,13 @@ class Profiler:
         Then, and once in a job, the host waits for the device; no program is under way, and all that peers wait for
         has been given to it.
         """
-        number, (first, last) = self._number, self._asked.timed
+        number, (first, last) = self._iteration(), self._measured.timed
         if self._bytes is None or not first <= number <= last or self.profile is not None:
             return
         self._recorder.end()
         if number == last:
             torch.cuda.synchronize()
             self._gather()
-
-    @property
-    def _number(self) -> int:
-        """That of the iteration under way, as stock will log it."""
-        return int(self._args.curr_iteration) + 1
 
     def _taken(self) -> list[_Iteration]:
         found = []
@@ -174,17 +164,17 @@ class Profiler:
         rows: list[RankMeasured | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, measured)
         costs, decisions, schedule = self._planner.costs, self._planner.decisions, iterations[-1].schedule
-        under = Conditions(_facts(self._args), schedule, costs, decisions, self._asked.timed)
+        under = Conditions(self._model._replace(device=_device()), schedule, costs, decisions, self._measured.timed)
         self.profile = profile_of([row for row in rows if row is not None], under)
         self.recorded = _recorded([of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, under)
         print_rank_0(as_text(self.profile, self.recorded))
-        if self._asked.file is not None and dist.get_rank() == 0:
+        if self._measured.file is not None and dist.get_rank() == 0:
             self._save(self.profile)
-        if self._asked.timeline is not None and dist.get_rank() == 0:
-            print_rank_0(saved_timeline(self.recorded, self._asked.timeline))
+        if self._measured.timeline is not None and dist.get_rank() == 0:
+            print_rank_0(saved_timeline(self.recorded, self._measured.timeline))
 
     def _save(self, profile: JobProfile) -> None:
-        file = self._asked.file
+        file = self._measured.file
         assert file is not None
         versions = {name: version(name) for name in ("torch", "megatron-core")}
         try:
@@ -232,22 +222,6 @@ def _recorded(
         ranks[0].number,
         under.facts.device,
         held,
-    )
-
-
-def _facts(args: Any) -> Facts:
-    return Facts(
-        device=_device(),
-        layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        heads=args.num_attention_heads,
-        sequence_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        tensor_parallel=args.tensor_model_parallel_size,
-        context_parallel=args.context_parallel_size,
-        vocabulary=args.padded_vocab_size or 0,
-        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        recompute=args.recompute_granularity,
     )
 
 

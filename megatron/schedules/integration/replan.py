@@ -1,11 +1,11 @@
-"""A job that plans again: after it has measured itself, and whenever a rank or a hop has become slow."""
+"""A job that plans again: after it has measured itself, and whenever a rank or a link has become slow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -29,6 +29,8 @@ from megatron.schedules.schedule.simulator import simulate
 
 # Iterations from a decision to measure until the first that does, and how many are timed.
 _AFTER, _TIMED = 2, 5
+# Iterations after the last that is timed until one can run in a new order.
+UNTIL_NEW = 3
 
 
 class JobReplan:
@@ -36,37 +38,44 @@ class JobReplan:
 
     Args:
         planner: of the job.
-        args: Megatron's.
-        function: whose profiler measures; one is given to it where it has none.
-        slow: that of the log.
-        asked: what the job measures; None where nobody says it.
+        function: whose profiler measures; it gets one where it has none.
+        slow: of the log.
+        profiler: makes a profiler.
+        iteration: the one under way, as stock logs it.
+        measured: what the job measures anyway; None for nothing.
+        begun, end: iterations behind the job, and the last of this run.
         measures_limit: whether the memory limit comes from what devices have left.
     """
 
     def __init__(
         self,
         planner: Planner,
-        args: Any,
         function: ScheduleFunction,
         slow: SlowWatch,
+        profiler: Callable[[Measured], Profiler],
+        iteration: Callable[[], int],
         *,
-        asked: Measured | None,
+        measured: Measured | None,
+        begun: int,
+        end: int,
         measures_limit: bool,
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
-        self._planner, self._args, self._function = planner, args, function
+        self._planner, self._function, self._profiler, self._iteration = planner, function, profiler, iteration
         self._replanner = Replanner(
             planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0
         )
         self._profile: JobProfile | None = None
-        self._slow, self._idle = slow, IdleWatch()
-        self._measure = asked is None or asked.counted <= args.iteration  # a job that goes on behind those
-        self._file = None if asked is None else asked.file
+        self._slow, self._idle, self._end = slow, IdleWatch(), end
+        self._measure = first_measurement(measured, begun) is not measured
+        self._file = None if measured is None else measured.file
         self._measures_limit = measures_limit
 
     def boundary(self) -> None:
         """Before a training call looks for its program."""
         self._replanner.boundary()
+        if self._iteration() == self._end and (self._profile is None or self._replanner.under_way):
+            print_rank_0("pipeline schedule: the job ends with this iteration, before it has planned again")
         if self._replanner.under_way:
             return
         profiler = self._function.profiler
@@ -74,8 +83,7 @@ class JobReplan:
             self._begin(profiler.profile)
         elif self._measure:
             self._measure = False
-            first = int(self._args.curr_iteration) + 1 + _AFTER
-            self._function.profiler = Profiler(self._planner, self._args, Measured(first, first + _TIMED, self._file))
+            self._function.profiler = self._profiler(_to_measure(self._iteration(), self._file))
 
     def logged(self, found: Logged) -> None:
         """An iteration was logged, on all ranks: where somebody has become slow, have the job measured again."""
@@ -122,6 +130,18 @@ class JobReplan:
             f"{amount(each)} a microbatch"
         )
         return found
+
+
+def first_measurement(measured: Measured | None, begun: int) -> Measured:
+    """What a job plans again for first: ``measured``, which it measures anyway, if that is still ahead of it."""
+    if measured is not None and measured.counted > begun:
+        return measured
+    return _to_measure(begun + 1, None if measured is None else measured.file)
+
+
+def _to_measure(iteration: int, file: Path | None) -> Measured:
+    """What a job measures that decides to do so before ``iteration``, and writes to ``file``."""
+    return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
 
 
 def _rounded(limit: float) -> float:

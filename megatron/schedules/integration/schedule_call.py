@@ -1,4 +1,4 @@
-"""One call of the schedule, as stock's training loop asks for it."""
+"""One call of the schedule function by stock's training loop."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 
 class ScheduleCall(NamedTuple):
-    """What one call of stock's training loop asks for: the arguments of its schedule functions that passes need.
+    """The arguments of stock's schedule functions that passes need, of one call.
 
     Args:
         forward_step_func: the user's forward step, as stock takes it.
         data_iterators: one for each chunk of this rank.
         num_microbatches: n.
         forward_only: whether no backward follows.
-        collect_non_loss_data: as stock.
         first_val_step: as stock.
         cp_size: context-parallel ranks, for the scale of the loss.
     """
@@ -23,6 +22,5 @@ class ScheduleCall(NamedTuple):
     data_iterators: Sequence[Iterator[Any] | None]
     num_microbatches: int
     forward_only: bool
-    collect_non_loss_data: bool
     first_val_step: bool | None
     cp_size: int

@@ -10,13 +10,11 @@ from megatron.core import parallel_state
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
-from megatron.schedules.integration.log.run_log import RunLog
-from megatron.schedules.integration.replan import JobReplan
-from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.integration.running_job import RunningJob
 from megatron.schedules.job.spec import JobSpec
 
-Replacement = Callable[..., Any]
-"""A function of stock's, or what takes its place."""
+Stock = Callable[..., Any]
+"""A function of stock's, or what replaces it."""
 
 
 class Session:
@@ -25,13 +23,15 @@ class Session:
     def __init__(self) -> None:
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
-        self.function: ScheduleFunction | None = None
-        self.log: RunLog | None = None
-        self.replan: JobReplan | None = None
+        self.job: RunningJob | None = None
         self.args: Any = None
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps each of several validation sets takes
         self._running: int | None = None
+
+    def iteration(self) -> int:
+        """The iteration under way, as stock logs it."""
+        return int(getattr(self.args, "curr_iteration", 0)) + 1
 
     @contextmanager
     def running(self, stage: int) -> Iterator[None]:

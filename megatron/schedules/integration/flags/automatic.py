@@ -1,8 +1,7 @@
-"""What ``--pipeline-schedule auto`` leaves open and may use: layers, recompute, and the memory that a device has."""
+"""What ``--pipeline-schedule auto`` may choose: layer partition and recompute, within the memory that devices have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -20,28 +19,27 @@ _RESERVED = 0.1
 _MOST = 2.0
 
 
-def choices(spec: JobSpec) -> Iterator[JobSpec]:
-    """The job with all that it may choose, and with less where that does not go with its other flags.
+def choices(spec: JobSpec) -> list[JobSpec]:
+    """The job with all that may be chosen for it, then with less, last as its flags say; no two alike.
 
     Recompute and another layer partition leave results equal to the bit.
     """
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None
-    layers = "auto" if known and settings.layers == "even" and not (stock.by_hand or any(stock.stand_in)) else None
-    saving = settings.saving
-    if known and saving == MemorySaving() and spec.recompute.granularity != "full":
-        saving = MemorySaving(recompute=True)
-    placed = settings if layers is None else replace(settings, layers="auto")
-    for each in (replace(placed, saving=saving), placed, settings):
-        yield replace(spec, settings=each)
+    placed = saving = settings
+    if known and settings.layers == "even" and not (stock.by_hand or any(stock.stand_in)):
+        placed = saving = replace(settings, layers="auto")
+    if known and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
+        saving = replace(placed, saving=MemorySaving(recompute=True))
+    return [replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings))]
 
 
 def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
     """What the job's devices have left for activations; None where that is not known.
 
     Args:
-        spec: the job, which names no memory limit.
-        request: of it, without one.
+        spec: the job, without a memory limit.
+        request: its request, without a memory limit.
     """
     dry_run, model = spec.settings.dry_run, spec.trained
     if model is None or request.costs.memory is None:
@@ -53,11 +51,11 @@ def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
     if device is None:
         return None
     of_1f1b = request.ranks * request.costs.memory.of_rank(request.ranks)
-    left = min((1 - _RESERVED) * device - _standing(model, request), _MOST * of_1f1b)
+    left = min((1 - _RESERVED) * device - _static_bytes(model, request), _MOST * of_1f1b)
     return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 
-def _standing(model: TrainedModel, request: Request) -> float:
+def _static_bytes(model: TrainedModel, request: Request) -> float:
     """Weights, gradients and optimizer of the rank that has most, whatever the placement."""
     most = 0.0
     for where in placements(request):

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.layer_pattern import EXPRESSION
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
+from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.utils.errors import PlanError
 
-_OURS = "--pipeline-schedule"
+# By so much a word is like a flag of ours that is misspelt; none of Megatron's is.
+LIKE = 0.85
 # With these Megatron takes its settings from elsewhere.
 _ELSEWHERE = ("use_checkpoint_args",)
 
 
-def refuse_early(argv: Sequence[str]) -> None:
-    """Make every check of our flags that can be made without Megatron; all are made again on what Megatron parsed.
+def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
+    """Makes every check of our flags that needs no Megatron; all are made again on what Megatron parsed.
 
     Ends with status 2 and one line where something cannot work.
+
+    Args:
+        argv: the command line.
+        known: flags that are not misspelt ones of ours, though they may look so.
     """
     try:
-        args, _ = _parser().parse_known_args(argv)
+        args, others = _parser().parse_known_args(argv)
+        _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
         if args.pipeline_schedule is not None:
             check_environment()
         args.world_size = whole_variable("WORLD_SIZE", 1)
@@ -37,11 +44,18 @@ def refuse_early(argv: Sequence[str]) -> None:
         return
     except _FlagError as error:
         # Of our flags in one line, and of Megatron's beside them; of its own alone it says what it says.
-        if any(word.startswith(_OURS) for word in (*argv, error.flag)):
+        if any(word.startswith(FLAGS["schedule"]) for word in (*argv, error.flag)):
             refuse(str(error))
     except PlanError as error:
         if args.pipeline_schedule is not None:
             refuse(str(error))
+
+
+def _refuse_misspelt(words: Iterable[str]) -> None:
+    """Refuses what looks like a flag of ours, which Megatron would only call unrecognized, after its whole usage."""
+    for word in words:
+        if close := difflib.get_close_matches(word, (FLAGS["schedule"], *OURS), n=1, cutoff=LIKE):
+            refuse(f"{word} is unknown: did you mean {close[0]}?")
 
 
 class _FlagError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.utils.errors import PlanError
@@ -30,17 +29,13 @@ def refuse_other_data(argv: Sequence[str]) -> None:
             refuse(f"{flag} is not supported here: this program reads plain GPT samples; leave the flag out")
     if given.sft and given.mock_data:
         refuse("--sft needs conversations: give --data-path rather than --mock-data")
-    if packs(given) and given.micro_batch_size > 1:
+    packed = given.sft or given.dataloader_inter_document_masking
+    if packed and given.micro_batch_size > 1:
         refuse("packed sequences go one sample at a time: give --micro-batch-size 1 and a longer --seq-length")
-    if packs(given) and given.context_parallel_size > 1:
+    if packed and given.context_parallel_size > 1:
         refuse("packed sequences do not work with --context-parallel-size above 1 here; leave the flag out")
     if given.per_dataset_sequences_path is not None:
         sequences_per_dataset(given.per_dataset_sequences_path)
-
-
-def packs(args: Any) -> bool:
-    """Whether a sample is several sequences end to end, each of which attends to itself only."""
-    return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def sequences_per_dataset(path: Path) -> dict[str, tuple[int, int]]:

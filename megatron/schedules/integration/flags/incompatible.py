@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.integration.linears.te_version import te_fault
 from megatron.schedules.job.spec import JobSpec
@@ -15,87 +14,13 @@ from megatron.schedules.schedule.schedule import Schedule
 
 
 def refusal(spec: JobSpec, schedule: Schedule) -> str:
-    """Why Megatron's flags do not go with ``schedule``, after its name; empty where they do."""
-    facts = _Facts(spec, schedule)
-    return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
-
-
-def _is_set(spec: JobSpec, name: str) -> bool:
-    value = spec.stock.get(name)
-    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
-
-
-class _Facts(NamedTuple):
-    spec: JobSpec
-    schedule: Schedule
-
-    def on(self, name: str) -> bool:
-        """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        return _is_set(self.spec, name)
-
-    @property
-    def splits(self) -> bool:
-        return self.schedule.splits
-
-    @property
-    def recomputes(self) -> bool:
-        return Kind.R in self.schedule.kinds
-
-    @property
-    def shares(self) -> bool:
-        return self.spec.settings.vocabulary_parallel
-
-    @property
-    def chunks(self) -> int:
-        return self.schedule.placement.chunks
-
-    @property
-    def wrong_layers(self) -> str:
-        layers = self.spec.settings.layers
-        return "" if layers == "auto" else wrong_layers(self.spec.layers, self.schedule.placement.stages, layers)
-
-    @property
-    def unsplittable(self) -> str:
-        return unsplittable(self.spec) if self.splits else ""
-
-
-class _Rule(NamedTuple):
-    applies: Callable[[_Facts], bool]
-    why: Callable[[_Facts], str]
-
-
-def _flag(
-    name: str, why: str, only: Callable[[_Facts], bool] = lambda facts: True, written: str | None = None
-) -> _Rule:
-    """A rule against a stock argument being set; ``written`` where its flag is not named after it."""
-    written = written or "--" + name.replace("_", "-")
-    return _Rule(lambda facts: facts.on(name) and only(facts), lambda facts: f"does not work with {written}: {why}")
-
-
-def _several(facts: _Facts) -> bool:
-    return facts.chunks > 1
-
-
-def _ends_elsewhere(facts: _Facts) -> bool:
-    placement = facts.schedule.placement
-    return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
-
-
-def _shares(facts: _Facts) -> bool:
-    return facts.shares
-
-
-def _shared(name: str, why: str, written: str | None = None) -> _Rule:
-    """A rule against a stock argument beside a shared vocabulary."""
-    rule = _flag(name, why, _shares, written)
-    return _Rule(rule.applies, lambda facts: f"with {FLAGS['shared_vocabulary']} {rule.why(facts)}")
-
-
-_STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
+    """Why Megatron's flags do not go with ``schedule``, to follow its name; empty where they do."""
+    job = _Job(spec, schedule)
+    return next(filter(None, (rule(job) for rule in _RULES)), "")
 
 
 def unsplittable(spec: JobSpec) -> str:
-    """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
+    """Why a schedule cannot split the backward of the job's linears; empty where it can."""
     if not _is_set(spec, "transformer_impl"):
         return ""
     used = spec.stock["transformer_impl"]
@@ -111,117 +36,168 @@ def unsplittable(spec: JobSpec) -> str:
     )
 
 
-def _splits_te(facts: _Facts) -> bool:
-    return facts.splits and facts.on("transformer_impl")
+def _is_set(spec: JobSpec, name: str) -> bool:
+    """Whether Megatron's argument ``name`` is set; false where this version has no such argument."""
+    value = spec.stock.get(name)
+    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
 
 
-def _again(name: str, why: str, written: str | None = None) -> _Rule:
-    """A rule against a stock argument beside forwards that the schedule does again."""
-    rule = _flag(name, why, lambda facts: facts.recomputes, written)
-    return _Rule(rule.applies, lambda facts: f"with forwards done again (R) {rule.why(facts)}")
+class _Job(NamedTuple):
+    spec: JobSpec
+    schedule: Schedule
 
 
-_NOT_TWICE = "quantised layers are not done again by a schedule so far; use bf16, or a schedule without R"
-_QUANTISED = (
+_Rule = Callable[[_Job], str]
+"""Says what is wrong with a job; empty where nothing is."""
+
+
+class _When(NamedTuple):
+    """When a rule holds.
+
+    Args:
+        holds: tells.
+        words: how a refusal says so.
+    """
+
+    holds: Callable[[_Job], bool]
+    words: str = ""
+
+
+_ALWAYS = _When(lambda job: True)
+_CHUNKS = _When(lambda job: job.schedule.placement.chunks > 1)
+_CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
+_MOVED = _When(lambda job: not job.schedule.placement.looped)
+_SPLIT = _When(lambda job: job.schedule.splits)
+_SPLIT_TE = _When(lambda job: job.schedule.splits and _is_set(job.spec, "transformer_impl"))
+_RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
+_VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, f"with {FLAGS['shared_vocabulary']} ")
+
+
+def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "", value: object = None) -> _Rule:
+    """A rule against Megatron's argument ``name`` being set, or set to ``value``.
+
+    Args:
+        name: the argument's.
+        why: the reason, and what to do.
+        when: the rule holds.
+        written: the flag, where it is not named after the argument.
+        value: the one value that the rule is against; None for any.
+    """
+    written = written or "--" + name.replace("_", "-") + ("" if value is None else f" {value}")
+
+    def rule(job: _Job) -> str:
+        wrong = _is_set(job.spec, name) and value in (None, job.spec.stock.get(name)) and when.holds(job)
+        return f"{when.words}does not work with {written}: {why}" if wrong else ""
+
+    return rule
+
+
+def _layers(job: _Job) -> str:
+    """Whether the layers divide over the stages, with what would."""
+    stock, layers, placement = job.spec.layers, job.spec.settings.layers, job.schedule.placement
+    uncounted = stock.count is None or _is_set(job.spec, "hybrid_layer_pattern")
+    if layers == "auto" or (uncounted and placement.chunks == 1):
+        return ""
+    wrong = wrong_layers(stock, placement.stages, layers)
+    partitioned = layers == "even" and not (stock.by_hand or any(stock.stand_in))
+    can_be = wrong and partitioned and (stock.count or 0) >= placement.stages
+    return f"{wrong}; or give {FLAGS['layers']} auto, which divides any number of layers" if can_be else wrong
+
+
+def _ends(job: _Job) -> str:
+    placement = job.schedule.placement
+    if placement.rank_of[0] == 0 and placement.rank_of[-1] in (0, placement.ranks - 1):
+        return ""
+    return (
+        "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
+        "the last stage on the first or the last rank"
+    )
+
+
+def _linears(job: _Job) -> str:
+    return unsplittable(job.spec) if _SPLIT.holds(job) else ""
+
+
+def _words(job: _Job) -> str:
+    """Whether all pipeline ranks can share a padded vocabulary that was set, by a checkpoint perhaps, evenly."""
+    words = job.spec.vocabulary
+    if not _VOCABULARY.holds(job) or words is None or job.spec.divisible(words) == words:
+        return ""
+    across = job.spec.sizes.tensor * job.spec.sizes.pipeline
+    return (
+        f"{_VOCABULARY.words}has {words} words as padded, which do not divide by tensor x pipeline parallel = "
+        f"{across}: give --vocab-size or a tokenizer, and leave out what says the padded size"
+    )
+
+
+_OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
+_STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
+_GRAPHS = f"CUDA graphs are not supported; {_OUT}"
+_OWN_WEIGHTS = f"the schedule places weight gradients itself; {_OUT}"
+_WRAPS = f"it wraps the schedule; {_OUT}"
+_FSDP = "use Megatron's own data parallelism or distributed optimizer"
+_ONE_SHAPE = f"ranks exchange microbatches of one shape; {_ONE_OUT}"
+_NOT_SPLIT = (
     "quantised linears are not split so far; use bf16, or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the "
     "backward"
 )
-_OLD_FORMAT = (
-    "it keeps layers by their number on the rank, and a job with another schedule would take them for others; leave "
-    "the flag out, and checkpoints go from any schedule to any other"
-)
-_ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two out"
+_NOT_RECOMPUTED = "a schedule does not recompute quantised layers so far; use bf16, or a schedule without R"
+_QUANTISED = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "te_precision_config_file": "",
+    "kitchen_config_file": "",
+    "kitchen_recipe_number": "",
+}
 _RULES = (
-    _Rule(
-        lambda facts: (
-            (facts.chunks > 1 or facts.spec.layers.by_hand or facts.spec.settings.layers != "even")
-            and bool(facts.wrong_layers)
-        ),
-        lambda facts: facts.wrong_layers,
-    ),
-    _Rule(
-        _ends_elsewhere,
-        lambda f: (
-            "puts the embedding or the output layer in the middle of the ranks: stage 0 must be on rank 0 and "
-            "the last stage on the first or the last rank"
-        ),
-    ),
+    _layers,
+    _ends,
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
-    _Rule(lambda facts: bool(facts.unsplittable), lambda facts: facts.unsplittable),
+    _linears,
+    _flag("tp_comm_overlap", f"its buffers are reused before the weight gradients are computed; {_OUT}", _SPLIT_TE),
+    _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
+    _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
+    *(_flag(name, _NOT_SPLIT, _SPLIT_TE, written) for name, written in _QUANTISED.items()),
+    *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE, written) for name, written in _QUANTISED.items()),
+    _flag("te_rng_tracker", f"its random states cannot be restored one by one; {_OUT}", _RECOMPUTE),
     _flag(
-        "tp_comm_overlap",
-        "its buffers are used again before the weight gradients are computed; leave the flag out",
-        _splits_te,
+        "recompute_granularity",
+        f"both recompute whole layers; {_OUT}, or give selective",
+        _RECOMPUTE,
+        value="full",
     ),
-    _flag("use_transformer_engine_op_fuser", "fused linears are not split; leave the flag out", _splits_te),
-    _flag(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "the schedule places weight gradients itself; leave the flag out",
-        _splits_te,
-    ),
-    _flag("fp8", _QUANTISED, _splits_te, "--fp8-format"),
-    _flag("fp4", _QUANTISED, _splits_te, "--fp4-format"),
-    _flag("te_precision_config_file", _QUANTISED, _splits_te),
-    _flag("kitchen_config_file", _QUANTISED, _splits_te),
-    _flag("kitchen_recipe_number", _QUANTISED, _splits_te),
-    _again("fp8", _NOT_TWICE, "--fp8-format"),
-    _again("fp4", _NOT_TWICE, "--fp4-format"),
-    _again("te_precision_config_file", _NOT_TWICE),
-    _again("kitchen_config_file", _NOT_TWICE),
-    _again("kitchen_recipe_number", _NOT_TWICE),
-    _again("te_rng_tracker", "its random states cannot be brought back one by one; leave the flag out"),
-    _Rule(
-        lambda facts: facts.recomputes and facts.spec.recompute.granularity == "full",
-        lambda facts: (
-            "with forwards done again (R) does not work with --recompute-granularity full: both do whole layers again; "
-            "leave the flag out, or give selective"
-        ),
-    ),
-    _flag("cuda_graph_impl", "CUDA graphs are not supported; leave the flag out"),
-    _flag("enable_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("external_cuda_graph", "CUDA graphs are not supported; leave the flag out"),
-    _flag("overlap_moe_expert_parallel_comm", "it brings a schedule of its own; leave the flag out"),
-    _flag("delay_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("defer_embedding_wgrad_compute", "the schedule places weight gradients itself; leave the flag out"),
-    _flag("moe_paged_stash", "it wraps the schedule; leave the flag out"),
-    _flag("moe_expert_rank_capacity_factor", "it wraps the schedule; leave the flag out"),
+    _flag("cuda_graph_impl", _GRAPHS),
+    _flag("enable_cuda_graph", _GRAPHS),
+    _flag("external_cuda_graph", _GRAPHS),
+    _flag("overlap_moe_expert_parallel_comm", f"it brings a schedule of its own; {_OUT}"),
+    _flag("delay_wgrad_compute", _OWN_WEIGHTS),
+    _flag("defer_embedding_wgrad_compute", _OWN_WEIGHTS),
+    _flag("moe_paged_stash", _WRAPS),
+    _flag("moe_expert_rank_capacity_factor", _WRAPS),
     _flag(
         "fine_grained_activation_offloading",
         "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",
     ),
-    _flag("use_torch_fsdp2", "use Megatron's own data parallelism or distributed optimizer"),
-    _flag("use_megatron_fsdp", "use Megatron's own data parallelism or distributed optimizer"),
+    _flag("use_torch_fsdp2", _FSDP),
+    _flag("use_megatron_fsdp", _FSDP),
+    _flag("step_batch_size_schedule", "a CSV is for one number of microbatches", _CSV),
     _flag(
-        "step_batch_size_schedule",
-        "a CSV is for one number of microbatches",
-        lambda f: f.spec.settings.schedule.name == "file",
+        "ckpt_format",
+        "it stores layers by their number on the rank, and a job with another schedule would take them for others; "
+        f"{_OUT}, and checkpoints go from any schedule to any other",
+        _MOVED,
+        value="torch",
     ),
-    _Rule(
-        lambda f: f.spec.stock.get("ckpt_format") == "torch" and not f.schedule.placement.looped,
-        lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
-    ),
-    _Rule(
-        lambda facts: facts.shares and facts.spec.stock.get("ckpt_format") == "torch",
-        lambda facts: (
-            f"with {FLAGS['shared_vocabulary']} does not work with --ckpt-format torch: it does not say which words a "
-            "rank holds; leave the flag out"
-        ),
-    ),
-    _Rule(
-        lambda facts: facts.shares and bool(indivisible(facts.spec)),
-        lambda facts: f"with {FLAGS['shared_vocabulary']} {indivisible(facts.spec)}",
-    ),
-    _shared("hybrid_layer_pattern", "hybrid models have other ends; leave one of the two out"),
-    _shared("sft", _ONE_SHAPE),
-    _shared("variable_seq_lengths", _ONE_SHAPE, "args.variable_seq_lengths"),
-    _shared("dataloader_inter_document_masking", _ONE_SHAPE),
-    _shared("fp8_output_proj", "its part of the output layer is not quantised; leave one of the two out"),
-    _shared("use_mup", "its logits are scaled; leave one of the two out"),
-    _shared("init_model_with_meta_device", "the first weights are dealt out to the ranks; leave one of the two out"),
-    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _several),
-    _flag(
-        "num_microbatches_with_partial_activation_checkpoints",
-        "it counts on Megatron's own schedule; leave the flag out",
-    ),
+    _flag("ckpt_format", f"it does not say which words a rank holds; {_OUT}", _VOCABULARY, value="torch"),
+    _words,
+    _flag("hybrid_layer_pattern", f"hybrid models have other ends; {_ONE_OUT}", _VOCABULARY),
+    _flag("sft", _ONE_SHAPE, _VOCABULARY),
+    _flag("variable_seq_lengths", _ONE_SHAPE, _VOCABULARY, "args.variable_seq_lengths"),
+    _flag("dataloader_inter_document_masking", _ONE_SHAPE, _VOCABULARY),
+    _flag("fp8_output_proj", f"its part of the output layer is not quantised; {_ONE_OUT}", _VOCABULARY),
+    _flag("use_mup", f"its logits are scaled; {_ONE_OUT}", _VOCABULARY),
+    _flag("init_model_with_meta_device", f"the first weights are sent to the ranks; {_ONE_OUT}", _VOCABULARY),
+    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _CHUNKS),
+    _flag("num_microbatches_with_partial_activation_checkpoints", f"it counts on Megatron's own schedule; {_OUT}"),
 )

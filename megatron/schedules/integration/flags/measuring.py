@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.output_files import objection
+from megatron.schedules.utils.output_files import make_folder, objection
 
 # Late enough that caches and kernels have settled: the first counts bytes, the others are timed.
 _FIRST, _LAST = 3, 5
@@ -37,27 +38,25 @@ class Measured(NamedTuple):
         return self.counted + 1, self.last
 
 
-def measured_iterations(asked: Measuring | None, iterations: int | None) -> Measured | None:
-    """What ``asked`` comes to in a job of so many iterations; None where nothing is to be measured.
+def measured_iterations(how: Measuring | None, iterations: int | None) -> Measured | None:
+    """What a job of so many iterations measures; None where nothing is to be measured.
 
     Raises:
-        PlanError: where the job ends before, or nothing can be written.
+        PlanError: where the job ends before.
     """
-    if asked is None:
+    if how is None:
         return None
-    flag = FLAGS["measure"]
-    counted, last = asked.iterations or _usual_iterations(iterations)
+    counted, last = how.iterations or _usual_iterations(iterations)
     if iterations and last > iterations:
         raise PlanError(
-            f"{flag} {asked.folder}:{counted}-{last} goes on after the job's end: --train-iters is {iterations}; end "
-            "it by then"
+            f"{FLAGS['measure']} {how.folder}:{counted}-{last} goes on after the job's end: --train-iters is "
+            f"{iterations}; end it by then"
         )
-    _check_folder(flag, asked.folder)
-    return Measured(counted, last, asked.folder / COSTS, asked.folder)
+    return Measured(counted, last, how.folder / COSTS, how.folder)
 
 
 def _usual_iterations(iterations: int | None) -> tuple[int, int]:
-    """Those measured where nobody says which: by the end of the job."""
+    """Those measured where the flag does not say which: by the end of the job."""
     end = iterations or _LAST
     if end < 2:
         raise PlanError(f"{FLAGS['measure']} takes two iterations, and --train-iters is {end}: train for more")
@@ -65,23 +64,23 @@ def _usual_iterations(iterations: int | None) -> tuple[int, int]:
     return min(_FIRST, last - 1), last
 
 
-def _check_folder(flag: str, folder: Path) -> None:
-    """Refuse a folder that cannot be written or made by the first rank, which other nodes need not have."""
-    elsewhere = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0"
-    if elsewhere:
+def check_folder(folder: Path) -> None:
+    """Makes the folder and tries to write there, on the first node: other nodes need not have it.
+
+    Raises:
+        PlanError: where that fails.
+    """
+    if os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0":
         return
+    said = f"{FLAGS['measure']} {folder}:"
     try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it is made later, or a file is in its place
-    except OSError as error:  # a name that is too long, or links that go in a circle
-        raise PlanError(f"{flag} {folder}: {error.strerror}; give another name") from None
-    except ValueError:  # a NUL, or half of a surrogate pair
-        raise PlanError(f"{flag} {folder}: no folder can have this name; give another") from None
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not there.is_dir():
-        raise PlanError(f"{flag} {folder}: {there} is no folder; name a folder, there or to be made")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PlanError(f"{flag} {folder}: {there} cannot be written; name a folder that can")
-    if folder.exists() and (why := objection(folder / COSTS)):
-        raise PlanError(f"{flag} {folder}: {COSTS} there cannot be written: name another folder ({why})")
+        make_folder(folder)
+        with TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        file = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        raise PlanError(f"{said} {file} is no folder; name a folder, there or to be made") from None
+    except OSError as error:
+        raise PlanError(f"{said} cannot be made and written: {error.strerror}; give another name") from None
+    if why := objection(folder / COSTS):
+        raise PlanError(f"{said} {COSTS} there cannot be written: name another folder ({why})")

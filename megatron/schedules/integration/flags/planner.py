@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.schedules.integration.flags.check import Planned, made
+from megatron.schedules.integration.flags.check import PlannedJob, made
 from megatron.schedules.planner.adaptive import limit_in_microbatches
 from megatron.schedules.planner.forward_only import forward_only
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
@@ -34,7 +34,7 @@ class Planner:
         asked: the request and the plan for the number of microbatches that the flags give.
     """
 
-    def __init__(self, asked: Planned) -> None:
+    def __init__(self, asked: PlannedJob) -> None:
         schedule = asked.schedule
         # A run changes its microbatches, not where its stages live.
         self._request = replace(asked.request, placement=schedule.placement)

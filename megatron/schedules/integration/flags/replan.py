@@ -1,4 +1,4 @@
-"""Whether a job plans again while it runs, and the memory limit with which one begins that measures its own."""
+"""Whether a job plans again while it runs, and the first memory limit of a job that measures its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.adaptive import least_limit, placements
-from megatron.schedules.planner.registry import follows_costs, names_following_costs
+from megatron.schedules.planner.registry import AUTO, follows_costs, names_following_costs
 from megatron.schedules.planner.request import Request
 from megatron.schedules.utils.errors import PlanError
 
@@ -16,7 +17,7 @@ _BEGINNING = 1 / 3
 
 
 def check_replan(settings: Settings) -> None:
-    """Refuse to plan again what nothing that is measured can change.
+    """Refuses to plan again where nothing that is measured can change the order.
 
     Raises:
         PlanError: naming the flag.
@@ -27,6 +28,18 @@ def check_replan(settings: Settings) -> None:
             f"{FLAGS['replan']} with {FLAGS['schedule']} {name} would change nothing: its order does not "
             f"depend on costs; leave the flag out, or use one of {', '.join(names_following_costs())}"
         )
+
+
+def replans_by_itself(spec: JobSpec, request: Request) -> bool:
+    """Whether a job plans again without a flag: ``auto``, as long as it knows no measured costs.
+
+    Args:
+        spec: the job.
+        request: that its plan answers.
+    """
+    settings = spec.settings
+    follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
+    return settings.schedule.name == AUTO and settings.costs is None and not settings.plan_lengths and follows
 
 
 def with_first_limit(request: Request) -> Request:

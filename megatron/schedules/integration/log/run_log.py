@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -96,14 +96,15 @@ class RunLog:
 
     Args:
         planner: knows what was planned.
-        args: the job's; ``curr_iteration`` and ``log_interval`` say which iterations are logged.
+        iteration: the one under way.
+        interval: every how many iterations stock logs one.
 
     Attributes:
         slow: tells which ranks have become slow.
     """
 
-    def __init__(self, planner: Planner, args: Any) -> None:
-        self._planner, self._args = planner, args
+    def __init__(self, planner: Planner, iteration: Callable[[], int], interval: int) -> None:
+        self._planner, self._iteration, self._interval = planner, iteration, interval
         self._recorder = Recorder(HostClock() if standin.enabled() else StreamClock())
         self._peak = PeakWatch()
         self.slow = SlowWatch(planner.placement.rank_of)
@@ -113,7 +114,12 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """See :class:`.iteration_watcher.CallWatcher`."""
+        """A training call is about to run; who is to hear of its actions.
+
+        Args:
+            program: of this rank.
+            planned: how, where this iteration has a plan of its own.
+        """
         self._recording = self._due()
         self._calls += 1
         self._microbatches, self._planned = program.microbatches, planned
@@ -124,7 +130,7 @@ class RunLog:
         return (self._recorder,)
 
     def end(self) -> None:
-        """See :class:`.iteration_watcher.CallWatcher`."""
+        """It has run well, as far as the host can tell."""
         if self._recording:
             self._recorder.end()
         self._peak.end()
@@ -169,8 +175,7 @@ class RunLog:
 
     def _due(self) -> bool:
         """Whether stock logs the iteration that begins: at its interval, and a job's first."""
-        iteration = getattr(self._args, "curr_iteration", 0) + 1
-        return not self._calls or iteration % self._args.log_interval == 0
+        return not self._calls or self._iteration() % self._interval == 0
 
 
 def reduced(values: Sequence[float], how: Any) -> list[float]:

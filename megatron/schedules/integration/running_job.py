@@ -1,0 +1,116 @@
+"""What a job makes when its training begins: the schedule function, the log of its iterations, and replanning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+from megatron.training import print_rank_0
+
+from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
+from megatron.schedules.integration.flags.plan_lengths import attention_of
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.replan import replans_by_itself
+from megatron.schedules.integration.flags.run_flags import RunFlags
+from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.late_checks import LateChecks
+from megatron.schedules.integration.lengths.background import LengthsBeside
+from megatron.schedules.integration.log.run_log import RunLog
+from megatron.schedules.integration.messages import Messages
+from megatron.schedules.integration.profiling import Profiler
+from megatron.schedules.integration.replan import UNTIL_NEW, JobReplan, first_measurement
+from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.runtime.ranges import ProfilerRanges
+
+
+class RunningJob(NamedTuple):
+    """A job that trains.
+
+    Args:
+        function: carries out each iteration.
+        log: says how each logged iteration went.
+        replan: plans again; None in a job that does not.
+    """
+
+    function: ScheduleFunction
+    log: RunLog
+    replan: JobReplan | None = None
+
+
+def begin(
+    spec: JobSpec,
+    planner: Planner,
+    flags: RunFlags,
+    iteration: Callable[[], int],
+    running: Callable[[int], AbstractContextManager[None]],
+    late_checks: LateChecks,
+) -> RunningJob:
+    """Begins the job; collective over all ranks.
+
+    Args:
+        spec: the job.
+        planner: its plans.
+        flags: what it reads of Megatron's.
+        iteration: the one under way, as stock logs it.
+        running: entered round the forward of every stage.
+        late_checks: checks of results, which wait for a program's end.
+    """
+    settings = spec.settings
+    print_rank_0(f"{planner.summary()}\n{found()}")
+    measured = measured_iterations(settings.measuring, flags.train_iters)
+    profiler = partial(Profiler, planner, flags.model, iteration)
+    log = RunLog(planner, iteration, flags.log_interval)
+    function = ScheduleFunction(
+        planner,
+        running,
+        late_checks,
+        Messages(planner, flags.groups),
+        stall_seconds=settings.stall_seconds,
+        report_memory=measured is not None,
+        observers=[ProfilerRanges()] if flags.profiles else (),
+        log=log,
+        lengths=LengthsBeside(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
+        profiler=None if measured is None else profiler(measured),
+    )
+    if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
+        return RunningJob(function, log)
+    replan = JobReplan(
+        planner,
+        function,
+        log.slow,
+        profiler,
+        iteration,
+        measured=measured,
+        begun=flags.begun,
+        end=flags.end,
+        measures_limit=settings.measures_limit,
+    )
+    function.between = replan.boundary
+    return RunningJob(function, log, replan)
+
+
+def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
+    """Whether the job plans again. Says so where no flag does, and says it where a flag does so in vain.
+
+    Args:
+        spec, planner: the job and its plan.
+        first: what it would measure first.
+        end: the last iteration of this run of the job.
+    """
+    by_flag, needed = spec.settings.replans, first.last + UNTIL_NEW
+    if by_flag and needed > end:
+        print_rank_0(
+            f"pipeline schedule: the job does not plan again: it ends with iteration {end}, and a new order could run "
+            f"from iteration {needed} on"
+        )
+    by_itself = not by_flag and needed <= end and replans_by_itself(spec, planner.request)
+    if by_itself:
+        print_rank_0(
+            f"pipeline schedule: {AUTO} has no measured costs: it measures iterations {first.counted} to {first.last}, "
+            "then plans again in the background"
+        )
+    return needed <= end and (by_flag or by_itself)
