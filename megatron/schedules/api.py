@@ -71,7 +71,7 @@ def plan(
     memory_limit: float | str | None = None,
     costs: Costs | Sequence[float] | str | Path | None = None,
     model: str | Path | None = None,
-    layers: str | Sequence[int] = "even",
+    layers: str | Sequence[int] | None = None,
     save_memory: str = "none",
     vocabulary_parallel: bool = False,
     search_seconds: float | None = None,
@@ -89,7 +89,8 @@ def plan(
         costs: F, I, W and optionally P2P latency of half a rank's layers, or the path of a cost file; without it the
             model's arithmetic, or equal times.
         model: a name such as ``Llama-3-8B``, or the path of a file of Megatron's flags.
-        layers: decoder layers of each stage, ``even``, or ``auto`` for the shortest plan.
+        layers: decoder layers of each stage, ``even``, or ``auto`` for the shortest plan. Without it ``even``, but
+            ``auto`` for the schedule ``auto``.
         save_memory: for ``adaptive`` and ``auto``: ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``.
         vocabulary_parallel: whether all ranks share the embedding and the output layer.
         search_seconds: for ``adaptive`` and ``auto``, how long to search, in seconds of a usual core.
@@ -169,8 +170,9 @@ def _costs(costs: Costs | Sequence[float] | str | Path | None) -> values.CostsCh
     return values.costs_choice("costs", ",".join(map(str, costs)))
 
 
-def _layers(layers: str | Sequence[int]) -> values.Layers:
-    return values.layers_choice("layers", layers if isinstance(layers, str) else ",".join(map(str, layers)))
+def _layers(layers: str | Sequence[int] | None) -> values.Layers | None:
+    given = layers if layers is None or isinstance(layers, str) else ",".join(map(str, layers))
+    return values.layers_choice("layers", given)
 
 
 def _check_whole(**numbers: int) -> None:

@@ -57,7 +57,7 @@ def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
     kernel = "in one kernel" if found.fused else "with its scores kept"
     lines = [
-        f"activations as layers of {spec.stock['transformer_impl']} keep them, attention {kernel}",
+        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}",
         f"layers by stage: {as_layout(found.counts, spec.layers.ahead)}",
         as_text(ranks).rstrip(),
     ]

@@ -89,7 +89,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         if settings.vocabulary_parallel and spec.shape is not None:
             args.padded_vocab_size = spec.shape.vocabulary
         placement = asked.schedule.placement
-        placed = None if settings.layers == "even" else asked.request.decisions.layers
+        placed = asked.request.decisions.layers if settings.places_layers else None
         if placed is not None:  # as if it had been written so
             args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
         layers = placed or (layers_by_stage(spec.layers, placement.stages) if placement.chunks > 1 else ())

@@ -33,7 +33,7 @@ SHARED = {
     "layers": (
         "even|auto|N,N,...",
         "Decoder layers of each stage. even: all stages alike. auto: the layer partition with the shortest iteration. "
-        "N,N,...: the number for each stage, in model order.",
+        "N,N,...: the number for each stage, in model order. Without the flag even, but auto for the schedule auto.",
     ),
     "save-memory": (
         "none|recompute|offload[=GB/S]|both[=GB/S]",

@@ -59,7 +59,7 @@ class JobPlans:
         self.is_measured = self._measured.profile is not None
         known = self._measured.costs.model is not None or self.model is not None
         for part, is_given, what in (
-            ("layers", settings.layers != "even", "a layer"),
+            ("layers", settings.places_layers, "a layer"),
             ("shared_vocabulary", settings.vocabulary_parallel, "its output layer"),
         ):
             if is_given and not known:
@@ -70,7 +70,7 @@ class JobPlans:
         custom = self._measured.custom
         # Shares of memory that are given go before the model's bytes.
         self.instead_of_bytes = [] if custom is None else [f"{flags['costs']} $.{name}" for name in custom.of_memory]
-        self.costs = self._costs(self.ranks)
+        self.costs = self._costs(self.ranks, placed=False)
         if self._limit is not None and self._limit.is_measured:
             raise PlanError(
                 f"{flags['memory_limit']} {self._limit.text} is for training, which measures it: give 0.5 or 20GiB"
@@ -90,13 +90,11 @@ class JobPlans:
             self.microbatches,
             csv=spec.csv,
             decisions=Decisions(layers=settings.layers if isinstance(settings.layers, tuple) else None),
-            partition=settings.layers == "auto",
+            partition=settings.searches_layers(known=self.costs.model is not None),
         )
-        if choice.name == AUTO and self.costs.model is not None and settings.layers == "even":
-            asked = replace(asked, partition=True)
         if choice.name not in ("adaptive", AUTO):
             asked = asked if choice.chunks is None else replace(asked, chunks=choice.chunks)
-            return replace(asked, costs=self._costs(stages(asked)))
+            return replace(asked, costs=self._costs(stages(asked), placed=asked.partition))
         asked = replace(
             asked,
             chunk_choices=chunk_choices(choice.chunks or max(asked.chunk_choices)),
@@ -104,7 +102,7 @@ class JobPlans:
             recompute=settings.saving.recompute,
             offload=settings.saving.offload,
         )
-        return self._limited(replace(asked, costs=self._costs(stages(asked))))
+        return self._limited(replace(asked, costs=self._costs(stages(asked), placed=asked.partition)))
 
     def plan(self, spec: JobSpec, progress: Progress = unheard) -> Plan:
         """The plan for ``spec``."""
@@ -128,11 +126,11 @@ class JobPlans:
             return with_memory_limit(self._flags["memory_limit"], self._limit, asked, message)
         return replace(asked, memory_limit=size / (held * self.ranks))
 
-    def _costs(self, number: int) -> Costs:
-        """What a plan of so many stages is made for."""
+    def _costs(self, number: int, *, placed: bool) -> Costs:
+        """What a plan of so many stages is made for; ``placed`` where the planner places the layers."""
         found, profile, custom = self._measured
         if self.model is not None:
-            found = self.model.costs(found, number, profile, placed=self._settings.layers == "auto")
+            found = self.model.costs(found, number, profile, placed=placed)
         found = replace(found, shared_vocabulary=self._settings.vocabulary_parallel)
         if self.instead_of_bytes:
             found = replace(found, memory=None)

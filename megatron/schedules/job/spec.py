@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers
@@ -96,6 +94,21 @@ class StockLayers:
 
 
 @dataclass(frozen=True)
+class StockFlags:
+    """Megatron's other arguments, as far as rules about what works together read them.
+
+    Args:
+        given: names of those that are set to anything but nothing, false, zero or ``none``.
+        transformer_impl, checkpoint_format, dataloader_type: the values of these three.
+    """
+
+    given: frozenset[str] = frozenset()
+    transformer_impl: str = "local"
+    checkpoint_format: str = "torch_dist"
+    dataloader_type: str | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """The model, its vocabulary as Megatron pads it.
 
@@ -126,7 +139,7 @@ class JobSpec:
         iterations: of training; None where no flag says it.
         csv: text of the schedule's CSV; None where it has none, or it is not read yet.
         model: None where its sizes are left to a checkpoint, or not read yet.
-        stock: all of Megatron's arguments by name, for the rules that name single ones.
+        stock: Megatron's other arguments, for the rules that name single ones.
     """
 
     settings: Settings
@@ -140,7 +153,7 @@ class JobSpec:
     iterations: int | None = None
     csv: str | None = None
     model: Model | None = None
-    stock: Mapping[str, Any] = field(default_factory=dict)
+    stock: StockFlags = field(default_factory=StockFlags)
 
     @property
     def shape(self) -> Shape | None:

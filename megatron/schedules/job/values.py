@@ -162,9 +162,11 @@ def costs_choice(flag: str, text: str | None) -> CostsChoice | None:
         raise PlanError(f"{flag}: {error}; or name a FILE.json") from None
 
 
-def layers_choice(flag: str, text: str | None) -> Layers:
-    """Reads ``even``, ``auto`` or ``N,N,...``; even without the flag."""
-    if text in (None, "even"):
+def layers_choice(flag: str, text: str | None) -> Layers | None:
+    """Reads ``even``, ``auto`` or ``N,N,...``."""
+    if text is None:
+        return None
+    if text == "even":
         return "even"
     if text == "auto":
         return "auto"

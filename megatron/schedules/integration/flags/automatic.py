@@ -27,7 +27,7 @@ def choices(spec: JobSpec) -> Iterator[JobSpec]:
     """
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None
-    layers = "auto" if known and settings.layers == "even" and not (stock.by_hand or any(stock.stand_in)) else None
+    layers = "auto" if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)) else None
     saving = settings.saving
     if known and saving == MemorySaving() and spec.recompute.granularity != "full":
         saving = MemorySaving(recompute=True)

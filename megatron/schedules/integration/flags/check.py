@@ -99,7 +99,7 @@ def validate(spec: JobSpec) -> None:
     """
     settings, size = spec.settings, spec.sizes.pipeline
     name = settings.schedule.name
-    if spec.stock.get("yaml_cfg") is not None:
+    if "yaml_cfg" in spec.stock.given:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(settings.parts, [name], FLAGS)
     if size < 2:
@@ -114,8 +114,8 @@ def validate(spec: JobSpec) -> None:
     check_replan(settings)
     if settings.measures_limit and settings.dry_run is None:  # refused before a search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
-    if settings.layers != "even" and (spec.layers.by_hand or any(spec.layers.stand_in)):
-        given = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
+    if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
+        given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
         raise PlanError(
             f"{FLAGS['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
             "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
@@ -252,7 +252,7 @@ def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
     if layers == "auto":
         return chunk_choices(most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(spec.layers, chunks * size, layers))
-    depends = spec.layers.by_hand or layers != "even" or spec.recompute.method == "block"
+    depends = spec.layers.by_hand or spec.settings.places_layers or spec.recompute.method == "block"
     return (found[-1:] if depends else found) or (1,)
 
 

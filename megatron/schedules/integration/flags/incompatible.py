@@ -20,18 +20,13 @@ def refusal(spec: JobSpec, schedule: Schedule) -> str:
     return next((rule.why(facts) for rule in _RULES if rule.applies(facts)), "")
 
 
-def _is_set(spec: JobSpec, name: str) -> bool:
-    value = spec.stock.get(name)
-    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
-
-
 class _Facts(NamedTuple):
     spec: JobSpec
     schedule: Schedule
 
     def on(self, name: str) -> bool:
         """Whether stock's argument ``name`` is set to anything; false where this version has no such argument."""
-        return _is_set(self.spec, name)
+        return name in self.spec.stock.given
 
     @property
     def splits(self) -> bool:
@@ -96,9 +91,9 @@ _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag o
 
 def unsplittable(spec: JobSpec) -> str:
     """What is wrong with the linears asked for where the schedule splits their backward; empty where they split."""
-    if not _is_set(spec, "transformer_impl"):
+    used = spec.stock.transformer_impl
+    if used == "local":
         return ""
-    used = spec.stock["transformer_impl"]
     if used == "transformer_engine":
         fault = te_fault() if spec.settings.dry_run is None else None
     else:
@@ -112,7 +107,7 @@ def unsplittable(spec: JobSpec) -> str:
 
 
 def _splits_te(facts: _Facts) -> bool:
-    return facts.splits and facts.on("transformer_impl")
+    return facts.splits and facts.spec.stock.transformer_impl != "local"
 
 
 def _again(name: str, why: str, written: str | None = None) -> _Rule:
@@ -134,7 +129,7 @@ _ONE_SHAPE = "ranks meet over microbatches of one shape; leave one of the two ou
 _RULES = (
     _Rule(
         lambda facts: (
-            (facts.chunks > 1 or facts.spec.layers.by_hand or facts.spec.settings.layers != "even")
+            (facts.chunks > 1 or facts.spec.layers.by_hand or facts.spec.settings.places_layers)
             and bool(facts.wrong_layers)
         ),
         lambda facts: facts.wrong_layers,
@@ -198,11 +193,11 @@ _RULES = (
         lambda f: f.spec.settings.schedule.name == "file",
     ),
     _Rule(
-        lambda f: f.spec.stock.get("ckpt_format") == "torch" and not f.schedule.placement.looped,
+        lambda f: f.spec.stock.checkpoint_format == "torch" and not f.schedule.placement.looped,
         lambda f: f"does not work with --ckpt-format torch: {_OLD_FORMAT}",
     ),
     _Rule(
-        lambda facts: facts.shares and facts.spec.stock.get("ckpt_format") == "torch",
+        lambda facts: facts.shares and facts.spec.stock.checkpoint_format == "torch",
         lambda facts: (
             f"with {FLAGS['shared_vocabulary']} does not work with --ckpt-format torch: it does not say which words a "
             "rank holds; leave the flag out"

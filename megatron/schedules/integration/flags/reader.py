@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
@@ -13,7 +12,7 @@ from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Sizes, StockLayers
+from megatron.schedules.job.spec import Batch, JobSpec, Model, Sizes, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
@@ -55,7 +54,7 @@ def spec_of(args: Any) -> JobSpec:
         getattr(args, "padded_vocab_size", None),
         args.make_vocab_size_divisible_by,
         iterations=getattr(args, "train_iters", None),
-        stock=MappingProxyType(dict(vars(args))),
+        stock=_stock_flags(args),
     )
 
 
@@ -81,6 +80,16 @@ def check_unscheduled(args: Any) -> None:
     for flag in OURS:
         if getattr(args, megatron_flags.attribute(flag)) not in (None, False, "none"):
             raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(NAMES)}")
+
+
+def _stock_flags(args: Any) -> StockFlags:
+    given = {name for name, value in vars(args).items() if value not in (None, False, 0, "none", [])}
+    return StockFlags(
+        frozenset(given),
+        args.transformer_impl,
+        args.ckpt_format,
+        args.dataloader_type,
+    )
 
 
 def _settings(args: Any) -> Settings:

@@ -9,7 +9,7 @@ from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 
 
-def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") -> tuple[int, ...]:
+def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = None) -> tuple[int, ...]:
     """Decoder layers of each of ``stages`` stages in model order. Several chunks a rank are several stages.
 
     All alike, unless the flags say otherwise: ``--account-for-embedding-in-pipeline-split`` makes the first stage one
@@ -50,7 +50,7 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") ->
     return tuple(counts)
 
 
-def wrong_layers(stock: StockLayers, stages: int, layers: Layers = "even") -> str:
+def wrong_layers(stock: StockLayers, stages: int, layers: Layers | None = None) -> str:
     """Why the layers do not spread over so many stages; empty where they do."""
     try:
         layers_by_stage(stock, stages, layers)
