@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,15 +24,13 @@ from megatron.schedules.estimate.models import Model, built
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
-from megatron.schedules.planner.memory_saving import save_memory
-from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
-from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
 
@@ -40,7 +38,6 @@ from megatron.schedules.search.lower_bound import lower_bound
 RESERVED = 4 * GIB
 # The embedding and the output layer stand in for a layer each.
 _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-Planned = Callable[[Request], Schedule]
 
 
 class Method(NamedTuple):
@@ -287,27 +284,22 @@ class Estimate:
         return self.memory <= device.memory and self.host <= device.host_memory
 
 
-def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | None = None) -> Estimate:
-    """Plan the setting's schedule under its costs and read off what it comes to.
+def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
+    """Plans the setting's schedule and reads off its figures.
 
     Raises:
         PlanError: where there is no such plan, such as an adaptive one in less memory than anything runs in.
     """
-    request = request_for(setting, search_seconds)
-    if setting.method.saves_memory:
-        request = save_memory(request)
-    schedule = planned(request)
-    timeline = simulate(schedule, request.costs_on(schedule.placement))
-    seconds = timeline.makespan + after_the_pipeline(setting)
-    messages = [MESSAGES] * setting.pipeline
+    plan = make_plan(request_for(setting, search_seconds))
+    seconds = plan.iteration_time + after_the_pipeline(setting)
     return Estimate(
         setting,
         seconds,
         mfu(setting, seconds),
-        timeline.bubble,
-        rank_memory(setting.trained, schedule, timeline.costs, request, messages),
-        timeline.peak / setting.pipeline,
-        timeline.recomputed,
+        plan.bubble,
+        rank_memory(setting.trained, plan.schedule, plan.costs, plan.request),
+        plan.peak_memory,
+        plan.timeline.recomputed,
     )
 
 

@@ -149,7 +149,11 @@ def with_model(
 
 
 def rank_memory(
-    model: TrainedModel, schedule: Schedule, on_stages: StageCosts, request: Request, messages: Sequence[float]
+    model: TrainedModel,
+    schedule: Schedule,
+    on_stages: StageCosts,
+    request: Request,
+    messages: Sequence[float] | None = None,
 ) -> tuple[RankMemory, ...]:
     """What each rank of ``schedule`` holds.
 
@@ -157,13 +161,13 @@ def rank_memory(
         model: what is trained.
         schedule, on_stages: the plan, and what it was made for on its placement.
         request: of the plan; its costs have the model's memory.
-        messages: how many each rank holds at most.
+        messages: how many each rank holds at most; without it as many as most plans need.
     """
     costs, placement = request.costs, schedule.placement
     counts = request.layers_on(placement)
     assert costs.memory is not None and counts is not None, "the model is known"
     sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
-    waiting = [model.message_bytes * count for count in messages]
+    waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
     return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
 
 
