@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job import values
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner import service
 from megatron.schedules.planner.registry import NAMES, check_parts, heeds, with_parts
 from megatron.schedules.report.drawing import drawn, of_plans

@@ -8,13 +8,14 @@ import pytest
 
 from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.automatic import choices
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Model, Sizes, StockLayers
+from megatron.schedules.job.spec import JobSpec, Model, StockLayers
 from megatron.schedules.job.values import ScheduleChoice
 
 BUILD = MODELS["9.6B"].whole
-MODEL = Model(BUILD.shape, BUILD, Numbers(2, 4, 12))
+MODEL = Model(BUILD, Numbers(2, 4, 12))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers import arithmetic
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import ScheduleChoice
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"

@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import check_parts, with_parts
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report.progress import shown

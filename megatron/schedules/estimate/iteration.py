@@ -15,12 +15,12 @@ from megatron.schedules.estimate.hardware import GIB, Device
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
     TrainedModel,
-    expert_tensor,
     rank_memory,
     trained_model,
     with_model,
 )
 from megatron.schedules.estimate.models import Model, built
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
@@ -158,7 +158,7 @@ class Setting:
     def costs(self) -> Costs:
         """Seconds of half a rank's layers, and what the parts of the model take and keep."""
         roofline = Roofline(self.device)
-        model = loads(self.build, roofline, self.trained.tokens, self.correction)
+        model = loads(self.build, roofline, self.build.tokens, self.correction)
         forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
         # All messages are taken to cross nodes where any does.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
@@ -172,7 +172,7 @@ class Setting:
     @cached_property
     def memory(self) -> ModelMemory:
         """What the parts of the model keep; a whole backward leaves nothing from I to W."""
-        found = model_memory(self.build, self.trained.tokens, self.trained.recompute, shared=self.method.shared)
+        found = model_memory(self.build, self.build.tokens, self.trained.recompute, shared=self.method.shared)
         if self.method.schedule != "1f1b":
             return found
         return replace(found, layers=tuple(layer._replace(weights=0.0) for layer in found.layers))
@@ -186,7 +186,7 @@ class Setting:
     @property
     def wrong(self) -> str:
         """Why there is no such run; empty where there is."""
-        shape, args = self.model.whole.shape, self.model.args
+        shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
         if shape.layers + (0 if self.method.shared else 2) < self.placement.stages:
@@ -195,7 +195,7 @@ class Setting:
             return "GPUs of a node do not divide by the tensor parallel size"
         if shape.heads % self.tensor or (shape.groups or self.tensor) % self.tensor:
             return "heads do not divide by the tensor parallel size"
-        if shape.experts and self.gpus // self.pipeline % (args.expert_model_parallel_size * expert_tensor(self.args)):
+        if shape.experts and self.gpus // self.pipeline % (sizes.expert * sizes.expert_tensor):
             return "the GPUs of a stage do not divide by those of its experts"
         return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -164,13 +163,6 @@ def padded(words: int, args: Any) -> int:
     """The vocabulary as stock pads it, so that tensor-parallel ranks have equal parts of it."""
     multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-words // multiple) * multiple
-
-
-def divisible(words: int, args: Any) -> int:
-    """As many words as stock would have, or the fewest more of which all pipeline ranks have as many."""
-    tensor, ranks = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    multiple = tensor * math.lcm(args.make_vocab_size_divisible_by, ranks)
-    return words if words % (tensor * ranks) == 0 else -(-words // multiple) * multiple
 
 
 def parse(text: str, name: str) -> argparse.Namespace:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.model_build import as_built
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.work import layer_work, output_layer
 from megatron.schedules.utils.errors import PlanError
@@ -82,7 +83,7 @@ def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
     """The build of a model's ``args``; with ``shared`` its vocabulary divides by the pipeline ranks too."""
     words = megatron_flags.padded(args.vocab_size, args)
     if shared:
-        words = megatron_flags.divisible(words, args)
+        words = sizes_of(args).divisible(words, args.make_vocab_size_divisible_by)
     return as_built(args, megatron_flags.shape(args, words))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import Planned
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -12,7 +13,7 @@ from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
