@@ -19,13 +19,13 @@ from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner import service
 from megatron.schedules.planner.registry import NAMES, check_parts, heeds, with_parts
 from megatron.schedules.report.drawing import drawn, of_plans
-from megatron.schedules.report.figures import figures, percent
+from megatron.schedules.report.figures import figures
 from megatron.schedules.report.table import Row, as_records
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import counted, percent
 from megatron.schedules.utils.progress import Progress, unheard
 
 __all__ = ["Plan", "PlanError", "compare", "plan"]

@@ -24,6 +24,7 @@ GOOD = [
     (values.memory_limit, None, None),
     (values.memory_limit, "0.5", MemoryLimit("0.5", fraction=0.5)),
     (values.memory_limit, "1.5GiB", MemoryLimit("1.5GiB", size=1.5 * 2**30)),
+    (values.memory_limit, "50%", MemoryLimit("50%", fraction=0.5)),
     (values.memory_limit, "AUTO", MemoryLimit("AUTO")),
     (values.costs_choice, "1,2,3,0.5", values.CostsChoice("1,2,3,0.5", Costs(1, 2, 3, 0.5))),
     (values.costs_choice, "c.json", values.CostsChoice("c.json", file=Path("c.json"))),
@@ -55,6 +56,7 @@ BAD = [
     (values.schedule_choice, "adaptive:", "--flag adaptive: '' is not a whole number"),
     (values.schedule_choice, "v-half:2", "--flag v-half:2: v-half has 2 chunks a rank; leave out :2"),
     (values.schedule_choice, "file", "name the CSV itself, such as --flag mine.csv"),
+    (values.memory_limit, "50", "--flag 50 is 50 times 1F1B's activation memory"),
     (values.memory_limit, "0GiB", "--flag '0GiB' is neither a fraction such as 0.5 nor such as 20GiB, nor auto"),
     (values.memory_limit, "1e308GiB", "is neither a fraction"),
     (values.costs_choice, "1,2", "or name a FILE.json"),
@@ -65,7 +67,7 @@ BAD = [
     (values.memory_saving, "both=0", "--flag both= 0 is not above zero"),
     (values.measuring, "", "--flag '' names no folder"),
     (values.measuring, "out:8-3", "out:8-3 has no iteration that is timed"),
-    (values.dry_run, "x", "--flag 'x' has no unit after x"),
+    (values.dry_run, "x", "--flag x '' has no unit"),
     (values.dry_run, "0x80GiB", "--flag 0 is too small"),
 ]
 

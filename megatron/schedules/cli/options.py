@@ -91,10 +91,11 @@ def size_flags(command: Command) -> Command:
     return command
 
 
-def specs_of(
+def job_plans(
     schedules: Sequence[str],
-    usual: Sequence[str],
+    default: Sequence[str],
     *,
+    model: str | None,
     pipeline_size: str | None,
     microbatches: str | None,
     layers: str | None,
@@ -102,12 +103,12 @@ def specs_of(
     costs: str | None,
     memory_limit: str | None,
     save_memory: str | None,
-) -> tuple[JobSpec, ...]:
+) -> JobPlans:
     """Reads the flags: a job for each schedule.
 
     Args:
-        schedules: those asked for.
-        usual: those shown where none is asked for, as far as what they need is given.
+        schedules: those that ``--schedule`` names.
+        default: those shown where it names none, as far as the flags that they need are given.
 
     The others are the flags as they were given; see :func:`size_flags`.
 
@@ -127,7 +128,7 @@ def specs_of(
     )
     choices = [values.schedule_choice("--schedule", text) for text in schedules]
     if not schedules:
-        choices = [values.ScheduleChoice(name, name) for name in usual if name in with_parts(settings.parts)]
+        choices = [values.ScheduleChoice(name, name) for name in default if name in with_parts(settings.parts)]
     csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
     check_parts(
         [*settings.parts, *["csv"] * any(text is not None for text in csvs)], [choice.name for choice in choices], FLAGS
@@ -145,10 +146,11 @@ def specs_of(
     most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
     chunks_too = "" if most is None else f" and {most} chunks in --schedule"
     check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
-    return tuple(
+    specs = [
         JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
         for choice, text in zip(choices, csvs, strict=True)
-    )
+    ]
+    return JobPlans(specs, model, FLAGS)
 
 
 def plan_of(plans: JobPlans, spec: JobSpec) -> Plan:

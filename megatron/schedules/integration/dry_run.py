@@ -70,6 +70,4 @@ def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
 def _rank(found: Estimate, planner: Planner, rank: int) -> Rank:
     each = found.ranks[rank]
     layers = tuple(found.counts[stage] for stage in planner.placement.stages_of(rank))
-    return Rank(
-        layers, each.weights, each.gradients, each.optimizer, each.activations, each.messages, each.device, each.host
-    )
+    return Rank(layers, each.parts, each.host)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.pipelined_model import PipelinedModel
 from megatron.schedules.job.spec import JobSpec
@@ -50,7 +49,7 @@ class JobPlans:
     """
 
     def __init__(self, specs: Sequence[JobSpec], model: str | None, flags: Mapping[str, str]) -> None:
-        settings, self._flags = specs[0].settings, flags
+        settings, self._flags, self.specs = specs[0].settings, flags, tuple(specs)
         self.ranks, self.microbatches = specs[0].sizes.pipeline, specs[0].microbatches or 1
         self._settings, self._limit = settings, settings.memory_limit
         shared = settings.vocabulary_parallel
@@ -178,11 +177,3 @@ class JobPlans:
                 f"{found.facts.layers}"
             )
         return _Measured(found.costs(self.ranks), profile=found)
-
-
-def under(spec: JobSpec, name: str) -> JobSpec:
-    """``spec`` under another schedule, without what that does not have."""
-    settings = replace(
-        spec.settings, schedule=values.ScheduleChoice(name, name), memory_limit=None, saving=values.MemorySaving()
-    )
-    return replace(spec, settings=settings, csv=None)

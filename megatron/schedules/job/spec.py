@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers
@@ -10,6 +11,7 @@ from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.values import MemorySaving, ScheduleChoice
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,17 @@ class JobSpec:
             return None
         numbers = replace(self.model.numbers, shared_by=self.sizes.optimizer_shared_by)
         return TrainedModel(self.build, numbers, self.recompute.kept, self.layers.stand_in)
+
+    def under(self, name: str, **settings: Any) -> JobSpec:
+        """This job with another schedule, and without what only the one it has uses.
+
+        Args:
+            name: of the schedule.
+            settings: more fields of the :class:`.Settings` to change.
+        """
+        plain: dict[str, Any] = {"memory_limit": None, "saving": MemorySaving()}
+        changed = replace(self.settings, schedule=ScheduleChoice(name, name), **(plain | settings))
+        return replace(self, settings=changed, csv=None)
 
     def divisible(self, words: int) -> int:
         """The fewest words, from ``words`` on, that all tensor and pipeline ranks share evenly."""

@@ -287,7 +287,7 @@ def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | 
 
 def _entry(name: str) -> _Entry:
     if name not in _ENTRIES:
-        close = difflib.get_close_matches(name, NAMES, n=1)
+        close = difflib.get_close_matches(name.lower(), NAMES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(NAMES)}"
         raise PlanError(f"unknown schedule {name!r}: {hint}", "schedule")
     return _ENTRIES[name]

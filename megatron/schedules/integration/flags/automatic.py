@@ -16,8 +16,6 @@ from megatron.schedules.planner.request import Request
 
 # Of a device: the CUDA context, NCCL's buffers, cuBLAS's workspace, and what the allocator cannot use.
 _RESERVED = 0.1
-# More memory makes no plan shorter.
-_MOST = 2.0
 
 
 def choices(spec: JobSpec) -> Iterator[JobSpec]:
@@ -52,8 +50,7 @@ def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
         device = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
     if device is None:
         return None
-    of_1f1b = request.ranks * request.costs.memory.of_rank(request.ranks)
-    left = min((1 - _RESERVED) * device - _standing(model, request), _MOST * of_1f1b)
+    left = (1 - _RESERVED) * device - _standing(model, request)
     return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 
