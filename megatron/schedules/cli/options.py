@@ -70,9 +70,10 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--model",
                 metavar="NAME|FILE",
-                help="What is trained: its embedding and output layer count, and without --costs so do its layers' own "
-                f"F : I : W. One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Give it "
-                "to see your own bubble; equal stages without it.",
+                help="The model: its embedding and output layer count, and without --costs so do its layers' own "
+                f"F : I : W. One of {', '.join(MODELS)}, or a file with Megatron's flags, such as your script. Flags "
+                "behind it are added, as in 'Llama-3-8B --seq-length 4096'. Give it to see your own bubble; stages are "
+                "equal without it.",
             ),
             _shared("layers", "Needs --model or a profile of it. plan prints the result in Megatron's letters."),
             _shared("vocabulary-parallel", "Needs --model or a profile of it."),

@@ -125,15 +125,23 @@ MODELS = {
 def find_model(model: str) -> Model:
     """The model of that name, or of that file of flags.
 
+    Args:
+        model: a name or a path. Flags behind it are added, as in ``Llama-3-8B --seq-length 4096``.
+
     Raises:
         PlanError: where there is none, or its flags describe none.
     """
-    if model in MODELS:
-        return MODELS[model]
-    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
-        close = difflib.get_close_matches(model, MODELS, n=1, cutoff=0.4)
+    name, dashes, more = model.partition(" --")
+    if name in MODELS and not more:
+        return MODELS[name]
+    if name in MODELS:
+        flags = MODELS[name].flags
+    elif os.path.exists(name):  # Path.exists would raise for a name that is too long
+        flags = read_text(Path(name), "model")
+    else:
+        close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
-        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
-    found = Model(model, read_text(Path(model), "model"))
+        raise PlanError(f"{name!r} is neither a model known by name nor a file: {hint}", "model")
+    found = Model(name, f"{flags}\n{dashes}{more}")
     _ = found.args  # refused here rather than where it is used
     return found
