@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from megatron.schedules.estimate.models import MODELS
-from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
-from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.job.spec import JobSpec
-from megatron.schedules.planner.registry import check_parts, with_parts
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report.progress import shown
-from megatron.schedules.schedule.size_limits import check_size
-from megatron.schedules.schedule.text_forms import from_csv
-from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, read_text
+from megatron.schedules.utils.parsing import integer
 
 Command = Callable[..., None]
 
@@ -92,7 +86,7 @@ def size_flags(command: Command) -> Command:
     return command
 
 
-def job_plans(
+def plans_of(
     schedules: Sequence[str],
     default: Sequence[str],
     *,
@@ -105,13 +99,7 @@ def job_plans(
     memory_limit: str | None,
     save_memory: str | None,
 ) -> JobPlans:
-    """Reads the flags: a job for each schedule.
-
-    Args:
-        schedules: those that ``--schedule`` names.
-        default: those shown where it names none, as far as the flags that they need are given.
-
-    The others are the flags as they were given; see :func:`size_flags`.
+    """Reads the flags of :func:`size_flags`: a job for each schedule, see :func:`.plans.job_plans`.
 
     Raises:
         PlanError: naming the flag that is wrong.
@@ -127,31 +115,7 @@ def job_plans(
         vocabulary_parallel,
         search_seconds=values.search_seconds(),
     )
-    choices = [values.schedule_choice("--schedule", text) for text in schedules]
-    if not schedules:
-        choices = [values.ScheduleChoice(name, name) for name in default if name in with_parts(settings.parts)]
-    csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
-    check_parts(
-        [*settings.parts, *["csv"] * any(text is not None for text in csvs)], [choice.name for choice in choices], FLAGS
-    )
-    for text in csvs if d is None or n is None else ():
-        if text is not None:
-            own = from_csv(text)
-            d, n = d or own.ranks, n or own.microbatches
-            if d < 2:
-                raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
-    if d is None:
-        raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
-    if n is None:
-        raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-    most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
-    chunks_too = "" if most is None else f" and {most} chunks in --schedule"
-    check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
-    specs = [
-        JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
-        for choice, text in zip(choices, csvs, strict=True)
-    ]
-    return JobPlans(specs, model, FLAGS)
+    return job_plans(schedules, default, settings, d, n, model, FLAGS)
 
 
 def plan_of(plans: JobPlans, spec: JobSpec) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import click
 
 import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.cli.options import FLAGS, job_plans, plan_of, schedule_flag, size_flags
+from megatron.schedules.cli.options import FLAGS, plan_of, plans_of, schedule_flag, size_flags
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
@@ -104,7 +105,7 @@ def _plan(
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
-    plans = job_plans([schedule], [], **size)
+    plans = plans_of([schedule], [], **size)
     plan = plan_of(plans, plans.specs[0])
     if form == "csv":
         emit(plan.to_csv(), output)
@@ -146,27 +147,22 @@ def _compare(
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
     room = None if device_memory is None else size("--device-memory", device_memory)
-    plans = job_plans(schedules, NAMES, **sizes)
+    plans = plans_of(schedules, NAMES, **sizes)
     if room is not None and not plans.knows_bytes:
         why = "which is missing"
         if plans.model is not None:
             why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
         raise PlanError(f"--device-memory compares the bytes of --model, {why}")
-    baseline = plan_of(plans, plans.specs[0].under("1f1b")).iteration_time
     rows = []
-    for spec in plans.specs:
-        name = spec.settings.schedule.text
-        try:
-            plan = plan_of(plans, spec)
-        except PlanError as error:
-            rows.append(table.Row(name, str(error)))
-        else:
-            found = figures(plan.timeline, _microbatch_bytes(plans))
-            row = table.Row(name, found, baseline / found.makespan)
-            if room is not None:
-                worst = max(plans.memory(plan), key=lambda rank: rank.device)
-                row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
-            rows.append(row)
+    for name, found, throughput in plans.compared(partial(plan_of, plans)):
+        if isinstance(found, str):
+            rows.append(table.Row(name, found))
+            continue
+        row = table.Row(name, figures(found.timeline, _microbatch_bytes(plans)), throughput)
+        if room is not None:
+            worst = max(plans.memory(found), key=lambda rank: rank.device)
+            row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
+        rows.append(row)
     if form in ("svg", *PICTURES):
         emit(picture(draw_comparison(rows, _caption(plans)), form), output)
         return
@@ -215,7 +211,7 @@ def _draw(
             raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
-    plans = job_plans(schedules, ["1f1b", "v-half"], **size)
+    plans = plans_of(schedules, ["1f1b", "v-half"], **size)
     timelines = [plan_of(plans, spec).timeline for spec in plans.specs]
     drawing = of_plans(timelines, _caption(plans), _unit(plans), _microbatch_bytes(plans))
     _emit_drawing(form, drawing, output, columns, gradients)
