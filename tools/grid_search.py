@@ -180,10 +180,7 @@ def _why(answer: Answer) -> Iterator[str]:
         at, held = short.setting, short.held
         sizes = f"DP {at.data}, TP {at.tensor}, PP {at.pipeline}, micro batch {at.micro_batch}"
         least = "" if short.planned else "at least "
-        parts = ", ".join(
-            f"{part} {getattr(held, part) / GIB:.1f}"
-            for part in ("weights", "gradients", "optimizer", "activations", "messages")
-        )
+        parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held.parts.items())
         said = f"{name}: needs least with {sizes}; there rank {short.rank} holds {least}{held.device / GIB:.1f} GiB of "
         yield f"{said}{room / GIB:.1f} GiB ({parts}), most of it {held.largest}; {_helps(found, short, fitting)}"
 

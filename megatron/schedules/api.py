@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.schedules.job import values
-from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
 from megatron.schedules.planner import service
-from megatron.schedules.planner.registry import NAMES, check_parts, heeds, with_parts
+from megatron.schedules.planner.registry import NAMES
 from megatron.schedules.report.drawing import drawn, of_plans
-from megatron.schedules.report.figures import figures, percent
+from megatron.schedules.report.figures import figures
 from megatron.schedules.report.table import Row, as_records
 from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import read_text
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import counted, percent
 from megatron.schedules.utils.progress import Progress, unheard
 
 __all__ = ["Plan", "PlanError", "compare", "plan"]
@@ -71,7 +68,7 @@ def plan(
     memory_limit: float | str | None = None,
     costs: Costs | Sequence[float] | str | Path | None = None,
     model: str | Path | None = None,
-    layers: str | Sequence[int] = "even",
+    layers: str | Sequence[int] | None = None,
     save_memory: str = "none",
     vocabulary_parallel: bool = False,
     search_seconds: float | None = None,
@@ -89,7 +86,8 @@ def plan(
         costs: F, I, W and optionally P2P latency of half a rank's layers, or the path of a cost file; without it the
             model's arithmetic, or equal times.
         model: a name such as ``Llama-3-8B``, or the path of a file of Megatron's flags.
-        layers: decoder layers of each stage, ``even``, or ``auto`` for the shortest plan.
+        layers: decoder layers of each stage, ``even``, or ``auto`` for the shortest plan. Without it ``even``, but
+            ``auto`` for the schedule ``auto``.
         save_memory: for ``adaptive`` and ``auto``: ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``.
         vocabulary_parallel: whether all ranks share the embedding and the output layer.
         search_seconds: for ``adaptive`` and ``auto``, how long to search, in seconds of a usual core.
@@ -99,25 +97,19 @@ def plan(
         PlanError: in one line, which argument is wrong and what would work.
     """
     with _by_argument():
-        _check_whole(pipeline_size=pipeline_size, microbatches=microbatches)
-        _check_number(search_seconds=search_seconds)
-        choice = values.schedule_choice("schedule", str(schedule))
-        settings = Settings(
-            choice,
-            None if memory_limit is None else values.memory_limit("memory_limit", str(memory_limit)),
-            _costs(costs),
-            _layers(layers),
-            values.memory_saving("save_memory", save_memory),
-            vocabulary_parallel,
+        plans = _plans(
+            [schedule],
+            pipeline_size=pipeline_size,
+            microbatches=microbatches,
+            memory_limit=memory_limit,
+            costs=costs,
+            model=model,
+            layers=layers,
+            save_memory=save_memory,
+            vocabulary_parallel=vocabulary_parallel,
             search_seconds=search_seconds,
         )
-        check_parts(settings.parts, [choice.name], _NAMES)
-        check_size(
-            pipeline_size, microbatches, choice.chunks, f"{pipeline_size} ranks with {microbatches} microbatches"
-        )
-        csv = None if choice.file is None else read_text(choice.file, "csv")
-        spec = JobSpec(settings, Sizes(pipeline_size, pipeline_size), microbatches=microbatches, csv=csv)
-        made = JobPlans([spec], None if model is None else str(model), _NAMES).plan(spec, progress)
+        made = plans.plan(plans.specs[0], progress)
     return Plan(made.asked, made.request, made.schedule)
 
 
@@ -135,28 +127,44 @@ def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict
         PlanError: where something is wrong for all of them, such as a name.
     """
     with _by_argument():
-        saving = values.memory_saving("save_memory", arguments.get("save_memory"))
-        own: dict[str, tuple[str, ...]] = {"memory_limit": ("memory_limit",), "search_seconds": ("search_seconds",)}
-        own |= {"save_memory": ("again",) * saving.recompute + ("offload",) * saving.offload}
-        given = [part for name, parts in own.items() if arguments.get(name) is not None for part in parts]
-        asked = schedules or [name for name in NAMES if name in with_parts(given)]
-        choices = {str(each): values.schedule_choice("schedule", str(each)) for each in asked}
-        check_parts(given, [choice.name for choice in choices.values()], _NAMES)
-    common = {name: value for name, value in arguments.items() if name not in own}
-    base, rows = plan("1f1b", **common).iteration_time, []
-    for text, choice in choices.items():
-        heeded = {
-            name: arguments[name]
-            for name, parts in own.items()
-            if name in arguments and all(heeds(choice.name, part) for part in parts)
-        }
-        try:
-            found = figures(plan(text, **common, **heeded).timeline)
-        except PlanError as error:
-            rows.append(Row(text, str(error)))
-        else:
-            rows.append(Row(text, found, base / found.makespan))
-    return as_records(rows)
+        return as_records(
+            [
+                Row(name, found if isinstance(found, str) else figures(found.timeline), throughput)
+                for name, found, throughput in _plans(schedules, **arguments).compared()
+            ]
+        )
+
+
+def _plans(
+    schedules: Sequence[str | Path],
+    *,
+    pipeline_size: int,
+    microbatches: int,
+    memory_limit: float | str | None = None,
+    costs: Costs | Sequence[float] | str | Path | None = None,
+    model: str | Path | None = None,
+    layers: str | Sequence[int] | None = None,
+    save_memory: str = "none",
+    vocabulary_parallel: bool = False,
+    search_seconds: float | None = None,
+) -> JobPlans:
+    """Reads the arguments of :func:`plan`."""
+    for name, count in (("pipeline_size", pipeline_size), ("microbatches", microbatches)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(f"{name}: must be a whole number above zero, not {count!r}")
+    if search_seconds is not None and not isinstance(search_seconds, (int, float)):
+        raise PlanError(f"search_seconds: must be a number, not {search_seconds!r}")
+    settings = Settings(
+        values.ScheduleChoice("", ""),
+        None if memory_limit is None else values.memory_limit("memory_limit", str(memory_limit)),
+        _costs(costs),
+        _layers(layers),
+        values.memory_saving("save_memory", save_memory),
+        vocabulary_parallel,
+        search_seconds=search_seconds,
+    )
+    named = None if model is None else str(model)
+    return job_plans(list(map(str, schedules)), NAMES, settings, pipeline_size, microbatches, named, _NAMES)
 
 
 def _costs(costs: Costs | Sequence[float] | str | Path | None) -> values.CostsChoice | None:
@@ -169,20 +177,9 @@ def _costs(costs: Costs | Sequence[float] | str | Path | None) -> values.CostsCh
     return values.costs_choice("costs", ",".join(map(str, costs)))
 
 
-def _layers(layers: str | Sequence[int]) -> values.Layers:
-    return values.layers_choice("layers", layers if isinstance(layers, str) else ",".join(map(str, layers)))
-
-
-def _check_whole(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}: must be a whole number above zero, not {value!r}")
-
-
-def _check_number(**numbers: float | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and not isinstance(value, (int, float)):
-            raise PlanError(f"{name}: must be a number, not {value!r}")
+def _layers(layers: str | Sequence[int] | None) -> values.Layers | None:
+    given = layers if layers is None or isinstance(layers, str) else ",".join(map(str, layers))
+    return values.layers_choice("layers", given)
 
 
 @contextmanager

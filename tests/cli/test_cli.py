@@ -15,10 +15,10 @@ from megatron.schedules.cli.program import main
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.recorded_run import read_recorded, to_text
 from megatron.schedules.planner.registry import NAMES, Request, plan
-from megatron.schedules.report.figures import percent
 from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, from_json
+from megatron.schedules.utils.printable import percent
 from tests.measure.custom import custom_costs
 from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused

@@ -60,6 +60,16 @@ def test_layers_may_be_placed_for_the_shortest_plan(capsys):
     assert again == auto
 
 
+def test_auto_chooses_the_layers_unless_the_flag_says_even(capsys, monkeypatch):
+    monkeypatch.setenv("MEGATRON_SCHEDULES_SEARCH_SECONDS", "0.1")
+    free, even = (
+        planned(capsys, "--model", "Llama-3-8B", *flags, schedule="auto") for flags in ((), ("--layers", "even"))
+    )
+    assert len(set(free["layers"])) > 1 and sum(free["layers"]) == 32
+    assert len(set(even["layers"])) == 1
+    assert free["figures"]["makespan"] < even["figures"]["makespan"]
+
+
 def test_a_plan_says_its_layers_in_megatrons_letters(capsys):
     assert main(["plan", "--schedule", "1f1b", *SIZE, "--model", "Llama-3-8B", "--layers", "9,9,8,6"]) == 0
     assert "Layers: Ettttttttt|ttttttttt|tttttttt|ttttttL\n" in capsys.readouterr().out
@@ -168,7 +178,9 @@ def test_a_table_says_what_its_bytes_are_of(capsys):
     assert "compared with 80.00 GiB" in text
     assert "micro batch 1, tensor 1, context 1, data 1 parallel, bf16, without distributed optimizer" in text
     assert main(["compare", *SIZE, *model]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split()[-1] == "activations"
+    heads, units, *_ = capsys.readouterr().out.splitlines()
+    assert heads.split()[4:8] == "peak memory peak memory".split()
+    assert units.split()[:2] == ["microbatches", "GiB"]
     assert main(["compare", *SIZE, "--schedule", "v-half"]) == 0
     assert "GiB" not in capsys.readouterr().out
 

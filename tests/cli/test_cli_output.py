@@ -124,7 +124,7 @@ def test_without_the_library_a_picture_is_refused_before_anything_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.schedules.cli.program.JobPlans", None)
+    monkeypatch.setattr("megatron.schedules.job.plans.JobPlans", None)
     for command in (["plan", "--schedule", "v-half"], ["draw"]):
         said = "png takes the library typst, which is not installed: pip install 'typst"
         assert_refused([*command, *SIZE, "--output", str(tmp_path / "x.png")], said, capsys)

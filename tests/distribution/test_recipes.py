@@ -175,11 +175,12 @@ def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
 from types import SimpleNamespace
 from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
 settings = Settings(ScheduleChoice("1f1b", "1f1b"))
-spec = JobSpec(settings, Sizes(2, 2), stock={"use_tp_pp_dp_mapping": True})
+spec = JobSpec(settings, Sizes(2, 2), stock=StockFlags(frozenset({"use_tp_pp_dp_mapping"})))
 print(refusal(spec, plan(Request("1f1b", 2, 4))))
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.utils.errors import PlanError

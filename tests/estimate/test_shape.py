@@ -54,6 +54,42 @@ def test_a_file_of_flags_is_the_model_they_describe(tmp_path: Path):
     assert read(tmp_path, LLAMA).whole == MODELS["Llama-3-8B"].whole
 
 
+SCRIPTS = {
+    "one-line arrays": """
+        declare -a MODEL=(--num-layers 24 --hidden-size 2048 --num-attention-heads 16)
+        DATA=(--seq-length 2048 --vocab-size 50257)
+        torchrun pretrain_gpt.py "${MODEL[@]}" "${DATA[@]}" --bf16
+    """,
+    "variables with a default": """
+        export LAYERS=${LAYERS:-24} SEQ=2048
+        : "${HIDDEN:=2048}"
+        torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size ${HIDDEN:=2048} \\
+          --num-attention-heads "${HEADS-16}" --seq-length "$SEQ" --vocab-size ${WORDS:-50257} --bf16
+    """,
+    "flags in a string": """
+        GPT_ARGS="--num-layers 24 --hidden-size 2048
+            --num-attention-heads 16"
+        torchrun pretrain_gpt.py $GPT_ARGS --seq-length 2048 --vocab-size 50257 --bf16
+    """,
+}
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_scripts_are_read_as_people_write_them(tmp_path: Path, text: str):
+    shape = read(tmp_path, text).whole.shape
+    assert (shape.layers, shape.hidden, shape.heads, shape.sequence) == (24, 2048, 16, 2048)
+    assert shape.vocabulary == 50304
+
+
+def test_what_a_script_leaves_to_others_is_named_and_may_stand_behind_its_name():
+    script = "examples/slurm/models/21B.sh"
+    with pytest.raises(PlanError, match=f"{script} .*it lacks --seq-length, --vocab-size: add what is missing behind"):
+        find_model(script)
+    found = find_model(f"{script} --seq-length 1024 --vocab-size 32000")
+    assert found.whole.shape == MODELS["21B"].whole.shape
+    assert find_model("Llama-3-8B --seq-length 4096").sequence == 4096
+
+
 def test_experts_latent_attention_and_dense_layers_mixed(tmp_path: Path):
     model = read(tmp_path, DEEPSEEK_V3)
     shape = model.whole.shape

@@ -63,11 +63,11 @@ REFUSED = {
     ),
     "a device's memory without a unit": (
         "--pipeline-schedule v-half --pipeline-dry-run 8x80",
-        "--pipeline-dry-run '8x80' has no unit after x: write the memory of a GPU such as x80GiB",
+        "--pipeline-dry-run 8x '80' has no unit: write it such as 80GiB",
     ),
     "a device without memory": (
         "--pipeline-schedule v-half --pipeline-dry-run x0GiB",
-        "--pipeline-dry-run 0 is not above zero: a size such as x80GiB is needed",
+        "--pipeline-dry-run x 0 is not above zero: a size such as 80GiB is needed",
     ),
     "a shared vocabulary without a schedule": (
         "--pipeline-vocabulary-parallel",

@@ -356,32 +356,32 @@ def an_instance_of_another_make() -> None:
 def what_cannot_be_split_is_refused() -> None:
     import megatron.training  # noqa: F401 - before it Transformer Engine is not looked for
 
+    from megatron.schedules.estimate.parallel_sizes import Sizes
     from megatron.schedules.integration.flags.incompatible import refusal
     from megatron.schedules.job.settings import Settings
-    from megatron.schedules.job.spec import JobSpec, Sizes
+    from megatron.schedules.job.spec import JobSpec, StockFlags
     from megatron.schedules.job.values import ScheduleChoice
 
-    usual = {"transformer_impl": "transformer_engine", "ckpt_format": "torch_dist"}
-
-    def refusals(schedule: str, **flags: Any) -> list[str]:
-        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), Sizes(2, 2), stock=usual | flags)
+    def refusals(schedule: str, *given: str, transformer_impl: str = "transformer_engine") -> list[str]:
+        stock = StockFlags(frozenset(given), transformer_impl)
+        spec = JobSpec(Settings(ScheduleChoice(schedule, schedule)), Sizes(2, 2), stock=stock)
         why = refusal(spec, plan(Request(schedule, 2, 4)))
         return [why] if why else []
 
-    flags: dict[str, Any] = {
-        "--fp8-format": {"fp8": "hybrid"},
-        "--fp4-format": {"fp4": "e2m1"},
-        "--te-precision-config-file": {"te_precision_config_file": "a.yaml"},
-        "--tp-comm-overlap": {"tp_comm_overlap": True},
-        "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
-        "--overlap-dispatch-backward-with-experts-wgrad": {"overlap_dispatch_backward_with_experts_wgrad": True},
+    flags = {
+        "--fp8-format": "fp8",
+        "--fp4-format": "fp4",
+        "--te-precision-config-file": "te_precision_config_file",
+        "--tp-comm-overlap": "tp_comm_overlap",
+        "--use-transformer-engine-op-fuser": "use_transformer_engine_op_fuser",
+        "--overlap-dispatch-backward-with-experts-wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     }
     assert refusals("zb-1p") == refusals("1f1b") == []
-    for name, setting in flags.items():
-        (why,) = refusals("zb-1p", **setting)
+    for name, given in flags.items():
+        (why,) = refusals("zb-1p", given)
         assert f"does not work with {name}:" in why
-        assert refusals("1f1b", **setting) == []
-        assert refusals("zb-1p", **setting | {"transformer_impl": "local"}) == []
+        assert refusals("1f1b", given) == []
+        assert refusals("zb-1p", given, transformer_impl="local") == []
     (why,) = refusals("zb-1p", transformer_impl="inference_optimized")
     assert "only the local ones and Transformer Engine's can be split; use --transformer-impl local" in why
     fake_te.Linear.__init__, kept = lambda self: None, fake_te.Linear.__init__  # type: ignore[method-assign,assignment,misc]

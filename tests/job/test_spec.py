@@ -7,8 +7,8 @@ from typing import Any
 from megatron.schedules.estimate.device_memory import Recompute
 from megatron.schedules.estimate.model_build import StockRecompute, recomputed_share
 from megatron.schedules.estimate.models import MODELS
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.estimate.work import layer_work
-from megatron.schedules.job.spec import Sizes
 
 
 def test_an_optimizers_state_is_shared_by_replicas_and_of_experts_by_theirs():

@@ -93,6 +93,20 @@ def test_a_plan_says_in_a_few_lines_why_it_was_chosen():
     assert "The shortest schedule by name within the limit is v-min" in found.explanation
 
 
+def test_it_says_what_vocabulary_parallelism_would_gain_where_that_is_a_bottleneck():
+    heavy = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part(whole=Load(60, 70, 50, 100))))
+    asked = Request("auto", 3, 9, heavy, memory_limit=1.0, search_seconds=LITTLE, chunk_choices=(1, 2))
+    found = make_plan(asked)
+    shared = make_plan(replace(asked, costs=replace(heavy, shared_vocabulary=True)))
+    said = re.search(r"vocabulary parallelism would make the iteration some (\d+) % shorter", found.explanation)
+    assert said is not None
+    assert int(said[1]) == pytest.approx(100 * (1 - shared.iteration_time / found.iteration_time), abs=2)
+    assert int(said[1]) > 10
+    light = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part()))
+    for other in (shared, make_plan(replace(asked, costs=light)), make_plan(replace(asked, costs=REAL))):
+        assert "vocabulary" not in other.explanation
+
+
 def test_layers_that_fit_no_other_number_of_stages_are_explained_too():
     layers = Decisions(layers=(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0))
     asked = Request("auto", 3, 4, MODEL, search_seconds=LITTLE, chunk_choices=(4,), decisions=layers)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.report.figures import above_itself, figures, microbatches, number, percent, ticks, title
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.report.figures import above_itself, figures, microbatches, number, ticks, title
+from megatron.schedules.utils.printable import counted, percent
 from tests.report.made import timeline
 
 

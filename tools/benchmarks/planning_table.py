@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.schedules.report.figures import number, percent, title
+from megatron.schedules.report.figures import number, title
 from megatron.schedules.report.frontier_svg import Mark
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils.printable import percent
 from tools.benchmarks.planning_cells import Cell, Result
 
 Json = Mapping[str, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import click
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
-from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
-from megatron.schedules.planner.registry import check_parts, with_parts
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report.progress import shown
-from megatron.schedules.schedule.size_limits import check_size
-from megatron.schedules.schedule.text_forms import from_csv
-from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import integer, read_text
+from megatron.schedules.utils.parsing import integer
 
 Command = Callable[..., None]
 
@@ -69,9 +64,10 @@ def size_flags(command: Command) -> Command:
             click.option(
                 "--model",
                 metavar="NAME|FILE",
-                help="What is trained: its embedding and output layer count, and without --costs so do its layers' own "
-                f"F : I : W. One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Give it "
-                "to see your own bubble; equal stages without it.",
+                help="The model: its embedding and output layer count, and without --costs so do its layers' own "
+                f"F : I : W. One of {', '.join(MODELS)}, or a file with Megatron's flags, such as your script. Flags "
+                "behind it are added, as in 'Llama-3-8B --seq-length 4096'. Give it to see your own bubble; stages are "
+                "equal without it.",
             ),
             _shared("layers", "Needs --model or a profile of it. plan prints the result in Megatron's letters."),
             _shared("vocabulary-parallel", "Needs --model or a profile of it."),
@@ -90,10 +86,11 @@ def size_flags(command: Command) -> Command:
     return command
 
 
-def specs_of(
+def plans_of(
     schedules: Sequence[str],
-    usual: Sequence[str],
+    default: Sequence[str],
     *,
+    model: str | None,
     pipeline_size: str | None,
     microbatches: str | None,
     layers: str | None,
@@ -101,14 +98,8 @@ def specs_of(
     costs: str | None,
     memory_limit: str | None,
     save_memory: str | None,
-) -> tuple[JobSpec, ...]:
-    """Reads the flags: a job for each schedule.
-
-    Args:
-        schedules: those asked for.
-        usual: those shown where none is asked for, as far as what they need is given.
-
-    The others are the flags as they were given; see :func:`size_flags`.
+) -> JobPlans:
+    """Reads the flags of :func:`size_flags`: a job for each schedule, see :func:`.plans.job_plans`.
 
     Raises:
         PlanError: naming the flag that is wrong.
@@ -124,30 +115,7 @@ def specs_of(
         vocabulary_parallel,
         search_seconds=values.search_seconds(),
     )
-    choices = [values.schedule_choice("--schedule", text) for text in schedules]
-    if not schedules:
-        choices = [values.ScheduleChoice(name, name) for name in usual if name in with_parts(settings.parts)]
-    csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
-    check_parts(
-        [*settings.parts, *["csv"] * any(text is not None for text in csvs)], [choice.name for choice in choices], FLAGS
-    )
-    for text in csvs if d is None or n is None else ():
-        if text is not None:
-            own = from_csv(text)
-            d, n = d or own.ranks, n or own.microbatches
-            if d < 2:
-                raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
-    if d is None:
-        raise PlanError("--pipeline-size is missing: give the number of pipeline ranks, 2 or more")
-    if n is None:
-        raise PlanError("--microbatches is missing: give the number of microbatches in an iteration")
-    most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
-    chunks_too = "" if most is None else f" and {most} chunks in --schedule"
-    check_size(d, n, most, f"--pipeline-size {d} with --microbatches {n}{chunks_too}")
-    return tuple(
-        JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
-        for choice, text in zip(choices, csvs, strict=True)
-    )
+    return job_plans(schedules, default, settings, d, n, model, FLAGS)
 
 
 def plan_of(plans: JobPlans, spec: JobSpec) -> Plan:

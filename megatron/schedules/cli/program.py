@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,8 @@ import click
 
 import megatron.schedules
 from megatron.schedules.cli.ending import emit, run
-from megatron.schedules.cli.options import FLAGS, plan_of, schedule_flag, size_flags, specs_of
-from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.job.plans import JobPlans, under
+from megatron.schedules.cli.options import FLAGS, plan_of, plans_of, schedule_flag, size_flags
+from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import read_recorded
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
@@ -22,13 +23,13 @@ from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
 from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
-from megatron.schedules.report.figures import amount, figures, number, percent, title
+from megatron.schedules.report.figures import amount, figures, number, title
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import integer, size
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import counted, percent
 
 PROGRAM = "megatron-schedules"
 _PAGE = 100  # columns of a text that does not go to a terminal
@@ -93,7 +94,6 @@ def _program(context: click.Context, version: bool) -> None:
 @_gradients
 def _plan(
     schedule: str | None,
-    model: str | None,
     form: str | None,
     output: Path | None,
     width: str | None,
@@ -105,9 +105,8 @@ def _plan(
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     form = _form(form, output, _PLAN_FORMS)
     columns = _drawn_as(form, width, gradients)
-    specs = specs_of([schedule], [], **size)
-    plans = JobPlans(specs, model, FLAGS)
-    plan = plan_of(plans, specs[0])
+    plans = plans_of([schedule], [], **size)
+    plan = plan_of(plans, plans.specs[0])
     if form == "csv":
         emit(plan.to_csv(), output)
     elif form == "json":
@@ -140,7 +139,6 @@ def _plan(
 )
 def _compare(
     schedules: Sequence[str],
-    model: str | None,
     form: str | None,
     output: Path | None,
     device_memory: str | None,
@@ -149,32 +147,30 @@ def _compare(
     """Compare schedules at one size by bubble, memory, and throughput against 1F1B, to choose one."""
     form = _form(form, output, _COMPARE_FORMS)
     room = None if device_memory is None else size("--device-memory", device_memory)
-    specs = specs_of(schedules, NAMES, **sizes)
-    plans = JobPlans(specs, model, FLAGS)
+    plans = plans_of(schedules, NAMES, **sizes)
     if room is not None and not plans.knows_bytes:
-        instead = "".join(
-            f"and {flag} goes before them: leave one of the two out" for flag in plans.instead_of_bytes[:1]
-        )
-        missing = "which is missing" if plans.model is None else instead
-        raise PlanError(f"--device-memory compares the bytes of --model, {missing}")
-    baseline = plan_of(plans, under(specs[0], "1f1b")).iteration_time
+        why = "which is missing"
+        if plans.model is not None:
+            why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
+        raise PlanError(f"--device-memory compares the bytes of --model, {why}")
     rows = []
-    for spec in specs:
-        name = spec.settings.schedule.text
-        try:
-            plan = plan_of(plans, spec)
-        except PlanError as error:
-            rows.append(table.Row(name, str(error)))
-        else:
-            found, held = figures(plan.timeline, _microbatch_bytes(plans)), plans.memory(plan)
-            memory, fits = _held(held, room) if held else ({}, None)
-            rows.append(table.Row(name, found, baseline / found.makespan, memory, fits))
+    for name, found, throughput in plans.compared(partial(plan_of, plans)):
+        if isinstance(found, str):
+            rows.append(table.Row(name, found))
+            continue
+        row = table.Row(name, figures(found.timeline, _microbatch_bytes(plans)), throughput)
+        if room is not None:
+            worst = max(plans.memory(found), key=lambda rank: rank.device)
+            row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
+        rows.append(row)
     if form in ("svg", *PICTURES):
         emit(picture(draw_comparison(rows, _caption(plans)), form), output)
         return
     write = {"text": table.as_text, "markdown": table.as_markdown, "csv": table.as_csv, "json": table.as_json}
     note = f"\n{_counted_for(plans, room)}\n" if form in ("text", "markdown") and plans.knows_bytes else ""
-    without = form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in specs]
+    without = (
+        form == "text" and not schedules and "adaptive" not in [spec.settings.schedule.name for spec in plans.specs]
+    )
     emit(write[form](rows) + note + (_ADAPTIVE if without else ""), output)
 
 
@@ -200,7 +196,6 @@ def _compare(
 def _draw(
     schedules: Sequence[str],
     recorded: Path | None,
-    model: str | None,
     form: str | None,
     output: Path | None,
     width: str | None,
@@ -211,25 +206,15 @@ def _draw(
     form = _form(form, output, _DRAW_FORMS)
     columns = _drawn_as(form, width, gradients)
     if recorded is not None:
-        if given := [name for name, value in {"schedule": schedules, "model": model, **size}.items() if value]:
+        if given := [name for name, value in {"schedule": schedules, **size}.items() if value]:
             flag = f"--{given[0].replace('_', '-')}"
             raise PlanError(f"--recorded brings its own schedule, size and costs: leave out {flag}")
         _emit_drawing(form, of_run(read_recorded(recorded)), output, columns, gradients)
         return
-    specs = specs_of(schedules, ["1f1b", "v-half"], **size)
-    plans = JobPlans(specs, model, FLAGS)
-    timelines = [plan_of(plans, spec).timeline for spec in specs]
+    plans = plans_of(schedules, ["1f1b", "v-half"], **size)
+    timelines = [plan_of(plans, spec).timeline for spec in plans.specs]
     drawing = of_plans(timelines, _caption(plans), _unit(plans), _microbatch_bytes(plans))
     _emit_drawing(form, drawing, output, columns, gradients)
-
-
-def _held(ranks: Sequence[RankMemory], room: float | None) -> tuple[dict[str, float], bool | None]:
-    """Bytes by part on the rank that holds most, of activations alone without a device; and whether they fit."""
-    if room is None:
-        return {"activations": max(rank.activations for rank in ranks)}, None
-    most = max(ranks, key=lambda rank: rank.device)
-    parts = ("weights", "gradients", "optimizer", "activations", "messages")
-    return {part: getattr(most, part) for part in parts} | {"together": most.device}, most.device <= room
 
 
 def _counted_for(plans: JobPlans, room: float | None) -> str:

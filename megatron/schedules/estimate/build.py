@@ -30,6 +30,7 @@ class Build:
         plain: whether torch's own operations stand in for kernels of a GPU, as on a CPU: dropouts keep numbers in place
             of masks, and an RMS norm two tensors in single precision in place of its input.
         samples: of a microbatch.
+        context: context-parallel ranks, which share the tokens of a sample.
         number, residual: bytes of one number of activations, and of one that goes from layer to layer.
     """
 
@@ -52,8 +53,14 @@ class Build:
     fused_loss: bool = False
     plain: bool = False
     samples: int = 1
+    context: int = 1
     number: int = 2
     residual: int = 2
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch on one rank."""
+        return self.samples * self.shape.sequence / self.context
 
     @property
     def queries(self) -> int:

@@ -135,14 +135,19 @@ class RankMemory(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Bytes of each sort on the device."""
+        return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
+    @property
     def device(self) -> float:
         """All on the device."""
-        return self.static + self.activations + self.messages
+        return sum(self[:-1])
 
     @property
     def largest(self) -> str:
-        """Which part takes most of the device."""
-        return max(self._fields[:-1], key=lambda part: float(getattr(self, part)))
+        """The sort that takes most of the device."""
+        return max(self.parts, key=lambda part: self.parts[part])
 
     @staticmethod
     def static_of(count: Count, numbers: Numbers, messages: float) -> RankMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,24 +15,22 @@ from megatron.schedules.estimate.hardware import GIB, Device
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
     TrainedModel,
-    expert_tensor,
     rank_memory,
     trained_model,
     with_model,
 )
 from megatron.schedules.estimate.models import Model, built
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
 from megatron.schedules.estimate.roofline import Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
-from megatron.schedules.planner.memory_saving import save_memory
-from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.service import make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.schedule.placement import Placement, sequential, zigzag
-from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
 
@@ -40,7 +38,6 @@ from megatron.schedules.search.lower_bound import lower_bound
 RESERVED = 4 * GIB
 # The embedding and the output layer stand in for a layer each.
 _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-Planned = Callable[[Request], Schedule]
 
 
 class Method(NamedTuple):
@@ -161,7 +158,7 @@ class Setting:
     def costs(self) -> Costs:
         """Seconds of half a rank's layers, and what the parts of the model take and keep."""
         roofline = Roofline(self.device)
-        model = loads(self.build, roofline, self.trained.tokens, self.correction)
+        model = loads(self.build, roofline, self.build.tokens, self.correction)
         forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
         # All messages are taken to cross nodes where any does.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
@@ -175,7 +172,7 @@ class Setting:
     @cached_property
     def memory(self) -> ModelMemory:
         """What the parts of the model keep; a whole backward leaves nothing from I to W."""
-        found = model_memory(self.build, self.trained.tokens, self.trained.recompute, shared=self.method.shared)
+        found = model_memory(self.build, self.build.tokens, self.trained.recompute, shared=self.method.shared)
         if self.method.schedule != "1f1b":
             return found
         return replace(found, layers=tuple(layer._replace(weights=0.0) for layer in found.layers))
@@ -189,7 +186,7 @@ class Setting:
     @property
     def wrong(self) -> str:
         """Why there is no such run; empty where there is."""
-        shape, args = self.model.whole.shape, self.model.args
+        shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
         if shape.layers + (0 if self.method.shared else 2) < self.placement.stages:
@@ -198,7 +195,7 @@ class Setting:
             return "GPUs of a node do not divide by the tensor parallel size"
         if shape.heads % self.tensor or (shape.groups or self.tensor) % self.tensor:
             return "heads do not divide by the tensor parallel size"
-        if shape.experts and self.gpus // self.pipeline % (args.expert_model_parallel_size * expert_tensor(self.args)):
+        if shape.experts and self.gpus // self.pipeline % (sizes.expert * sizes.expert_tensor):
             return "the GPUs of a stage do not divide by those of its experts"
         return ""
 
@@ -287,27 +284,22 @@ class Estimate:
         return self.memory <= device.memory and self.host <= device.host_memory
 
 
-def estimate(setting: Setting, planned: Planned = plan, search_seconds: float | None = None) -> Estimate:
-    """Plan the setting's schedule under its costs and read off what it comes to.
+def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
+    """Plans the setting's schedule and reads off its figures.
 
     Raises:
         PlanError: where there is no such plan, such as an adaptive one in less memory than anything runs in.
     """
-    request = request_for(setting, search_seconds)
-    if setting.method.saves_memory:
-        request = save_memory(request)
-    schedule = planned(request)
-    timeline = simulate(schedule, request.costs_on(schedule.placement))
-    seconds = timeline.makespan + after_the_pipeline(setting)
-    messages = [MESSAGES] * setting.pipeline
+    plan = make_plan(request_for(setting, search_seconds))
+    seconds = plan.iteration_time + after_the_pipeline(setting)
     return Estimate(
         setting,
         seconds,
         mfu(setting, seconds),
-        timeline.bubble,
-        rank_memory(setting.trained, schedule, timeline.costs, request, messages),
-        timeline.peak / setting.pipeline,
-        timeline.recomputed,
+        plan.bubble,
+        rank_memory(setting.trained, plan.schedule, plan.costs, plan.request),
+        plan.peak_memory,
+        plan.timeline.recomputed,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +96,7 @@ NAMED_OTHERWISE = {
     "--no-position-embedding": "add_position_embedding",
     "--no-rope-fusion": "apply_rope_fusion",
 }
-_VARIABLE = re.compile(r"\$(?:(?P<name>\w+)|\{(?P<braced>\w+)(?::?-(?P<default>[^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(?P<name>\w+)|\{(?P<braced>\w+)(?::?[-=](?P<default>[^}]*))?\})")
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 
 
@@ -166,13 +165,6 @@ def padded(words: int, args: Any) -> int:
     return -(-words // multiple) * multiple
 
 
-def divisible(words: int, args: Any) -> int:
-    """As many words as stock would have, or the fewest more of which all pipeline ranks have as many."""
-    tensor, ranks = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    multiple = tensor * math.lcm(args.make_vocab_size_divisible_by, ranks)
-    return words if words % (tensor * ranks) == 0 else -(-words // multiple) * multiple
-
-
 def parse(text: str, name: str) -> argparse.Namespace:
     """What Megatron's parser would make of the flags of a model in ``text``; all else is passed over.
 
@@ -198,7 +190,9 @@ def parse(text: str, name: str) -> argparse.Namespace:
         if args.vocab_size is None and args.padded_vocab_size:
             args.vocab_size = args.padded_vocab_size
         if missing := [flag for flag in _NEEDED if getattr(args, attribute(flag)) is None]:
-            raise ValueError(f"it lacks {', '.join(missing)}")
+            raise ValueError(
+                f"it lacks {', '.join(missing)}: add what is missing behind the name, as in '{name} {missing[0]} N'"
+            )
         shape(args, padded(args.vocab_size, args))
         return args
     except ValueError as error:
@@ -208,14 +202,16 @@ def parse(text: str, name: str) -> argparse.Namespace:
 def _put_in(words: Sequence[str]) -> list[str]:
     """``words`` of a script: arrays without their parentheses, variables with their last value, or its default."""
     values: dict[str, str] = {}
-    found = []
+    found: list[str] = []
     for word in words:
         word = re.sub(r"^\w+\+?=\(", "", word)  # the first of an array
         word = word[:-1] if word.count(")") > word.count("(") else word
+        is_variable = _VARIABLE.fullmatch(word)
         word = _VARIABLE.sub(lambda each: values.get(each["name"] or each["braced"], each["default"] or each[0]), word)
-        if set_here := re.fullmatch(r"(\w+)=(.*)", word):
+        if set_here := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
             values[set_here[1]] = set_here[2]
-        found.append(word)
+        else:
+            found += word.split() if is_variable else [word]
     return found
 
 

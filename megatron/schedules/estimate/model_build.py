@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.estimate.times import loads
@@ -43,7 +44,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         head,
         tensor=args.tensor_model_parallel_size,
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
-        expert_tensor=expert_tensor(args),
+        expert_tensor=sizes_of(args).expert_tensor,
         experts=args.num_experts or 0,
         biases=args.add_bias_linear,
         attention_biases=args.add_qkv_bias,
@@ -57,7 +58,8 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         plain=args.distributed_backend == "gloo",
-        samples=args.micro_batch_size,
+        samples=args.micro_batch_size or 1,
+        context=args.context_parallel_size,
         number=number,
         residual=4 if args.fp32_residual_connection else number,
     )
@@ -89,28 +91,26 @@ class TrainedModel:
         build: how Megatron builds it.
         numbers: bytes of each parameter.
         recompute: Megatron's own.
-        tokens: of a microbatch on one rank.
         stand_in: whether the embedding and the output layer count as a layer each where layers are spread evenly.
     """
 
     build: Build
     numbers: Numbers
     recompute: Recompute
-    tokens: float
     stand_in: tuple[bool, bool] = (False, False)
 
     @property
     def message_bytes(self) -> float:
         """One microbatch's hidden states on one rank."""
         build = self.build
-        return self.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
+        return build.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
 
 
 def trained_model(args: Any, build: Build) -> TrainedModel:
     """``build`` as Megatron's ``args``, parsed but not validated, train it."""
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
-    each = replace(numbers(args), shared_by=_shared_by(args))
-    return TrainedModel(build, each, stock_recompute(args).kept, tokens(args), stand_in)
+    each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
+    return TrainedModel(build, each, stock_recompute(args).kept, stand_in)
 
 
 def with_model(
@@ -134,7 +134,7 @@ def with_model(
     """
     build = model.build
     numbers = model.numbers if placed else None
-    kept = model_memory(build, model.tokens, model.recompute, shared=shared, numbers=numbers)
+    kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
     again = recomputed_share(model.recompute, layer_work(build, experts=any(build.where)), build.shape.layers / stages)
     return replace(
@@ -149,7 +149,11 @@ def with_model(
 
 
 def rank_memory(
-    model: TrainedModel, schedule: Schedule, on_stages: StageCosts, request: Request, messages: Sequence[float]
+    model: TrainedModel,
+    schedule: Schedule,
+    on_stages: StageCosts,
+    request: Request,
+    messages: Sequence[float] | None = None,
 ) -> tuple[RankMemory, ...]:
     """What each rank of ``schedule`` holds.
 
@@ -157,13 +161,13 @@ def rank_memory(
         model: what is trained.
         schedule, on_stages: the plan, and what it was made for on its placement.
         request: of the plan; its costs have the model's memory.
-        messages: how many each rank holds at most.
+        messages: how many each rank holds at most; without it as many as most plans need.
     """
     costs, placement = request.costs, schedule.placement
     counts = request.layers_on(placement)
     assert costs.memory is not None and counts is not None, "the model is known"
     sizes = parameters(model.build).by_stage(counts, placement.rank_of, costs.shared_vocabulary)
-    waiting = [model.message_bytes * count for count in messages]
+    waiting = [model.message_bytes * count for count in messages or [MESSAGES] * schedule.ranks]
     return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
 
 
@@ -193,20 +197,10 @@ def number_bytes(args: Any) -> int:
     return 2 if args.bf16 or args.fp16 else 4
 
 
-def expert_tensor(args: Any) -> int:
-    """Tensor-parallel ranks of an expert."""
-    return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-
-
 def numbers(args: Any) -> Numbers:
     """Bytes that each parameter takes, of an optimizer that is not shared."""
     weight = float(number_bytes(args))
     return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
-
-
-def tokens(args: Any) -> float:
-    """Of a microbatch on one rank."""
-    return float(args.micro_batch_size * args.seq_length / args.context_parallel_size)
 
 
 def _gradient(args: Any) -> float:
@@ -224,15 +218,6 @@ def _state(args: Any, half: bool) -> float:
         copy = 2.0 if half else 0.0
         return copy + _BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]
     return (4.0 if half else 0.0) + 4.0 * _MOMENTS.get(args.optimizer, 2)
-
-
-def _shared_by(args: Any) -> tuple[int, int]:
-    if not args.use_distributed_optimizer:
-        return 1, 1
-    across = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    experts = expert_tensor(args) * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    instances = args.num_distributed_optimizer_instances
-    return max(1, args.world_size // across // instances), max(1, args.world_size // experts // instances)
 
 
 def _on_host(args: Any) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.model_build import as_built
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.work import layer_work, output_layer
 from megatron.schedules.utils.errors import PlanError
@@ -82,7 +83,7 @@ def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
     """The build of a model's ``args``; with ``shared`` its vocabulary divides by the pipeline ranks too."""
     words = megatron_flags.padded(args.vocab_size, args)
     if shared:
-        words = megatron_flags.divisible(words, args)
+        words = sizes_of(args).divisible(words, args.make_vocab_size_divisible_by)
     return as_built(args, megatron_flags.shape(args, words))
 
 
@@ -124,15 +125,23 @@ MODELS = {
 def find_model(model: str) -> Model:
     """The model of that name, or of that file of flags.
 
+    Args:
+        model: a name or a path. Flags behind it are added, as in ``Llama-3-8B --seq-length 4096``.
+
     Raises:
         PlanError: where there is none, or its flags describe none.
     """
-    if model in MODELS:
-        return MODELS[model]
-    if not os.path.exists(model):  # Path.exists would raise for a name that is too long
-        close = difflib.get_close_matches(model, MODELS, n=1, cutoff=0.4)
+    name, dashes, more = model.partition(" --")
+    if name in MODELS and not more:
+        return MODELS[name]
+    if name in MODELS:
+        flags = MODELS[name].flags
+    elif os.path.exists(name):  # Path.exists would raise for a name that is too long
+        flags = read_text(Path(name), "model")
+    else:
+        close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
-        raise PlanError(f"{model!r} is neither a model known by name nor a file: {hint}", "model")
-    found = Model(model, read_text(Path(model), "model"))
+        raise PlanError(f"{name!r} is neither a model known by name nor a file: {hint}", "model")
+    found = Model(name, f"{flags}\n{dashes}{more}")
     _ = found.args  # refused here rather than where it is used
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 from megatron.schedules.estimate.hardware import Device
-from megatron.schedules.estimate.model_build import tokens
 from megatron.schedules.estimate.models import Model, built, gpt
 from megatron.schedules.estimate.times import PassTimes, layer_times
 from megatron.schedules.measure.profile_facts import Profile
@@ -83,5 +82,5 @@ def corrections(profile: Profile, device: Device, model: Model) -> PassTimes:
         sequence_parallel=tensor > 1,
     )
     build = built(args)
-    assumed = layer_times(build, Roofline(device), tokens(args), experts=any(build.where))
+    assumed = layer_times(build, Roofline(device), build.tokens, experts=any(build.where))
     return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.dry_run_advice import advice
 from megatron.schedules.integration.flags.check import PlannedJob
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -12,7 +13,7 @@ from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
@@ -57,7 +58,7 @@ def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
     kernel = "in one kernel" if found.fused else "with its scores kept"
     lines = [
-        f"activations as layers of {spec.stock['transformer_impl']} keep them, attention {kernel}",
+        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}",
         f"layers by stage: {as_layout(found.counts, spec.layers.ahead)}",
         as_text(ranks).rstrip(),
     ]
@@ -69,6 +70,4 @@ def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
 def _rank(found: Estimate, planner: Planner, rank: int) -> Rank:
     each = found.ranks[rank]
     layers = tuple(found.counts[stage] for stage in planner.placement.stages_of(rank))
-    return Rank(
-        layers, each.weights, each.gradients, each.optimizer, each.activations, each.messages, each.device, each.host
-    )
+    return Rank(layers, each.parts, each.host)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.schedules.integration.flags.check import planned_job, validate
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
 from megatron.schedules.job.spec import JobSpec, StockRecompute
-from megatron.schedules.job.values import MemoryLimit, MemorySaving, ScheduleChoice
+from megatron.schedules.job.values import MemoryLimit, MemorySaving
 from megatron.schedules.utils.errors import PlanError
 
 _MOST = 3
@@ -97,32 +97,25 @@ def _candidates(spec: JobSpec, found: Estimate, room: float) -> Iterator[tuple[s
         yield "--pipeline-vocabulary-parallel", replace(spec, settings=replace(settings, vocabulary_parallel=True))
     for name in ("v-half", "v-min"):
         if settings.schedule.name != name:
-            yield f"--pipeline-schedule {name}", _under(spec, name)
+            yield f"--pipeline-schedule {name}", spec.under(name)
     limit = _limit(spec, found, room)
     adaptive = {"memory_limit": MemoryLimit(f"{limit or 1:.2f}", limit or 1), "search_seconds": _SEARCH_SECONDS}
     flags = f"--pipeline-schedule adaptive --pipeline-memory-limit {limit or 1:.2f}"
     if limit is not None:
-        yield flags, _under(spec, "adaptive", **adaptive)
+        yield flags, spec.under("adaptive", **adaptive)
     if spec.recompute.granularity is None and not settings.saving.recompute:
         full = StockRecompute("full", "uniform", 1)
         written = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         yield written, replace(spec, recompute=full)
     if limit is not None and spec.recompute.granularity != "full":
-        recompute = _under(spec, "adaptive", saving=MemorySaving(recompute=True), **adaptive)
+        recompute = spec.under("adaptive", saving=MemorySaving(recompute=True), **adaptive)
         yield f"{flags} --pipeline-save-memory recompute", recompute
-
-
-def _under(spec: JobSpec, name: str, **settings: Any) -> JobSpec:
-    """The job under another schedule, without what the one it has was given."""
-    plain: dict[str, Any] = {"memory_limit": None, "saving": MemorySaving()}
-    changed = replace(spec.settings, schedule=ScheduleChoice(name, name), **(plain | settings))
-    return replace(spec, settings=changed, csv=None)
 
 
 def _limit(spec: JobSpec, found: Estimate, room: float) -> float | None:
     """What is left of the room, as a part of 1F1B's activation memory, rounded down; None where nothing is."""
     worst = found.ranks[found.worst]
-    held = _held(_under(spec, "1f1b"))
+    held = _held(spec.under("1f1b"))
     left = room - worst.static - worst.messages
     if held is None or left <= 0:
         return None

@@ -81,7 +81,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
-    placed = None if settings.layers == "even" else job.request.decisions.layers
+    placed = job.request.decisions.layers if settings.places_layers else None
     if placed is not None:  # as if the user had written it
         args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)

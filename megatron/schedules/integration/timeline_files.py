@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron.schedules.measure.recorded_run import Recorded
 from megatron.schedules.report.drawing import write_run
-from megatron.schedules.report.figures import percent
 from megatron.schedules.utils.errors import one_line
+from megatron.schedules.utils.printable import percent
 
 
 def saved_timeline(recorded: Recorded, folder: Path) -> str:

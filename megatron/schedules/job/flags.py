@@ -20,9 +20,9 @@ SHARED = {
     ),
     "memory-limit": (
         "X|GIB|auto",
-        "For auto and adaptive: the most activation memory a rank may hold, as a fraction of 1F1B's, such as 0.5, or "
-        "in GiB, such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your GPUs have "
-        "left.",
+        "For auto and adaptive: the most activation memory that a rank may hold. A fraction of 1F1B's, such as 0.5 or "
+        "50%, or a size such as 20GiB. 1F1B holds as many microbatches as there are pipeline ranks. Give what your "
+        "GPUs have left.",
     ),
     "costs": (
         "F,I,W[,LATENCY]|FILE.json",
@@ -33,7 +33,7 @@ SHARED = {
     "layers": (
         "even|auto|N,N,...",
         "Decoder layers of each stage. even: all stages alike. auto: the layer partition with the shortest iteration. "
-        "N,N,...: the number for each stage, in model order.",
+        "N,N,...: the number for each stage, in model order. Without the flag even, but auto for the schedule auto.",
     ),
     "save-memory": (
         "none|recompute|offload[=GB/S]|both[=GB/S]",

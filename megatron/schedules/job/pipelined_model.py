@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.model_build import MESSAGES, rank_memory, trained_model, with_model
+from megatron.schedules.estimate.model_build import rank_memory, trained_model, with_model
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.measure.profile_facts import Profile
@@ -48,8 +48,7 @@ class PipelinedModel:
 
     def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
         """What each rank holds in ``plan``, made for costs of :meth:`costs`."""
-        schedule = plan.schedule
-        return rank_memory(self._model, schedule, plan.costs, plan.request, [MESSAGES] * schedule.ranks)
+        return rank_memory(self._model, plan.schedule, plan.costs, plan.request)
 
     def __str__(self) -> str:
         """What the bytes are counted for."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.pipelined_model import PipelinedModel
+from megatron.schedules.job.settings import Settings
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
-from megatron.schedules.planner.registry import AUTO, Request, stages
+from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.progress import Progress, unheard
 
 
@@ -37,6 +42,54 @@ class _Measured(NamedTuple):
     custom: CustomCosts | None = None
 
 
+def job_plans(
+    schedules: Sequence[str],
+    default: Sequence[str],
+    settings: Settings,
+    pipeline_size: int | None,
+    microbatches: int | None,
+    model: str | None,
+    flags: Mapping[str, str],
+) -> JobPlans:
+    """Describes a job for each schedule.
+
+    Args:
+        schedules: as the user writes them; the first CSV says the sizes that are None.
+        default: names of those taken where the user names none, as far as what they need is given.
+        settings: of all jobs, but for their schedule.
+        pipeline_size, microbatches: d and n.
+        model, flags: see :class:`JobPlans`.
+
+    Raises:
+        PlanError: naming the flag that is wrong.
+    """
+    choices = [values.schedule_choice(flags["schedule"], text) for text in schedules]
+    if not schedules:
+        choices = [values.ScheduleChoice(name, name) for name in default if name in with_parts(settings.parts)]
+    csvs = [None if choice.file is None else read_text(choice.file, "csv") for choice in choices]
+    given = [*settings.parts, *["csv"] * any(text is not None for text in csvs)]
+    check_parts(given, [choice.name for choice in choices], flags)
+    d, n = pipeline_size, microbatches
+    for text in csvs if d is None or n is None else ():
+        if text is not None:
+            own = from_csv(text)
+            d, n = d or own.ranks, n or own.microbatches
+            if d < 2:
+                raise PlanError("the CSV has one row, and a pipeline has 2 ranks or more", "csv")
+    if d is None:
+        raise PlanError(f"{flags['ranks']} is missing: give the number of pipeline ranks, 2 or more")
+    if n is None:
+        raise PlanError(f"{flags['microbatches']} is missing: give the number of microbatches in an iteration")
+    most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
+    chunks_too = "" if most is None else f" and {most} chunks in {flags['schedule']}"
+    check_size(d, n, most, f"{flags['ranks']} {d} with {flags['microbatches']} {n}{chunks_too}")
+    specs = [
+        JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
+        for choice, text in zip(choices, csvs, strict=True)
+    ]
+    return JobPlans(specs, model, flags)
+
+
 class JobPlans:
     """Jobs that differ in their schedule alone, and their plans.
 
@@ -50,7 +103,7 @@ class JobPlans:
     """
 
     def __init__(self, specs: Sequence[JobSpec], model: str | None, flags: Mapping[str, str]) -> None:
-        settings, self._flags = specs[0].settings, flags
+        settings, self._flags, self.specs = specs[0].settings, flags, tuple(specs)
         self.ranks, self.microbatches = specs[0].sizes.pipeline, specs[0].microbatches or 1
         self._settings, self._limit = settings, settings.memory_limit
         shared = settings.vocabulary_parallel
@@ -59,7 +112,7 @@ class JobPlans:
         self.is_measured = self._measured.profile is not None
         known = self._measured.costs.model is not None or self.model is not None
         for part, is_given, what in (
-            ("layers", settings.layers != "even", "a layer"),
+            ("layers", settings.places_layers, "a layer"),
             ("shared_vocabulary", settings.vocabulary_parallel, "its output layer"),
         ):
             if is_given and not known:
@@ -70,7 +123,7 @@ class JobPlans:
         custom = self._measured.custom
         # Shares of memory that are given go before the model's bytes.
         self.instead_of_bytes = [] if custom is None else [f"{flags['costs']} $.{name}" for name in custom.of_memory]
-        self.costs = self._costs(self.ranks)
+        self.costs = self._costs(self.ranks, placed=False)
         if self._limit is not None and self._limit.is_measured:
             raise PlanError(
                 f"{flags['memory_limit']} {self._limit.text} is for training, which measures it: give 0.5 or 20GiB"
@@ -90,13 +143,11 @@ class JobPlans:
             self.microbatches,
             csv=spec.csv,
             decisions=Decisions(layers=settings.layers if isinstance(settings.layers, tuple) else None),
-            partition=settings.layers == "auto",
+            partition=settings.searches_layers(known=self.costs.model is not None),
         )
-        if choice.name == AUTO and self.costs.model is not None and settings.layers == "even":
-            asked = replace(asked, partition=True)
         if choice.name not in ("adaptive", AUTO):
             asked = asked if choice.chunks is None else replace(asked, chunks=choice.chunks)
-            return replace(asked, costs=self._costs(stages(asked)))
+            return replace(asked, costs=self._costs(stages(asked), placed=asked.partition))
         asked = replace(
             asked,
             chunk_choices=chunk_choices(choice.chunks or max(asked.chunk_choices)),
@@ -104,11 +155,28 @@ class JobPlans:
             recompute=settings.saving.recompute,
             offload=settings.saving.offload,
         )
-        return self._limited(replace(asked, costs=self._costs(stages(asked))))
+        return self._limited(replace(asked, costs=self._costs(stages(asked), placed=asked.partition)))
 
     def plan(self, spec: JobSpec, progress: Progress = unheard) -> Plan:
         """The plan for ``spec``."""
         return make_plan(self.request(spec), progress)
+
+    def compared(self, plan: Callable[[JobSpec], Plan] | None = None) -> Iterator[tuple[str, Plan | str, float | None]]:
+        """Yields each schedule's name, its plan or why it has none, and its throughput over 1F1B's.
+
+        Args:
+            plan: makes one plan, :meth:`plan` or what also shows progress.
+        """
+        plan = plan or self.plan
+        baseline = plan(self.specs[0].under("1f1b")).iteration_time
+        for spec in self.specs:
+            name = spec.settings.schedule.text
+            try:
+                found = plan(spec)
+            except PlanError as error:
+                yield name, str(error), None
+            else:
+                yield name, found, baseline / found.iteration_time
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """What each rank holds in ``plan``; nothing where that is not known in bytes."""
@@ -128,11 +196,11 @@ class JobPlans:
             return with_memory_limit(self._flags["memory_limit"], self._limit, asked, message)
         return replace(asked, memory_limit=size / (held * self.ranks))
 
-    def _costs(self, number: int) -> Costs:
-        """What a plan of so many stages is made for."""
+    def _costs(self, number: int, *, placed: bool) -> Costs:
+        """What a plan of so many stages is made for; ``placed`` where the planner places the layers."""
         found, profile, custom = self._measured
         if self.model is not None:
-            found = self.model.costs(found, number, profile, placed=self._settings.layers == "auto")
+            found = self.model.costs(found, number, profile, placed=placed)
         found = replace(found, shared_vocabulary=self._settings.vocabulary_parallel)
         if self.instead_of_bytes:
             found = replace(found, memory=None)
@@ -180,11 +248,3 @@ class JobPlans:
                 f"{found.facts.layers}"
             )
         return _Measured(found.costs(self.ranks), profile=found)
-
-
-def under(spec: JobSpec, name: str) -> JobSpec:
-    """``spec`` under another schedule, without what that does not have."""
-    settings = replace(
-        spec.settings, schedule=values.ScheduleChoice(name, name), memory_limit=None, saving=values.MemorySaving()
-    )
-    return replace(spec, settings=settings, csv=None)

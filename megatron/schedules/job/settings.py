@@ -13,6 +13,7 @@ from megatron.schedules.job.values import (
     MemorySaving,
     ScheduleChoice,
 )
+from megatron.schedules.planner.registry import AUTO
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Settings:
     schedule: ScheduleChoice
     memory_limit: MemoryLimit | None = None
     costs: CostsChoice | None = None
-    layers: Layers = "even"
+    layers: Layers | None = None
     saving: MemorySaving = field(default_factory=MemorySaving)
     vocabulary_parallel: bool = False
     plan_lengths: bool = False
@@ -38,6 +39,15 @@ class Settings:
     dry_run: DryRun | None = None
     search_seconds: float | None = None
     stall_seconds: float = 120.0
+
+    @property
+    def places_layers(self) -> bool:
+        """Whether the flag, not Megatron's own flags, says where layers are."""
+        return self.layers not in (None, "even")
+
+    def searches_layers(self, *, known: bool) -> bool:
+        """Whether the planner searches the layer partition: ``auto`` does, of a ``known`` model, without the flag."""
+        return self.layers == "auto" or (self.layers is None and self.schedule.name == AUTO and known)
 
     @property
     def measures_limit(self) -> bool:

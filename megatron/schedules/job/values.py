@@ -16,9 +16,10 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 from megatron.schedules.planner.registry import own_chunks
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive
+from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive, size
 
-_UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
+# Of 1F1B's memory: no schedule needs more than some twice of it; a larger number is a percentage or a size.
+_MOST_OF_1F1B = 10.0
 _MOST_CHUNKS, _MOST_GPUS, _MOST_LAYERS = 1000, 10_000_000, 10_000
 # Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
 _STALL_SECONDS = 120.0
@@ -138,15 +139,20 @@ def schedule_choice(flag: str, text: str) -> ScheduleChoice:
 
 
 def memory_limit(flag: str, text: str | None) -> MemoryLimit | None:
-    """Reads a fraction, a size in GiB, or ``auto``."""
+    """Reads a fraction, a percentage, a size in GiB, or ``auto``."""
     if text is None:
         return None
     if text.lower() == "auto":
         return MemoryLimit(text)
-    in_gib = text.lower().endswith("gib")
-    value = decimal(text[:-3]) * 2.0**30 if in_gib else decimal(text)
+    in_gib, in_percent = text.lower().endswith("gib"), text.endswith("%")
+    value = decimal(text[:-3]) * 2.0**30 if in_gib else decimal(text[:-1]) / 100 if in_percent else decimal(text)
     if not 0 < value < math.inf:
         raise PlanError(f"{flag} {text!r} is neither a fraction such as 0.5 nor such as 20GiB, nor auto")
+    if not in_gib and value > _MOST_OF_1F1B:
+        raise PlanError(
+            f"{flag} {text} is {value:g} times 1F1B's activation memory, and no schedule needs more than some twice: "
+            "give a fraction such as 0.5, a percentage such as 50% or a size such as 20GiB"
+        )
     return MemoryLimit(text, size=value) if in_gib else MemoryLimit(text, fraction=value)
 
 
@@ -162,9 +168,11 @@ def costs_choice(flag: str, text: str | None) -> CostsChoice | None:
         raise PlanError(f"{flag}: {error}; or name a FILE.json") from None
 
 
-def layers_choice(flag: str, text: str | None) -> Layers:
-    """Reads ``even``, ``auto`` or ``N,N,...``; even without the flag."""
-    if text in (None, "even"):
+def layers_choice(flag: str, text: str | None) -> Layers | None:
+    """Reads ``even``, ``auto`` or ``N,N,...``."""
+    if text is None:
+        return None
+    if text == "even":
         return "even"
     if text == "auto":
         return "auto"
@@ -216,16 +224,12 @@ def dry_run(flag: str, text: str | None) -> DryRun | None:
     """Reads ``[GPUS][xSIZE]``, such as 64, 64x80GiB, x80GiB or nothing."""
     if text is None:
         return None
-    gpus, times, size = text.partition("x")
+    gpus, times, memory = text.partition("x")
     what = "the number of GPUs that the job would have"
     count = integer(flag, gpus, 1, what, _MOST_GPUS) if gpus else None
     if not times:
         return DryRun(count)
-    unit = next((unit for unit in _UNITS if size.lower().endswith(unit)), None)
-    if unit is None:
-        raise PlanError(f"{flag} {text!r} has no unit after x: write the memory of a GPU such as x80GiB")
-    each = positive(flag, size[: -len(unit)].strip(), "a size such as x80GiB")
-    return DryRun(count, None if each is None else each * _UNITS[unit])
+    return DryRun(count, size(f"{flag} {gpus}x", memory))
 
 
 def search_seconds() -> float | None:

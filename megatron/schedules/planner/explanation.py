@@ -8,54 +8,63 @@ from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.search.list_scheduling import EPSILON
+from megatron.schedules.utils.printable import counted, percent
+
+# Iteration times that differ by less are called equal; what a flag gains is said from here on.
+_SAME, _WORTH = 5e-4, 0.01
 
 
-def explanation(timeline: Timeline, request: Request, asked: Request) -> str:
-    """What was chosen, the memory and the time that it takes, and those of 1F1B and of the best schedule by name.
+def explanation(timeline: Timeline, request: Request, asked: Request, vocabulary_gain: float | None = None) -> str:
+    """Says what was chosen, its memory and its time, beside 1F1B and the best schedule by name.
 
     Args:
         timeline: the plan.
-        request: what it answers, its decisions settled.
+        request: what the plan answers, its decisions settled.
         asked: the same before anything was searched: schedules by name are planned for its layers.
+        vocabulary_gain: part of the iteration time that vocabulary parallelism would save; None where not known.
     """
     limit, ranks = request.memory_limit, request.ranks
     named = named_within(replace(asked, memory_limit=None))
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
-    used = f"{_percent(timeline.limit / ranks)} of 1F1B's"
+    used = f"{percent(timeline.limit / ranks, 1)} of 1F1B's"
     lines = [
         f"Schedule: {_chosen(timeline, request)}.",
-        f"Activation memory: {used}{'' if limit is None else f', within the limit of {_percent(limit)}'}.",
-        f"Bubble: {_percent(timeline.bubble)}{said}.",
+        f"Activation memory: {used}{'' if limit is None else f', within the limit of {percent(limit, 1)}'}.",
+        f"Bubble: {percent(timeline.bubble, 1)}{said}.",
     ]
-    if limit is None:
-        return "\n".join(lines)
-    fitting = [line for line in named if line.limit <= limit * ranks + EPSILON]
-    if not fitting:
-        return "\n".join([*lines, "No schedule by name fits within the limit."])
-    best = min(fitting, key=lambda line: line.makespan)
-    lines.append(
-        f"The shortest schedule by name within the limit is {best.schedule.name}, with a bubble of "
-        f"{_percent(best.bubble)}; this one is {_compared(timeline, best)} it."
-    )
+    if limit is not None:
+        fitting = [line for line in named if line.limit <= limit * ranks + EPSILON]
+        lines.append(_beside_named(timeline, fitting))
+    if vocabulary_gain is not None and vocabulary_gain >= _WORTH:
+        lines.append(
+            "Not chosen, as it changes the rounding of results: vocabulary parallelism would make the iteration some "
+            f"{percent(vocabulary_gain, 0)} shorter (flag vocabulary-parallel)."
+        )
     return "\n".join(lines)
 
 
+def _beside_named(timeline: Timeline, fitting: list[Timeline]) -> str:
+    if not fitting:
+        return "No schedule by name fits within the limit."
+    best = min(fitting, key=lambda line: line.makespan)
+    return (
+        f"The shortest schedule by name within the limit is {best.schedule.name}, with a bubble of "
+        f"{percent(best.bubble, 1)}; this one is {_compared(timeline, best)} it."
+    )
+
+
 def _chosen(timeline: Timeline, request: Request) -> str:
-    placement, decisions = timeline.schedule.placement, request.decisions
-    said = [f"{timeline.schedule.name} with {placement.chunks} chunk{'s' * (placement.chunks > 1)} a rank"]
+    decisions = request.decisions
+    said = [f"{timeline.schedule.name} with {counted(timeline.schedule.placement.chunks, 'chunk')} a rank"]
     if decisions.layers is not None:
         said.append(f"layers by stage {','.join(map(str, decisions.layers))}")
-    said += [f"{_percent(share)} of the layers {name}" for name, share in decisions.mean_savings.items()]
+    said += [f"{percent(share, 1)} of the layers {name}" for name, share in decisions.mean_savings.items()]
     return ", ".join(said)
 
 
 def _compared(timeline: Timeline, other: Timeline) -> str:
     change = timeline.makespan / other.makespan - 1
-    if abs(change) < 5e-4:
+    if abs(change) < _SAME:
         return "as long as"
-    return f"{_percent(abs(change))} {'shorter' if change < 0 else 'longer'} than"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{percent(abs(change), 1)} {'shorter' if change < 0 else 'longer'} than"

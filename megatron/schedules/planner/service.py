@@ -1,9 +1,9 @@
-"""The one way from a request to a plan: layer partition, then recompute and offload, then the schedule.
+"""Plans a request: first the layer partition, then recompute and offload, then the schedule.
 
-``auto`` is the shortest plan of all within the memory limit: what ``adaptive`` finds with everything searched that the
-request leaves open, or a schedule by name where that is shorter.
+``auto`` takes the shortest plan within the memory limit: ``adaptive`` with everything searched that the request leaves
+open, or a schedule by name where that is shorter.
 
-What takes long is found once only for an equal request, see :mod:`.plan_cache`.
+Searches are cached on disk, see :mod:`.plan_cache`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
+from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# In seconds of a usual core: what all searches of auto take together, about, and the least that each of them has.
-_AUTO_SECONDS, _LEAST_SECONDS = 40.0, 2.0
-# Of 1F1B's activation memory: as much as auto searches for.
+# Seconds of a usual core: for all searches of auto together, for each at least, and for a layer partition on one
+# placement besides whole searches.
+_AUTO_SECONDS, _LEAST_SECONDS, _PARTITION_SECONDS = 40.0, 2.0, 10.0
+# The most memory that auto searches with, as a fraction of 1F1B's. With more, searches take longer and gain nothing.
 _ENOUGH = 1.0
-# What a layer partition takes on each placement beside whole searches, in the same unit.
-_PARTITION_SECONDS = 10.0
-# Plans whose times differ by less are as long as one another.
+# Iteration times that differ by less are equal.
 _ROUNDING = 1e-9
+# Vocabulary parallelism is tried where ranks idle for this share of the time, and ranks x microbatches are no more.
+_LEAST_IDLE, _MOST_TRIED = 0.02, 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a request.
+    """A schedule, and the request that it answers.
 
     Args:
         asked: the request as it was made.
-        request: the same with all that was to be searched settled.
+        request: the same with its layer partition, recompute and offload settled.
         schedule: the order of the passes.
     """
 
@@ -52,22 +54,47 @@ class Plan:
 
     @property
     def explanation(self) -> str:
-        """What was chosen, what it holds and how long it is beside others: a few lines."""
-        return explanation(self.timeline, self.request, self.asked)
+        """Schedule, memory and iteration time beside those of schedules by name: a few lines."""
+        return explanation(self.timeline, self.request, self.asked, self.vocabulary_gain)
+
+    @cached_property
+    def vocabulary_gain(self) -> float | None:
+        """Part of the iteration time that vocabulary parallelism would save, by a quick plan; None where not known."""
+        request, costs = self.asked, self.asked.costs
+        passes = request.ranks * request.microbatches
+        if costs.model is None or costs.shared_vocabulary or self.bubble < _LEAST_IDLE or passes > _MOST_TRIED:
+            return None
+        layers, ranks = len(costs.model.layers), request.ranks
+        shared = replace(
+            request,
+            schedule="adaptive",
+            # Without the output layer even layers are as good as a searched partition, where they divide.
+            chunk_choices=tuple(c for c in request.chunk_choices if layers % (c * ranks) == 0) or (1,),
+            costs=replace(costs, shared_vocabulary=True, memory=None),
+            memory_limit=self.request.memory_limit,
+            search_seconds=_LEAST_SECONDS,
+            partition=False,
+            recompute=False,
+            offload=False,
+        )
+        try:
+            return 1 - make_plan(shared).iteration_time / self.iteration_time
+        except PlanError:  # it does not go with the model, or the limit is too small for a plan that saves no memory
+            return None
 
     @property
     def decisions(self) -> Decisions:
-        """What is settled about the stages."""
+        """Layers, recompute and offload of each stage."""
         return self.request.decisions
 
     @cached_property
     def costs(self) -> StageCosts:
-        """What the stages cost, by which the plan was made."""
+        """Costs of each stage that the plan was made for."""
         return self.request.costs_on(self.schedule.placement)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each pass starts and ends."""
+        """Start and end of each pass."""
         return simulate(self.schedule, self.costs)
 
     @property
@@ -77,7 +104,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The part of the iteration time in which an average rank computes nothing."""
+        """Part of the iteration time in which an average rank is idle."""
         return self.timeline.bubble
 
     @property
@@ -95,24 +122,24 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float | None:
-        """No schedule within the memory limit has a shorter iteration; None where there was no limit."""
+        """Shortest iteration time that is possible within the memory limit; None where there is no limit."""
         return bound(self.request) if self.request.schedule == "adaptive" else None
 
     def to_csv(self) -> str:
-        """The order of the passes, a row for each rank, as torch.distributed.pipelining reads it."""
+        """The order of the passes, one row a rank, as torch.distributed.pipelining reads it."""
         return to_csv(self.schedule)
 
     def to_json(self) -> str:
-        """All that the plan's times, memory and bubble follow from, see docs/plan-json.md."""
+        """The plan with its costs and figures, see docs/plan-json.md."""
         return to_text(PlanForm.of(self.timeline, self.asked, self.request, self.lower_bound)) + "\n"
 
 
 def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
-    """The plan for ``asked``.
+    """Plans ``asked``.
 
     Args:
-        asked: what is asked for.
-        progress: hears how far the planning is, whatever it consists of.
+        asked: the request.
+        progress: told how far the planning is.
 
     Raises:
         PlanError: in one line, what is wrong with the request or why there is no such plan.
@@ -130,9 +157,8 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
 
 
 def _shortest(asked: Request, progress: Progress) -> Plan:
-    """What is searched for, or a schedule by name within the same memory that is shorter."""
+    """Plans ``auto``: by searching, or by a schedule by name within the same memory that is shorter."""
     limit = 1.0 if asked.memory_limit is None else asked.memory_limit
-    # Within 1F1B's memory ranks need hardly idle. More of it makes the search longer rather than its plans shorter.
     request = replace(asked, schedule="adaptive", memory_limit=limit)
     request = replace(request, memory_limit=min(limit, max(_ENOUGH, least_limit(request))))
     if asked.search_seconds is None:
@@ -155,19 +181,19 @@ _Search = Callable[[Request, Progress], Request]
 
 
 def _searches(asked: Request, seconds: float) -> list[tuple[_Search, float]]:
-    """What is to be searched before the schedule, in this order, and the seconds that each takes, about.
+    """Lists the searches that come before that of the schedule, with the seconds that each takes, about.
 
     Args:
-        asked: says what.
-        seconds: of one whole search of a schedule.
+        asked: the request.
+        seconds: for one whole search of a schedule.
     """
     found: list[tuple[_Search, float]] = []
     if asked.partition:
         placed = len(asked.chunk_choices) if asked.schedule == "adaptive" else 1
-        # The whole search is made of what was found and of even layers on each placement.
+        # The best partition found and even layers on each placement get a whole search each.
         whole = (1 + placed) * seconds if asked.schedule == "adaptive" else 0.0
         found.append((cached_partition, placed * _PARTITION_SECONDS + whole))
     if asked.recompute or asked.offload:
-        # Each alone, both together and neither are compared where both are allowed.
+        # Where both are allowed, each alone, both and neither are compared.
         found.append((cached_saving, seconds * (8 if asked.recompute and asked.offload else 3)))
     return found

@@ -110,11 +110,6 @@ def title(name: str) -> str:
     return "-".join(part.upper() if len(part) < 3 or part[0].isdigit() else part.capitalize() for part in parts)
 
 
-def percent(share: float, digits: int = 2) -> str:
-    """``0.0943`` as ``9.43 %``."""
-    return f"{100 * share:.{digits}f} %"
-
-
 def number(value: float) -> str:
     """A time or an amount of memory without needless digits: ``3``, ``2.5``, ``1.333``, ``5.77e-09``."""
     return f"{round(value, 3):.10g}" if abs(value) >= 0.1 else f"{value:.3g}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedules.report.figures import percent
 from megatron.schedules.report.idle import Cause, Idle, Phase
 from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.utils.printable import percent
 
 _BAR = 120  # pixels of the longest bar
 _MOST_RANKS = 3  # that a row names

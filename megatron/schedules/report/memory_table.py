@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.report.table import aligned
+from megatron.schedules.report.table import aligned, gib
 
-_GIB = 2.0**30
-_HEADINGS = (
-    ("rank", ""),
-    ("layers", "by chunk"),
-    ("weights", "GiB"),
-    ("gradients", "GiB"),
-    ("optimizer", "GiB"),
-    ("activations", "GiB"),
-    ("messages", "GiB"),
-    ("together", "GiB"),
-    ("on host", "GiB"),
-)
 NOT_COUNTED = (
     "the CUDA context, buffers of NCCL and of kernels, fragmentation, what a pass needs for a moment (such as the "
     "gradient of the logits), and quantised copies: leave some GiB"
@@ -26,45 +14,40 @@ NOT_COUNTED = (
 
 
 class Rank(NamedTuple):
-    """Bytes of one pipeline rank.
+    """One pipeline rank.
 
     Args:
         layers: decoder layers of each of its chunks.
-        weights, gradients, optimizer, activations, messages: on its device, each at most.
-        device: all of these.
-        host: beside them.
+        parts: bytes of each sort on its device, each at most.
+        host: bytes on its host.
     """
 
     layers: tuple[int, ...]
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    messages: float
-    device: float
+    parts: Mapping[str, float]
     host: float
+
+    @property
+    def device(self) -> float:
+        """Bytes on its device."""
+        return sum(self.parts.values())
 
 
 def as_text(ranks: Sequence[Rank]) -> str:
     """A row for each rank."""
+    parts = [(name, "GiB") for name in (*ranks[0].parts, "together", "on host")]
     rows = [
-        [str(rank), "+".join(map(str, found.layers)), *(_gib(value) for value in found[1:])]
+        [str(rank), "+".join(map(str, found.layers)), *map(gib, (*found.parts.values(), found.device, found.host))]
         for rank, found in enumerate(ranks)
     ]
-    return aligned(_HEADINGS, rows)
+    return aligned([("rank", ""), ("layers", "by chunk"), *parts], rows)
 
 
 def verdict(rank: int, found: Rank, room: float) -> str:
-    """Whether the rank that holds most fits, and of what it holds most."""
-    parts = ("weights", "gradients", "optimizer", "activations", "messages")
-    largest = max(parts, key=lambda part: getattr(found, part))
+    """Whether the rank that holds most fits, and which sort takes most of it."""
+    largest = max(found.parts, key=lambda part: found.parts[part])
     fits, apart = found.device <= room, abs(room - found.device)
-    said = f"{_gib(apart)} GiB {'are left' if fits else 'too much'}"
+    said = f"{gib(apart)} GiB {'are left' if fits else 'too much'}"
     return (
-        f"{'fits' if fits else 'does not fit'} {_gib(room)} GiB: rank {rank} holds most, {_gib(found.device)} GiB, "
-        f"{said}; {_gib(getattr(found, largest))} GiB of it are {largest}"
+        f"{'fits' if fits else 'does not fit'} {gib(room)} GiB: rank {rank} holds most, {gib(found.device)} GiB, "
+        f"{said}; {gib(found.parts[largest])} GiB of it are {largest}"
     )
-
-
-def _gib(value: float) -> str:
-    return f"{value / _GIB:.2f}"

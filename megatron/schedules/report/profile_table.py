@@ -6,8 +6,8 @@ import statistics
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured
 from megatron.schedules.measure.recorded_run import Recorded
-from megatron.schedules.report.figures import percent
 from megatron.schedules.schedule.kinds import KINDS, PARTS, Kind, Share
+from megatron.schedules.utils.printable import percent
 
 _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 

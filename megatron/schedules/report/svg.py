@@ -15,7 +15,6 @@ from megatron.schedules.report.figures import (
     figures,
     microbatches,
     number,
-    percent,
     reference_memory,
     ticks,
     title,
@@ -26,7 +25,7 @@ from megatron.schedules.report.markup import markup
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import counted
+from megatron.schedules.utils.printable import counted, percent
 
 _WIDTH = 960
 _LEFT, _RIGHT = 66, 18

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import fill
 
-from megatron.schedules.report.figures import Figures, above_itself, number, percent
+from megatron.schedules.report.figures import Figures, above_itself, number
 from megatron.schedules.utils.errors import one_line
-from megatron.schedules.utils.printable import printable_name
+from megatron.schedules.utils.printable import percent, printable_name
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Row:
         name: the schedule's name.
         result: its figures, or one line saying why it cannot be planned.
         throughput: microbatches a second over those of 1F1B; None where there are no figures.
-        memory: bytes of each part on the rank that holds most; empty where they are not known.
-        fits: whether all of them fit the device; None where nobody asked.
+        memory: bytes of each sort on the rank that holds most, and together; empty unless compared with a device.
+        fits: whether they fit the device; None unless compared with one.
     """
 
     name: str
@@ -46,6 +46,11 @@ _HEADINGS = (
 _PAGE = 78  # columns of a sentence below a table
 _BYTES = ("peak memory", "GiB")
 _RELIEF = (("done again", "of computing"), ("copying", "of the time"))
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, without the unit."""
+    return f"{size / 2**30:.2f}"
 
 
 def as_text(rows: Sequence[Row]) -> str:
@@ -148,12 +153,12 @@ def _cells(row: Row, relief: bool, in_bytes: bool) -> list[str]:
         percent(found.bubble),
         percent(found.span_bubble),
         number(found.peak),
-        *([f"{found.peak_bytes / 2**30:.2f}"] if in_bytes else []),
+        *([gib(found.peak_bytes)] if in_bytes else []),
         percent(found.share, 1),
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",
         *([percent(found.recomputed, 1), percent(found.copying, 1)] if relief else []),
-        *(f"{held / 2**30:.2f}" for held in row.memory.values()),
+        *map(gib, row.memory.values()),
         *([] if row.fits is None else ["yes" if row.fits else "no"]),
     ]
 

@@ -16,7 +16,6 @@ from megatron.schedules.report.figures import (
     figures,
     microbatches,
     number,
-    percent,
     reference_memory,
     ticks,
     title,
@@ -26,7 +25,7 @@ from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.utils.printable import counted, printable
+from megatron.schedules.utils.printable import counted, percent, printable
 
 _BAR = 8  # columns of a memory bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -10,13 +10,14 @@ from importlib.resources import files
 from typing import Any
 
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import amount, figures, microbatches, percent
+from megatron.schedules.report.figures import amount, figures, microbatches
 from megatron.schedules.report.idle import gaps, idle
 from megatron.schedules.report.idle_table import idle_table
 from megatron.schedules.report.markup import markup
 from megatron.schedules.report.packed import TICKS, Packer, packed
 from megatron.schedules.report.views import View, extent, slowest_stage
 from megatron.schedules.schedule.kinds import KINDS, Kind
+from megatron.schedules.utils.printable import percent
 
 _ASSETS = files("megatron.schedules.report") / "page"
 _SCRIPTS = ("data.js", "paint.js", "words.js", "chart.js", "start.js")

@@ -31,6 +31,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else plural}"
 
 
+def percent(share: float, digits: int = 2) -> str:
+    """``0.0943`` as ``9.43 %``."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def _shown(character: str) -> str:
     if character.isprintable():
         return character

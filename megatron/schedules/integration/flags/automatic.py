@@ -15,8 +15,6 @@ from megatron.schedules.planner.request import Request
 
 # Of a device: the CUDA context, NCCL's buffers, cuBLAS's workspace, and what the allocator cannot use.
 _RESERVED = 0.1
-# More memory makes no plan shorter.
-_MOST = 2.0
 
 
 def choices(spec: JobSpec) -> list[JobSpec]:
@@ -27,7 +25,7 @@ def choices(spec: JobSpec) -> list[JobSpec]:
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None
     placed = saving = settings
-    if known and settings.layers == "even" and not (stock.by_hand or any(stock.stand_in)):
+    if known and settings.layers is None and not (stock.by_hand or any(stock.stand_in)):
         placed = saving = replace(settings, layers="auto")
     if known and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
         saving = replace(placed, saving=MemorySaving(recompute=True))
@@ -50,8 +48,7 @@ def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
         device = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
     if device is None:
         return None
-    of_1f1b = request.ranks * request.costs.memory.of_rank(request.ranks)
-    left = min((1 - _RESERVED) * device - _static_bytes(model, request), _MOST * of_1f1b)
+    left = (1 - _RESERVED) * device - _static_bytes(model, request)
     return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 

@@ -92,7 +92,7 @@ def validate(spec: JobSpec) -> None:
     """
     settings, size = spec.settings, spec.sizes.pipeline
     name = settings.schedule.name
-    if spec.stock.get("yaml_cfg") is not None:
+    if "yaml_cfg" in spec.stock.given:
         raise PlanError("--pipeline-schedule does not work with --yaml-cfg: Megatron drops every other flag then")
     check_parts(settings.parts, [name], FLAGS)
     if size < 2:
@@ -107,8 +107,8 @@ def validate(spec: JobSpec) -> None:
     check_replan(settings)
     if settings.measures_limit and settings.dry_run is None:  # refused before a search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
-    if settings.layers != "even" and (spec.layers.by_hand or any(spec.layers.stand_in)):
-        given = settings.layers if isinstance(settings.layers, str) else ",".join(map(str, settings.layers))
+    if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
+        given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
         raise PlanError(
             f"{FLAGS['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
             "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"

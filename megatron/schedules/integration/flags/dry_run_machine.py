@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.job.spec import Sizes
 
 
 def assumed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:

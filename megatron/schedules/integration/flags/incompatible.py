@@ -21,9 +21,9 @@ def refusal(spec: JobSpec, schedule: Schedule) -> str:
 
 def unsplittable(spec: JobSpec) -> str:
     """Why a schedule cannot split the backward of the job's linears; empty where it can."""
-    if not _is_set(spec, "transformer_impl"):
+    used = spec.stock.transformer_impl
+    if used == "local":
         return ""
-    used = spec.stock["transformer_impl"]
     if used == "transformer_engine":
         fault = te_fault() if spec.settings.dry_run is None else None
     else:
@@ -34,12 +34,6 @@ def unsplittable(spec: JobSpec) -> str:
         f"does not work with --transformer-impl {used} here: {fault}; use --transformer-impl local, "
         "or 1f1b, interleaved-1f1b or 1f1b-v, which do not split the backward"
     )
-
-
-def _is_set(spec: JobSpec, name: str) -> bool:
-    """Whether Megatron's argument ``name`` is set; false where this version has no such argument."""
-    value = spec.stock.get(name)
-    return value not in (None, False, 0, "none", "local" if name == "transformer_impl" else None, [])
 
 
 class _Job(NamedTuple):
@@ -68,9 +62,15 @@ _CHUNKS = _When(lambda job: job.schedule.placement.chunks > 1)
 _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
 _MOVED = _When(lambda job: not job.schedule.placement.looped)
 _SPLIT = _When(lambda job: job.schedule.splits)
-_SPLIT_TE = _When(lambda job: job.schedule.splits and _is_set(job.spec, "transformer_impl"))
+_SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
 _RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
 _VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, f"with {FLAGS['shared_vocabulary']} ")
+
+
+_VALUES: dict[str, Callable[[JobSpec], object]] = {
+    "recompute_granularity": lambda spec: spec.recompute.granularity,
+    "ckpt_format": lambda spec: spec.stock.checkpoint_format,
+}
 
 
 def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "", value: object = None) -> _Rule:
@@ -81,12 +81,14 @@ def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "", value: 
         why: the reason, and what to do.
         when: the rule holds.
         written: the flag, where it is not named after the argument.
-        value: the one value that the rule is against; None for any.
+        value: the one value that the rule is against, of an argument in :data:`_VALUES`; None for any.
     """
     written = written or "--" + name.replace("_", "-") + ("" if value is None else f" {value}")
 
     def rule(job: _Job) -> str:
-        wrong = _is_set(job.spec, name) and value in (None, job.spec.stock.get(name)) and when.holds(job)
+        spec = job.spec
+        is_set = name in spec.stock.given if value is None else _VALUES[name](spec) == value
+        wrong = is_set and when.holds(job)
         return f"{when.words}does not work with {written}: {why}" if wrong else ""
 
     return rule
@@ -95,11 +97,11 @@ def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "", value: 
 def _layers(job: _Job) -> str:
     """Whether the layers divide over the stages, with what would."""
     stock, layers, placement = job.spec.layers, job.spec.settings.layers, job.schedule.placement
-    uncounted = stock.count is None or _is_set(job.spec, "hybrid_layer_pattern")
+    uncounted = stock.count is None or "hybrid_layer_pattern" in job.spec.stock.given
     if layers == "auto" or (uncounted and placement.chunks == 1):
         return ""
     wrong = wrong_layers(stock, placement.stages, layers)
-    partitioned = layers == "even" and not (stock.by_hand or any(stock.stand_in))
+    partitioned = not job.spec.settings.places_layers and not (stock.by_hand or any(stock.stand_in))
     can_be = wrong and partitioned and (stock.count or 0) >= placement.stages
     return f"{wrong}; or give {FLAGS['layers']} auto, which divides any number of layers" if can_be else wrong
 

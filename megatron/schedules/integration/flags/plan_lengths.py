@@ -27,9 +27,9 @@ def check_plan_lengths(spec: JobSpec) -> None:
     if not settings.plan_lengths:
         return
     for name, why in _NOT_WITH.items():
-        if stock.get(name):
+        if name in stock.given:
             raise PlanError(f"{_FLAG} does not go with --{name.replace('_', '-')}: {why}")
-    if stock.get("dataloader_type") == "external":
+    if stock.dataloader_type == "external":
         raise PlanError(f"{_FLAG} does not go with --dataloader-type external: its state would be an iteration ahead")
     if spec.sizes.expert > 1:
         raise PlanError(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.model_build import as_built, expert_tensor, numbers, stock_recompute
+from megatron.schedules.estimate.model_build import as_built, numbers, stock_recompute
+from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import Batch, JobSpec, Model, Sizes, StockLayers
+from megatron.schedules.job.spec import Batch, JobSpec, Model, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
@@ -26,22 +26,12 @@ def spec_of(args: Any) -> JobSpec:
         PlanError: naming the flag that cannot be read.
     """
     settings = _settings(args)
-    sizes = Sizes(
-        world=0,
-        pipeline=args.pipeline_model_parallel_size,
-        tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=expert_tensor(args),
-        has_experts=bool(args.num_experts),
-        optimizer_instances=args.num_distributed_optimizer_instances if args.use_distributed_optimizer else 0,
-    )
     dry_run = settings.dry_run
-    world = args.world_size if dry_run is None else assumed_gpus(sizes, dry_run.gpus)[0]
+    world = args.world_size if dry_run is None else assumed_gpus(sizes_of(args), dry_run.gpus)[0]
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     return JobSpec(
         settings,
-        replace(sizes, world=world),
+        sizes_of(args, world),
         Batch(args.micro_batch_size, args.global_batch_size, args.step_batch_size_schedule),
         StockLayers(
             args.num_layers,
@@ -55,7 +45,7 @@ def spec_of(args: Any) -> JobSpec:
         getattr(args, "padded_vocab_size", None),
         args.make_vocab_size_divisible_by,
         iterations=getattr(args, "train_iters", None),
-        stock=MappingProxyType(dict(vars(args))),
+        stock=_stock_flags(args),
     )
 
 
@@ -68,7 +58,7 @@ def completed(spec: JobSpec, args: Any) -> JobSpec:
     """
     file = spec.settings.schedule.file
     csv, shape = None if file is None else read_text(file, "csv"), shape_of(args)
-    model = None if shape is None else Model(shape, as_built(args, shape), numbers(args))
+    model = None if shape is None else Model(as_built(args, shape), numbers(args))
     return replace(spec, csv=csv, model=model)
 
 
@@ -81,6 +71,16 @@ def check_unscheduled(args: Any) -> None:
     for flag in OURS:
         if getattr(args, megatron_flags.attribute(flag)) not in (None, False, "none"):
             raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(NAMES)}")
+
+
+def _stock_flags(args: Any) -> StockFlags:
+    given = {name for name, value in vars(args).items() if value not in (None, False, 0, "none", [])}
+    return StockFlags(
+        frozenset(given),
+        args.transformer_impl,
+        args.ckpt_format,
+        args.dataloader_type,
+    )
 
 
 def _settings(args: Any) -> Settings:

@@ -91,7 +91,7 @@ def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
     if layers == "auto":
         return chunk_choices(most)
     found = tuple(chunks for chunks in range(1, most + 1) if not wrong_layers(spec.layers, chunks * size, layers))
-    depends = spec.layers.by_hand or layers != "even" or spec.recompute.method == "block"
+    depends = spec.layers.by_hand or spec.settings.places_layers or spec.recompute.method == "block"
     return (found[-1:] if depends else found) or (1,)
 
 

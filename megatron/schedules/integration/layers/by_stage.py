@@ -9,7 +9,7 @@ from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 
 
-def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") -> tuple[int, ...]:
+def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = None) -> tuple[int, ...]:
     """Returns the decoder layers of each of ``stages`` stages in model order; several chunks a rank are several stages.
 
     All stages have the same number, unless the flags change that: ``--account-for-embedding-in-pipeline-split`` makes
@@ -52,7 +52,7 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers = "even") ->
     return tuple(counts)
 
 
-def wrong_layers(stock: StockLayers, stages: int, layers: Layers = "even") -> str:
+def wrong_layers(stock: StockLayers, stages: int, layers: Layers | None = None) -> str:
     """Returns why the layers cannot be divided over so many stages; empty where they can."""
     try:
         layers_by_stage(stock, stages, layers)
