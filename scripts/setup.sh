@@ -24,7 +24,7 @@ fail() {
 
 # What an up-to-date .venv is made from; the folder counts because scripts in .venv name it.
 fingerprint() {
-  (cd "$root" && cat pyproject.toml setup.py constraints.txt scripts/setup.sh) | sha256sum | cut -d' ' -f1
+  (cd "$root" && cat pyproject.toml setup.py constraints.txt scripts/setup.sh scripts/transformer_engine.txt) | sha256sum | cut -d' ' -f1
   echo "$root"
   "$venv/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null
 }
@@ -107,6 +107,16 @@ if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; the
 fi
 run_pip install -c "$root/constraints.txt" setuptools
 run_pip install -c "$root/constraints.txt" "${isolation[@]}" -e "${root}[megatron,pictures,docs,dev]"
+
+# Transformer Engine's Python at several versions, 0.5 to 1.3 MB each, for tests without a GPU. Each has a folder of its
+# own, which is on no path until a test or a user puts it there.
+while read -r version; do
+  folder=$venv/transformer_engine/$version
+  [[ $version == [0-9]* && ! -d $folder ]] || continue
+  rm -rf "$folder.part"
+  run_pip install --no-deps --only-binary :all: --no-compile --target "$folder.part" "transformer_engine==$version"
+  mv "$folder.part" "$folder"
+done <"$root/scripts/transformer_engine.txt"
 
 # The stamp is written last, and whole: nothing that was cut short looks finished.
 fingerprint >"$stamp.new"

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tests.integration.results import MODEL, UNTIED, Result
-from tests.integration.server import Megatron
+from tests.integration.server import VERSIONS, Megatron
 
 Flags = tuple[str, ...]
 
@@ -23,8 +23,8 @@ class Training:
     Weights drawn at start depend on the pipeline rank, so a PP=1 job writes them and every other job loads them.
     """
 
-    def __init__(self, megatron: Megatron, folder: Path) -> None:
-        self._megatron, self._folder = megatron, folder
+    def __init__(self, megatron: Megatron, folder: Path, small: Sequence[str] = MODEL) -> None:
+        self._megatron, self._folder, self._small = megatron, folder, small
         self.stock = cache(self._stock)
 
     def __call__(
@@ -80,7 +80,7 @@ class Training:
 
     def _run(self, world: int, *flags: str, tied: bool, **others: Any) -> Result:
         ends: list[str] = [] if tied else UNTIED
-        result: Any = self._megatron("train", world, [*MODEL, *ends, *flags], **others)
+        result: Any = self._megatron("train", world, [*self._small, *ends, *flags], **others)
         assert isinstance(result, Result)
         return result
 
@@ -110,3 +110,20 @@ def megatron() -> Iterator[Megatron]:
 def train(megatron: Megatron, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Training jobs from common weights."""
     return Training(megatron, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def te() -> Iterator[Megatron]:
+    """The process that has Transformer Engine's Python too, of the newest version."""
+    server = Megatron(VERSIONS[-1])
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def te_train(te: Megatron, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Training jobs with Transformer Engine's layers, in bf16 and with gradient accumulation fusion."""
+    local = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
+    return Training(
+        te, tmp_path_factory.mktemp("checkpoints"), [*(flag for flag in MODEL if flag not in local), "--bf16"]
+    )

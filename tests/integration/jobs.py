@@ -52,6 +52,7 @@ from tests.integration import (
 )
 from tests.integration import replanned as replanned_jobs
 from tests.integration.forked_ranks import run_ranks
+from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
@@ -63,7 +64,7 @@ from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
-__all__ = ["reads_ahead", "train"]  # what the server is asked for by name, among others
+__all__ = ["in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
 
 
 def train(

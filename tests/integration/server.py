@@ -1,5 +1,7 @@
 """A process that imports torch and Megatron once, and forks the ranks of every job it is asked for.
 
+It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`).
+
 Jobs come in as pickles on standard input, results go out on the descriptor given. Run by :class:`Megatron` below, one
 for a whole test session.
 """
@@ -13,19 +15,36 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.schedules import without_gpu
+from megatron.schedules.integration.cpu import te_python
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
-_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE)
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE)
+VERSIONS = tuple(
+    line for line in (ROOT / "scripts/transformer_engine.txt").read_text().split("\n") if line[:1].isdigit()
+)
+"""Versions of Transformer Engine that the set-up has unpacked, oldest first."""
 
 
 class Megatron:
-    """The client's end: calls functions of :mod:`tests.integration.jobs` in the server, with our settings."""
+    """The client's end: calls functions of :mod:`tests.integration.jobs` in the server, with our settings.
 
-    def __init__(self) -> None:
+    Args:
+        transformer_engine: version that the server has; None for none.
+    """
+
+    def __init__(self, transformer_engine: str | None = None) -> None:
         reader, writer = os.pipe()
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        path = [str(ROOT), str(ROOT / "tests/integration")]
+        if transformer_engine is not None:
+            folder = ROOT / ".venv/transformer_engine" / transformer_engine
+            assert folder.exists(), f"no {folder}: run scripts/setup.sh"
+            path.insert(0, str(folder))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.integration.server", str(writer)],
             stdin=subprocess.PIPE,
@@ -61,6 +80,11 @@ class Megatron:
 
 
 def _serve(requests: BinaryIO, results: BinaryIO) -> None:
+    if te_python.is_here():
+        from tests.integration.fused_kernels import Kernels
+
+        sys.modules["fused_weight_gradient_mlp_cuda"] = Kernels([])  # type: ignore[assignment]
+        without_gpu()  # before :mod:`.jobs` imports Megatron, which imports Transformer Engine
     from tests.integration import jobs
     from tests.integration.forked_ranks import JobError
 

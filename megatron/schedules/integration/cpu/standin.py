@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.schedules.integration.cpu import adam, gloo_at_exit
+from megatron.schedules.integration.cpu import adam, gloo_at_exit, te_python
 
 
 def needed() -> bool:
@@ -45,6 +45,7 @@ def enable() -> None:
         )
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
+    engine = te_python.enable() if te_python.is_here() else ""
     # Before anything is replaced: at import torch's compiler takes stock of torch's own functions.
     import megatron.training  # noqa: F401
 
@@ -55,16 +56,21 @@ def enable() -> None:
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
     adam.enable()
+    if engine:
+        te_python.replace_in_torch()
     _OnTheCpu().__enter__()
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
+        if engine:
+            sys.stdout.write(f"{engine}\n")
 
 
 def _asked_by_megatron() -> bool:
-    """Torch itself must go on seeing that there is no CUDA; only Megatron is told otherwise."""
+    """Torch itself must go on seeing that there is no CUDA; only Megatron and Transformer Engine are told otherwise."""
     name = sys._getframe(2).f_globals.get("__name__", "")
-    return isinstance(name, str) and name.startswith("megatron.") and not name.startswith("megatron.schedules.")
+    asked = isinstance(name, str) and name.startswith(("megatron.", f"{te_python.PACKAGE}."))
+    return asked and not name.startswith("megatron.schedules.")
 
 
 class _Stream:
@@ -115,9 +121,12 @@ class _Properties:
     """Of the device that is not there: old enough that nothing picks a special kernel."""
 
     name = "CPU"
-    major, minor = 8, 0
     multi_processor_count = 1
     total_memory = 1 << 34
+    L2_cache_size, warp_size = 1 << 25, 32
+
+    def __init__(self) -> None:
+        self.major, self.minor = te_python.capability()
 
 
 @contextmanager
@@ -159,7 +168,7 @@ _TORCH_CUDA: dict[str, Callable[..., Any]] = {
     "set_stream": _none,
     "is_current_stream_capturing": lambda: False,
     "get_device_properties": lambda *args: _Properties(),
-    "get_device_capability": lambda *args: (8, 0),
+    "get_device_capability": lambda *args: te_python.capability(),
     "get_device_name": lambda *args: "CPU",
     "memory_allocated": _zero,
     "max_memory_allocated": _zero,

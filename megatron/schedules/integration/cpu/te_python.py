@@ -1,0 +1,143 @@
+"""Lets Transformer Engine's own Python run without a GPU, over plain torch in place of its compiled half.
+
+The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. Where that
+wheel can be imported, its linears, norms, unfused attention and FP8 recipes then run on a CPU: for tests and demos,
+since each product is one of fp32. A GPU's kernels, streams, fused attention and Userbuffers are not covered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+PACKAGE = "transformer_engine"
+_COMPILED = Path(__file__).with_name("te_extension.py")
+CAPABILITY_VARIABLE = "PIPELINE_STANDIN_CAPABILITY"
+"""Compute capability of the GPU that is not there, such as 9.0; FP8 takes 8.9 and MXFP8 takes 10.0."""
+
+
+def is_here() -> bool:
+    """Whether the wheel can be imported."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def capability() -> tuple[int, int]:
+    """Compute capability that the CPU stand-in gives: an A100's, or that of the environment variable."""
+    major, _, minor = os.environ.get(CAPABILITY_VARIABLE, "8.0").partition(".")
+    return int(major), int(minor or 0)
+
+
+def enable() -> str:
+    """Imports Transformer Engine; to be called before Megatron is imported.
+
+    Returns:
+        One line for the log: the version, or why it cannot be used.
+    """
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # has its Python load no shared library of CUDA's
+    os.environ["NVTE_RELEASE_BUILD"] = os.environ["NVTE_TORCH_COMPILE"] = "0"
+    finder = _CompiledHalf()
+    sys.meta_path.insert(0, finder)
+    try:
+        with _optional_packages(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(f"{PACKAGE}.pytorch")
+    except Exception as error:
+        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
+        sys.modules[PACKAGE] = None  # type: ignore[assignment] # Megatron does without, too
+        return f"Transformer Engine cannot be used without a GPU here ({type(error).__name__}: {error})"
+    finally:
+        sys.meta_path.remove(finder)
+    version = sys.modules[PACKAGE].__version__
+    return f"Transformer Engine {version}: its own Python, with plain torch in place of its kernels"
+
+
+def replace_in_torch() -> None:
+    """Gives Transformer Engine's Python CPU tensors where it names a GPU, in a backward too."""
+    for module in list(sys.modules.values()):
+        if str(getattr(module, "__name__", "")).startswith(f"{PACKAGE}.") and hasattr(module, "canonicalize_device"):
+            vars(module)["canonicalize_device"] = lambda device=None: torch.device("cpu")
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.is_cuda = property(lambda self: _asked_by_it())  # type: ignore[assignment]
+    # Not by a TorchFunctionMode: in a backward torch has none.
+    for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _asked_by_it() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{PACKAGE}.")
+
+
+def _on_cpu(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+class _CompiledHalf(importlib.abc.MetaPathFinder):
+    """Has ``transformer_engine.common`` find ``te_extension.py`` where it looks for the shared library."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        """The usual loader of ``transformer_engine.common``, which changes it once it has run."""
+        if name != f"{PACKAGE}.common":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            module._get_shared_object_file = lambda library: _COMPILED
+            module.is_package_installed = lambda package: False  # 2.3 asks pip, which takes seconds
+            module.get_te_path = _AnyFolder
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _AnyFolder:
+    """Where 2.3 looks for the shared library: has it in every folder."""
+
+    def __truediv__(self, name: str) -> _AnyFolder:
+        return self
+
+    def glob(self, pattern: str) -> Iterator[Path]:
+        """One file, whatever is looked for."""
+        return iter([_COMPILED])
+
+
+@contextmanager
+def _optional_packages() -> Iterator[None]:
+    """While its Python is imported, empty modules stand for packages that it names and its linears do not use."""
+    stood_for: dict[str, Any] = {}
+    for name in ("onnx", "onnxscript", "einops"):
+        if importlib.util.find_spec(name) is None:
+            stood_for[name] = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+    if importlib.util.find_spec("pydantic") is None:  # of which recipes take checked data classes
+        package: Any = ModuleType("pydantic")
+        package.dataclasses = dataclasses
+        stood_for |= {"pydantic": package, "pydantic.dataclasses": dataclasses}
+    sys.modules.update(stood_for)
+    try:
+        yield
+    finally:
+        for name in stood_for:
+            sys.modules.pop(name, None)

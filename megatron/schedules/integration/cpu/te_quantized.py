@@ -1,0 +1,250 @@
+"""FP8 tensors of Transformer Engine's compiled half, in plain torch: per-tensor scales, MXFP8 and blockwise.
+
+Follows ``pytorch/csrc/quantizer.cpp``: which copies a tensor has (by rows, by columns), and how each lies in memory. A
+product of matrices reads the copy that a GPU's kernels would read, so a copy that was freed too early is missed here
+too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.integration.cpu.te_types import MissingError, torch_dtype
+
+_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_MX, _BLOCK = 32, 128
+_COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """Returns ``tensor`` quantized, written to ``output`` where there is one."""
+    if noop is not None and noop.item():
+        return output
+    x = tensor.detach().contiguous()
+    kind = type(quantizer).__name__
+    if kind in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
+        return _per_tensor(x, quantizer, output)
+    if kind == "MXFP8Quantizer":
+        return _blocked(x, quantizer, output, "MXFP8Tensor", _mx_copies(x, quantizer))
+    if kind == "Float8BlockQuantizer":
+        return _blocked(x, quantizer, output, "Float8BlockwiseQTensor", _blockwise_copies(x, quantizer))
+    raise MissingError(f"quantize with {kind}")
+
+
+def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
+    """Returns a quantized tensor of zeros; the quantizer takes no note of it."""
+    untouched = quantizer.copy()
+    if hasattr(untouched, "amax"):
+        untouched.amax = untouched.amax.clone()
+    if hasattr(untouched, "with_amax_reduction"):
+        untouched.with_amax_reduction = False
+    return quantize(torch.zeros(tuple(shape), dtype=dtype), untouched)
+
+
+def dequantize(tensor: Any, dtype: Any) -> Tensor:
+    """Returns the values, from the copy by rows where there is one."""
+    by_rows = tensor._data if _by_tensor(tensor) else tensor._rowwise_data
+    return matrix(tensor, columnwise=by_rows is None).to(torch_dtype(dtype))
+
+
+def matrix(tensor: Any, columnwise: bool) -> Tensor:
+    """Returns what a product reads of a quantized tensor, fp32 in its logical shape: one of its two copies."""
+    dtype = torch_dtype(getattr(tensor, "_fp8_dtype", None))
+    if _by_tensor(tensor):
+        if columnwise and _has_transposes():
+            assert tensor._transpose is not None and not tensor._transpose_invalid, "no copy by columns"
+            return (tensor._transpose.view(dtype).float() * tensor._scale_inv).movedim(0, -1)
+        assert tensor._data is not None, "no copy by rows"
+        return tensor._data.view(dtype).float() * tensor._scale_inv
+    side = "columnwise" if columnwise else "rowwise"
+    data, scales = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
+    assert data is not None, f"no {side} copy"
+    values = data.view(dtype).float()
+    if hasattr(tensor, "_is_2D_scaled"):
+        flat = values.view(values.shape[0], -1) if columnwise else values.view(-1, values.shape[-1])
+        scaled = (flat * _factors(scales, flat.shape, tensor._is_2D_scaled)).view(values.shape)
+        return scaled.movedim(0, -1) if columnwise else scaled
+    flat = values.view(-1, values.shape[-1])
+    m, k = flat.shape
+    exponents = scales[: math.ceil(m / _MX), :k] if columnwise else scales[:m, : math.ceil(k / _MX)]
+    factors = torch.exp2(exponents.float() - 127).repeat_interleave(_MX, 0 if columnwise else 1)[:m, :k]
+    return (flat * factors).view(values.shape)
+
+
+def fp8_transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor:
+    """Returns ``data`` with its last dimension first."""
+    turned = _transposed(data)
+    return turned if out is None or out.shape != turned.shape else out.copy_(turned)
+
+
+def update_scales(
+    amaxes: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
+) -> None:
+    """Delayed scaling: moves all histories on by one step and computes the scales (``delayed_scaling.cu``)."""
+    largest, at = _MAX[torch_dtype(dtype)] / 2**margin, 0
+    for history, scale in zip(histories, scales, strict=True):
+        for i in range(scale.numel()):
+            last = amaxes[at + i] if amaxes[at + i] != 0 else history[0, i].clone()
+            most = torch.zeros(())
+            if last != 0:
+                rolled = torch.cat([history[1:, i], last.view(1)])
+                most = rolled.max()
+                history[:, i] = rolled
+                history[0, i] = 0
+            amax = last if algorithm == "most_recent" else most
+            if torch.isfinite(amax) and amax > 0:
+                scale.view(-1)[i] = min(float(largest / amax), torch.finfo(torch.float32).max)
+        at += scale.numel()
+
+
+def _by_tensor(tensor: Any) -> bool:
+    return hasattr(tensor, "_transpose_invalid")
+
+
+def _has_transposes() -> bool:
+    """Whether products take per-tensor FP8 only by rows, as GPUs before Blackwell do."""
+    return torch.cuda.get_device_capability() < (10, 0)
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() * scale).clamp(-_MAX[dtype], _MAX[dtype]).to(dtype).view(torch.uint8)
+
+
+def _transposed(data: Tensor) -> Tensor:
+    return data.movedim(-1, 0).contiguous()
+
+
+def _scale_for(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
+    amax = amax.clamp(min=max(quantizer.amax_epsilon, 0.0))
+    scale = torch.where(amax > 0, _MAX[dtype] / amax, 1.0)
+    return torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+
+
+def _made(quantizer: Any, kind: str, x: Tensor, parts: dict[str, Any]) -> Any:
+    """Returns a tensor of Transformer Engine's Python, or the smaller object that it uses inside its own modules."""
+    module = sys.modules[type(quantizer).__module__]
+    whole = getattr(module, kind)
+    parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if "with_gemm_swizzled_scales" in inspect.signature(whole.__new__).parameters:
+        parts["with_gemm_swizzled_scales"] = False
+    if not quantizer.internal:
+        return whole(shape=x.shape, dtype=x.dtype, **parts)
+    storage = getattr(module, f"{kind}Storage", None) or getattr(module, f"{kind}Base")
+    if "fake_dtype" in inspect.signature(storage.__new__).parameters:
+        parts["fake_dtype"] = x.dtype
+    return storage(**parts)
+
+
+def _per_tensor(x: Tensor, quantizer: Any, output: Any) -> Any:
+    dtype = torch_dtype(quantizer.dtype)
+    amax = x.float().abs().amax().view(1) if x.numel() else torch.zeros(1)
+    if hasattr(quantizer, "with_amax_reduction"):  # current scaling
+        if quantizer.with_amax_reduction:
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+        scale = _scale_for(amax, quantizer, dtype)
+    else:
+        quantizer.amax.copy_(amax.view_as(quantizer.amax))
+        scale = quantizer.scale.clone().view(1)
+    data = _cast(x, scale, dtype)
+    columns = _transposed(data) if quantizer.columnwise_usage and _has_transposes() else None
+    rows = data if quantizer.rowwise_usage or not _has_transposes() else None
+    if output is None:
+        parts = {"data": rows, "fp8_scale_inv": 1 / scale, "data_transpose": columns}
+        return _made(quantizer, "Float8Tensor", x, parts)
+    _written(output, {"data": rows, "transpose": columns, "scale_inv": 1 / scale})
+    output._transpose_invalid = columns is None and _has_transposes()
+    return output
+
+
+def _written(output: Any, parts: dict[str, Any]) -> None:
+    for name, new in parts.items():
+        if not isinstance(new, Tensor):
+            continue
+        old = getattr(output, f"_{name}")
+        if old is not None and old.shape == new.shape:
+            old.copy_(new)
+        else:
+            setattr(output, f"_{name}", new)
+
+
+def _blocked(x: Tensor, quantizer: Any, output: Any, kind: str, copies: dict[str, Any]) -> Any:
+    if output is None:
+        return _made(quantizer, kind, x, copies)
+    _written(output, copies)
+    return output
+
+
+def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
+    """MXFP8: 32 numbers share an exponent, along rows in the one copy and along columns in the other."""
+    dtype, flat = torch_dtype(quantizer.dtype), x.view(-1, x.shape[-1])
+    copies: dict[str, Any] = dict.fromkeys(_COPIES)
+    for side, columnwise in (("rowwise", False), ("columnwise", True)):
+        if not getattr(quantizer, f"{side}_usage"):
+            continue
+        lines = flat.t().contiguous() if columnwise else flat
+        m, k = lines.shape
+        blocks = lines.float().view(m, k // _MX, _MX)
+        exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / _MAX[dtype])).clamp(-127, 127)
+        data = _cast(blocks, torch.exp2(-exponent)[..., None], dtype).view(m, k)
+        scales = (exponent + 127).to(torch.uint8)
+        if columnwise:
+            data, scales = data.t().contiguous(), scales.t()
+        copies[f"{side}_data"] = data.view(x.shape)
+        copies[f"{side}_scale_inv"] = _padded(scales, quantizer.get_scale_shape(x.shape, columnwise))
+    return copies
+
+
+def _blockwise_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
+    """Blockwise: 128 numbers of a row share a scale, or 128 x 128 of a weight; the copy by columns is transposed."""
+    if getattr(quantizer, "all_gather_usage", False):
+        raise MissingError("quantize with Float8BlockQuantizer in the compact format")
+    dtype, flat = torch_dtype(quantizer.dtype), x.view(-1, x.shape[-1])
+    squares = quantizer.block_scaling_dim == 2
+    copies: dict[str, Any] = dict.fromkeys(_COPIES)
+    for side, columnwise in (("rowwise", False), ("columnwise", True)):
+        if not getattr(quantizer, f"{side}_usage"):
+            continue
+        lines = flat.t().contiguous() if columnwise else flat
+        scale = _scale_for(_block_maxima(lines, squares), quantizer, dtype)
+        stored = scale if squares else scale.t()
+        copies[f"{side}_scale_inv"] = _padded(1 / stored, quantizer.get_scale_shape(x.shape, columnwise))
+        data = _cast(lines, _spread(scale, lines.shape, squares), dtype)
+        copies[f"{side}_data"] = data.view(quantizer.get_columnwise_shape(x.shape) if columnwise else x.shape)
+    return copies | {"is_2D_scaled": squares}
+
+
+def _block_maxima(lines: Tensor, squares: bool) -> Tensor:
+    """The largest magnitude of each block: (rows, blocks of a row), or with ``squares`` of 128 rows together."""
+    m, k = lines.shape
+    down = math.ceil(m / _BLOCK) * _BLOCK if squares else m
+    across = math.ceil(k / _BLOCK) * _BLOCK
+    whole = torch.zeros(down, across)
+    whole[:m, :k] = lines.float().abs()
+    maxima = whole.view(down, across // _BLOCK, _BLOCK).amax(-1)
+    return maxima.view(down // _BLOCK, _BLOCK, -1).amax(1) if squares else maxima
+
+
+def _spread(scale: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
+    """Each element's scale from each block's."""
+    if squares:
+        scale = scale.repeat_interleave(_BLOCK, 0)
+    return scale.repeat_interleave(_BLOCK, 1)[: shape[0], : shape[1]]
+
+
+def _factors(scales: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
+    blocks = math.ceil(shape[1] / _BLOCK)
+    scale = scales[:, :blocks] if squares else scales.t()[: shape[0], :blocks]
+    return _spread(scale, shape, squares)
+
+
+def _padded(scales: Tensor, shape: Sequence[int]) -> Tensor:
+    whole = torch.zeros(tuple(shape), dtype=scales.dtype)
+    whole[: scales.shape[0], : scales.shape[1]] = scales
+    return whole

@@ -1,0 +1,96 @@
+"""Whole jobs over Transformer Engine's own Python: losses, gradients and weights are stock's to the bit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.integration.conftest import Training
+from tests.integration.features import MODERN, MOE_ALLTOALL
+from tests.integration.results import Result
+
+UNFUSED = "--no-gradient-accumulation-fusion"
+TENSOR = "--tensor-model-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MOE = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm"
+MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
+
+
+class Job(NamedTuple):
+    """What is trained: model, other flags of stock's, processes for each of two pipeline ranks, tied embeddings."""
+
+    model: str = ""
+    flags: str = ""
+    ranks: int = 1
+    tied: bool = False
+
+
+JOBS = {
+    "GPT": Job(flags=UNFUSED),
+    "fused accumulation": Job(MODERN),
+    "tensor parallel": Job(flags=f"{TENSOR} {UNFUSED}", ranks=2),
+    "sequence parallel": Job(MODERN, f"{TENSOR} --sequence-parallel", 2),
+    "sequence parallel, not fused": Job(flags=f"{TENSOR} --sequence-parallel {UNFUSED}", ranks=2),
+    "overlapped gradient reduction": Job(flags="--overlap-grad-reduce", ranks=2),
+    "distributed optimizer": Job(
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=2
+    ),
+    "selective recompute": Job(flags="--recompute-granularity selective"),
+    "recompute of modules": Job(MODERN, "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    "full recompute": Job(MODERN, FULL),
+    "grouped experts": Job(MOE),
+    "expert parallel": Job(MOE, "--expert-model-parallel-size 2", 2),
+    "shared experts overlapped": Job(f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"),
+    "tied embeddings": Job(tied=True),
+    "qk-layernorm": Job(f"{MODERN} --qk-layernorm"),
+    "grouped-query attention": Job(f"{MODERN} --group-query-attention --num-query-groups 2"),
+    "multi-latent attention": Job(MLA),
+    "multi-token prediction": Job(f"{MODERN} --mtp-num-layers 1"),
+    "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
+    "Transformer Engine's activation": Job(f"{MODERN} --use-te-activation-func"),
+}
+_ADAPTIVE = "adaptive --pipeline-memory-limit"
+ORDERS = {
+    "zb-1p": "zb-1p",
+    "v-half": "v-half",
+    "recompute": f"{_ADAPTIVE} 0.4 --pipeline-save-memory recompute",
+    "offload": f"{_ADAPTIVE} 0.4 --pipeline-save-memory offload=0.1 --pipeline-costs 4,4,3",
+    "vocabulary": "v-half --pipeline-vocabulary-parallel",
+}
+USUAL = {
+    ("sequence parallel", "zb-1p"),
+    ("distributed optimizer", "v-half"),
+    ("expert parallel", "v-half"),
+    ("fused accumulation", "recompute"),
+    ("fused accumulation", "offload"),
+}
+
+
+def assert_stocks(ours: Result, stock: Result, shards: bool) -> None:
+    """Losses and gradients are the same to the bit; with ``shards`` of gradients, the weights at the end are."""
+    assert len(ours.losses) == 3 and ours.losses == stock.losses
+    assert ours.evaluations == stock.evaluations
+    what = "weights" if shards else "gradients"
+    theirs, found = getattr(stock, what), getattr(ours, what)
+    assert theirs.keys() == found.keys() and theirs
+    assert [str(key) for key, value in theirs.items() if not torch.equal(value, found[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("job", "order"),
+    [
+        pytest.param(job, order, marks=() if (job, order) in USUAL else pytest.mark.full_matrix)
+        for job in JOBS
+        for order in ORDERS
+    ],
+)
+def test_the_result_is_stocks(te_train: Training, job: str, order: str) -> None:
+    wanted = JOBS[job]
+    flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
+    flags += ("--clip-grad", "0", *wanted.flags.split())
+    settings = {"model": tuple(wanted.model.split()), "tied": wanted.tied}
+    stock = te_train.stock(2 * wanted.ranks, *flags, **settings)
+    ours = te_train(2 * wanted.ranks, *flags, "--pipeline-schedule", *ORDERS[order].split(), **settings)
+    assert_stocks(ours, stock, "distributed optimizer" in job)
