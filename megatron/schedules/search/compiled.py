@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.search import event_queue
 from megatron.schedules.search.event_queue import Queue
-from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule, sound
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
@@ -162,9 +162,15 @@ def scheduled(
     Args:
         tasks: on arrays.
         order, limits, policy: see :func:`.list_scheduling.list_schedule`.
+
+    Raises:
+        ValueError: where the policy cannot be followed, or ``order`` does not keep within ``limits``.
     """
     found = np.empty_like(order)
-    return found, compiled()(tasks, order, np.asarray(limits, np.float64), policy, space_for(tasks), found)
+    makespan = compiled()(tasks, order, np.asarray(limits, np.float64), sound(policy), space_for(tasks), found)
+    if makespan >= NEVER:
+        raise ValueError("the order cannot run within its limits")
+    return found, makespan
 
 
 @contextmanager
