@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.schedules.planner.adaptive import bound
@@ -20,7 +23,9 @@ from megatron.schedules.search.frontier import frontier, ladder
 from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.problem import Problem, one_by_one
+from megatron.schedules.search.reorder import scheduled
 from megatron.schedules.search.tasks import Tasks, tasks_of
+from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import REAL, costed_schedules, examples, planned, timed
 
 # --- list scheduling ----------------------------------------------------------------------------------------------
@@ -67,6 +72,67 @@ def test_compiled_and_in_python_a_round_makes_the_same_choices(
         made_of_it = Schedule("made", schedule.placement, schedule.microbatches, problem.rows(one))
         validate(made_of_it)
         assert simulate(made_of_it, on_stages).peak <= limit + 1e-6
+
+
+ANY_POLICY = st.builds(
+    Policy,
+    lookahead=st.integers(-(2**65), 2**65),
+    defer_fillers=st.booleans(),
+    patience=st.floats(),
+    ends_only=st.booleans(),
+    noise=st.floats(),
+    seed=st.integers(-(2**65), 2**65),
+)
+
+
+def outcome(make: Callable[[], tuple[Sequence[int], float]]) -> tuple[list[int], float] | str:
+    """Order and makespan, or that the policy was refused."""
+    try:
+        order, makespan = make()
+    except ValueError:
+        return "refused"
+    return list(order), makespan
+
+
+@examples(200)
+@given(ANY_POLICY | POLICIES)
+@example(Policy(2**31 - 1, seed=2**31 - 1, noise=0.5))
+@example(Policy(2**63))
+@example(Policy(8, patience=math.inf))
+def test_any_policy_is_refused_or_followed_alike_by_python_and_machine_code(policy: Policy):
+    """Numbers that machine code would hold otherwise, and choices that leave tasks out, give no order at all."""
+    problem = Problem(v_shape(3), 4, Costs.parse(REAL).on(v_shape(3)))
+    tasks, _ = tasks_of(problem.schedule, problem.costs)
+    limits = [2.0] * 3
+    compiled = outcome(lambda: scheduled(tasks, range(problem.size), limits, policy, compiled=True))
+    assert outcome(lambda: scheduled(tasks, range(problem.size), limits, policy)) == compiled
+    assert compiled == "refused" or sorted(compiled[0]) == list(range(problem.size))
+
+
+@examples(100)
+@given(st.floats(-300, 308), st.sampled_from(["times", "comm"]))
+def test_any_times_are_planned_for_or_refused(exponent: float, what: str):
+    """Costs are checked when they are given; stage costs may hold any number, and sums of them more than a float."""
+    costs = Costs.parse(REAL).on(v_shape(2))
+    factor = 10.0**exponent
+    times = {kind: tuple(factor * each for each in row) for kind, row in costs.times.items()}
+    costs = replace(costs, times=times) if what == "times" else replace(costs, comm=factor)
+    try:
+        problem = Problem(v_shape(2), 3, costs)
+    except PlanError:
+        assert exponent > 290
+        return
+    order, makespan = problem.forward(problem.order(), 2.0, Policy(8, patience=0.5))
+    assert sorted(order.tolist()) == list(range(problem.size))
+    assert makespan == pytest.approx(simulate(replace(problem.schedule, order=problem.rows(order)), costs).makespan)
+
+
+def test_an_order_above_its_limits_is_refused():
+    problem = Problem(v_shape(3), 4, Costs().on(v_shape(3)))
+    tasks, _ = tasks_of(problem.schedule, problem.costs)
+    for compiled in (False, True):
+        with pytest.raises(ValueError, match="within its limits"):
+            scheduled(tasks, range(problem.size), [0.1] * 3, Policy(8), compiled=compiled)
 
 
 def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():

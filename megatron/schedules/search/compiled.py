@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron.schedules.search import event_queue
 from megatron.schedules.search.event_queue import Queue
-from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule, sound
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
@@ -49,30 +49,37 @@ def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any
     return made
 
 
+def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
+    """numba's type of a named tuple ``made`` of ``fields``."""
+    import numba
+
+    types: Any = numba.types  # numba's own types are not annotated
+    return types.NamedTuple(fields, made)
+
+
 def tasks_type() -> Any:
-    """numba's type of tasks on arrays."""
+    """numba's type of :class:`.Instance` on arrays."""
     import numba
 
     ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
     of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints, flags)
-    return numba.types.NamedTuple(of_tasks, Instance)
+    return named_tuple(Instance, *of_tasks)
 
 
 def policy_type() -> Any:
-    """numba's type of a policy."""
+    """numba's type of :class:`.Policy`."""
     import numba
 
-    choices = (numba.int64, numba.boolean, numba.float64, numba.boolean, numba.float64, numba.int64, numba.boolean)
-    return numba.types.NamedTuple(choices, Policy)
+    whole, number, flag = numba.int64, numba.float64, numba.boolean
+    return named_tuple(Policy, whole, flag, number, flag, number, whole, flag)
 
 
 def space_type() -> Any:
-    """numba's type of the space for a round."""
+    """numba's type of :class:`.Space`."""
     import numba
 
     ints, floats = numba.int64[::1], numba.float64[::1]
-    events = numba.types.NamedTuple((floats, ints, ints), Queue)
-    return numba.types.NamedTuple((ints, floats, ints, ints, events), Space)
+    return named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints))
 
 
 def space_for(tasks: Instance) -> Space:
@@ -155,9 +162,15 @@ def scheduled(
     Args:
         tasks: on arrays.
         order, limits, policy: see :func:`.list_scheduling.list_schedule`.
+
+    Raises:
+        ValueError: where the policy cannot be followed, or ``order`` does not keep within ``limits``.
     """
     found = np.empty_like(order)
-    return found, compiled()(tasks, order, np.asarray(limits, np.float64), policy, space_for(tasks), found)
+    makespan = compiled()(tasks, order, np.asarray(limits, np.float64), sound(policy), space_for(tasks), found)
+    if makespan >= NEVER:
+        raise ValueError("the order cannot run within its limits")
+    return found, makespan
 
 
 @contextmanager

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 # Times closer than this are one time. Plans are made with passes that take about 1, see polish.
 EPSILON = 1e-9
+# Later than any event: the times of all tasks together are less, see :func:`.tasks.tasks_of`.
 NEVER = 1e300
+# Of the noise's states, and more than any order has tasks. Products of two such numbers are exact in machine code.
+_LARGE = 2**31
 # The first of a heap; compiled, all four are those of :mod:`.event_queue`.
 first_of = itemgetter(0)
 
@@ -97,6 +100,17 @@ class Policy(NamedTuple):
     just_in_time: bool = False
 
 
+def sound(policy: Policy) -> Policy:
+    """``policy`` in numbers that are the same in Python and in machine code, which has 64 bits for each.
+
+    Raises:
+        ValueError: where some task would never be taken.
+    """
+    if not (policy.lookahead >= 1 and 0 <= policy.patience <= 1):
+        raise ValueError(f"no order follows from {policy}")
+    return policy._replace(lookahead=min(policy.lookahead, _LARGE), seed=policy.seed % _LARGE)
+
+
 def list_schedule(
     tasks: Instance,
     order: Sequence[int],
@@ -105,7 +119,7 @@ def list_schedule(
     space: Space,
     scheduled: MutableSequence[int],
 ) -> float:
-    """Write the order in which the tasks run into ``scheduled``; returns the makespan.
+    """Write the order in which the tasks run into ``scheduled``; returns the makespan, NEVER where some never run.
 
     A free rank takes the first task of its remaining order that is ready and after which that order, followed as it
     stands, still keeps within the rank's limit.
@@ -114,7 +128,7 @@ def list_schedule(
         tasks: what is ordered.
         order: task numbers, rank by rank; within ``limits``.
         limits: the most each rank may hold.
-        policy: how ranks choose.
+        policy: how ranks choose, as :func:`sound` has it.
         space: overwritten.
         scheduled: as long as ``order``, overwritten.
     """
@@ -134,11 +148,14 @@ def list_schedule(
         heappush(events, (0.0, rank))
     held, free_at, channel_free = [0.0] * ranks, [0.0] * ranks, [0.0] * (2 * ranks)
     place_of = [first[rank] for rank in range(ranks)]
-    state = seed % 2147483648
+    state = seed
     makespan = 0.0
     while True:
         now, rank = first_of(events)
         if rank < 0:
+            for each in range(ranks):
+                if place_of[each] < first[each + 1]:
+                    return NEVER
             return makespan
         if now + EPSILON < free_at[rank]:
             heappop(events)

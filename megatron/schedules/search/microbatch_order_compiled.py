@@ -7,7 +7,15 @@ from functools import cache
 from typing import Any
 
 from megatron.schedules.search import microbatch_order
-from megatron.schedules.search.compiled import calling, compiled, kept_code, policy_type, space_type, tasks_type
+from megatron.schedules.search.compiled import (
+    calling,
+    compiled,
+    kept_code,
+    named_tuple,
+    policy_type,
+    space_type,
+    tasks_type,
+)
 from megatron.schedules.search.microbatch_order import Places, Work
 
 
@@ -18,9 +26,10 @@ def compiled_climb() -> Callable[..., tuple[float, float]]:
 
     ints, floats = numba.int64[::1], numba.float64[::1]
     whole, number, tasks, policy = numba.int64, numba.float64, tasks_type(), policy_type()
-    places = numba.types.NamedTuple((tasks, tasks, ints, *(floats,) * 4, ints, floats), Places)
-    work = numba.types.NamedTuple((space_type(), ints, ints), Work)
-    both = numba.types.UniTuple(number, 2)
+    places = named_tuple(Places, tasks, tasks, ints, *(floats,) * 4, ints, floats)
+    work = named_tuple(Work, space_type(), ints, ints)
+    types: Any = numba.types
+    both = types.UniTuple(number, 2)
     known: dict[str, Callable[..., Any]] = {"list_schedule": compiled()}
     functions: tuple[tuple[Any, Any], ...] = (
         (microbatch_order.put, numba.void(places, ints, floats, floats)),

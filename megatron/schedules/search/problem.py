@@ -92,7 +92,8 @@ class Problem:
     def backward(self, order: TaskOrder, limit: float, policy: Policy) -> TaskOrder:
         """The same from the end of ``order`` to its beginning: passes move towards the end."""
         found, _ = self._round(self._backward, order[self._reversed], limit, policy)
-        return found[self._reversed]
+        turned: TaskOrder = found[self._reversed]
+        return turned
 
     def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
         if limit not in self._limits:

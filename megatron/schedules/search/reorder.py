@@ -19,7 +19,7 @@ from dataclasses import replace
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.search.list_scheduling import EPSILON, Policy, list_schedule, space_for
+from megatron.schedules.search.list_scheduling import EPSILON, NEVER, Policy, list_schedule, sound, space_for
 from megatron.schedules.search.tasks import Tasks, tasks_of, whole
 from megatron.schedules.utils.progress import Progress, unheard
 
@@ -102,6 +102,9 @@ def scheduled(
     """The order that list scheduling makes of ``order`` under ``policy``, and its makespan.
 
     Both are the same where it is ``compiled``, which takes a second or two once and then next to nothing.
+
+    Raises:
+        ValueError: where the policy cannot be followed, or ``order`` does not keep within ``limits``.
     """
     if compiled:
         import numpy as np
@@ -111,5 +114,7 @@ def scheduled(
         numbers, makespan = machine_code.scheduled(tasks.arrays, np.asarray(order), limits, policy)
         return whole(numbers.tobytes()), makespan
     instance, found = tasks.instance, list(order)
-    makespan = list_schedule(instance, order, limits, policy, space_for(instance), found)
+    makespan = list_schedule(instance, order, limits, sound(policy), space_for(instance), found)
+    if makespan >= NEVER:
+        raise ValueError("the order cannot run within its limits")
     return found, makespan

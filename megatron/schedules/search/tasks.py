@@ -16,7 +16,8 @@ from megatron.schedules.schedule.kinds import KINDS, RELIEF, Kind, Resource
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.search.list_scheduling import Instance
+from megatron.schedules.search.list_scheduling import NEVER, Instance
+from megatron.schedules.utils.errors import PlanError
 
 
 def whole(numbers: Iterable[int]) -> array[int]:
@@ -140,11 +141,17 @@ class Tasks:
 
 
 def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
-    """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number."""
+    """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number.
+
+    Raises:
+        PlanError: where the passes are too long for their times to be added up.
+    """
     passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
     rank_of, durations = placement.rank_of, costs.durations_of(passes)
     before = _before(schedule, passes, costs)
+    if not sum(durations) + sum(before.delay) < NEVER:
+        raise PlanError("passes and P2P latencies are too long to be planned for: give costs in a larger unit", "costs")
     steady = flags(())
     for row in schedule.order:
         last_forward = max((place for place, work in enumerate(row) if work.kind is Kind.F), default=0)
