@@ -25,6 +25,7 @@ from megatron.schedules.search.climb import Entry, race
 from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.problem import Problem
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.errors import PlanError
 
@@ -141,11 +142,8 @@ def test_compiled_or_not_copies_are_scheduled_alike(
     policy = Policy(12, noise=0.05, seed=seed, patience=0.5, just_in_time=just_in_time)
     limits = [limit] * problem.placement.ranks
     found = list(order)
-    list_schedule(tasks.instance, order, limits, policy, space_for(tasks.instance), found)
-    if backward:
-        assert problem.backward(problem.order(), limit, policy).tolist() == list(tasks.reversed_order(found))
-    else:
-        assert problem.forward(np.array(order), limit, policy)[0].tolist() == found
+    list_schedule(tasks.both.forward, order, limits, policy, space_for(tasks.both.forward), found)
+    assert Rounds(tasks, compiled=True).settled(order, limits, policy)[0].tolist() == found
 
 
 def shortest(problem: Problem, limit: float) -> float:
@@ -174,7 +172,7 @@ def test_recompute_overtakes_with_the_passes_that_free_its_memory():
     names = "0F0,0F1,0R0,0I0,0W0,0R1,0I1,0W1"
     order = np.array([passes[each] for each in names.split(",")])
     # It passes over tasks at random; some seed takes R of microbatch 1 before that of microbatch 0.
-    found = [problem.forward(order, 1.1, Policy(8, noise=0.5, seed=seed))[0] for seed in range(20)]
+    found = [problem.settled(order, 1.1, Policy(8, noise=0.5, seed=seed))[0] for seed in range(20)]
     rows = [[problem.passes[task] for task in each] for each in found]
     assert any(row.index(problem.passes[passes["0R1"]]) < row.index(problem.passes[passes["0R0"]]) for row in rows)
     assert all(problem.fits(each, 1.1) for each in found)
@@ -196,7 +194,7 @@ def test_rounds_with_relief_stay_valid_and_within_the_limit(
         policy = Policy(lookahead, bool(round_ & 1), (0.0, 0.5, 1.0)[round_ % 3], noise=noise, seed=seed + round_)
         policy = policy._replace(just_in_time=bool(round_ & 2))
         there = order.tolist()
-        order = problem.backward(order, limit, policy) if round_ % 2 else problem.forward(order, limit, policy)[0]
+        order, _, _ = problem.settled(order, limit, policy, backwards=bool(round_ % 2))
         assert sorted(order.tolist()) == sorted(there) and problem.fits(order, limit)
         validate(replace(problem.schedule, order=problem.rows(order)))
 

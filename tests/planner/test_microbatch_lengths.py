@@ -19,8 +19,8 @@ from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.validation import validate
-from megatron.schedules.search import microbatch_order, microbatch_order_compiled
-from megatron.schedules.search.list_scheduling import space_for
+from megatron.schedules.search import compiled, microbatch_order
+from megatron.schedules.search.rounds import work_for
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import written
 from tests.planner.test_microbatch_order import ONCE, sequences
@@ -131,9 +131,9 @@ def test_machine_code_and_python_find_the_same(monkeypatch):
 
     def interpreted(places, _, *args):
         called.append(1)
-        return microbatch_order.climb(places, space_for(places.forward), *args)
+        return microbatch_order.climb(places, work_for(places.both)[0], *args)
 
-    monkeypatch.setattr(microbatch_order_compiled, "compiled_climb", lambda: interpreted)
+    monkeypatch.setattr(compiled, "compiled_climb", lambda: interpreted)
     again = LengthsPlanner(base, COSTS).plan(loads, 8_000)
     assert called and (again.order, again.schedule) == (once.order, once.schedule)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from megatron.schedules.search.frontier import frontier, ladder
 from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.problem import Problem, one_by_one
-from megatron.schedules.search.reorder import scheduled
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import REAL, costed_schedules, examples, planned, timed
@@ -39,11 +40,13 @@ POLICIES = st.builds(
     seed=st.integers(0, 2**30),
 )
 
+USUAL = Policy(16, patience=0.5)
+
 
 def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
     """The same round on plain lists, interpreted."""
     found, limits = list(order), [limit] * (len(tasks.first) - 1)
-    instance = tasks.instance
+    instance = tasks.both.forward
     makespan = list_schedule(instance, order, limits, policy, space_for(instance), found)
     return found, makespan
 
@@ -62,11 +65,18 @@ def test_compiled_and_in_python_a_round_makes_the_same_choices(
     assert max(problem.peaks(order)) == pytest.approx(timed(split, costs).peak)
     limit = max(problem.peaks(order)) + spare
 
-    forward, makespan = problem.forward(order, limit, policy)
+    forward, makespan, _ = problem.settled(order, limit, policy)
     assert (forward.tolist(), makespan) == in_python(tasks, order.tolist(), limit, policy)
-    reverse, _ = in_python(tasks.reversed(), tasks.reversed_order(order.tolist()), limit, policy)
-    backward = problem.backward(order, limit, policy)
-    assert backward.tolist() == list(tasks.reversed_order(reverse))
+    turned, limits = tasks.reversed_order(order.tolist()), [limit] * schedule.ranks
+    reverse, _ = in_python(tasks.reversed(), turned, limit, policy)
+    backward, _, _ = Rounds(tasks.reversed(), compiled=True).settled(turned, limits, policy)
+    assert backward.tolist() == reverse
+    backward = np.array(tasks.reversed_order(reverse))
+    # There and back, as long as that gains.
+    how: dict[str, Any] = {"backwards": schedule.microbatches % 2 == 0, "most": 3}
+    settled, *rest = Rounds(tasks, compiled=False).settled(order.tolist(), limits, policy, USUAL, **how)
+    again, *others = problem.settled(order, limit, policy, USUAL, **how)
+    assert (again.tolist(), others) == (settled, rest)
 
     for one in (forward, backward):
         made_of_it = Schedule("made", schedule.placement, schedule.microbatches, problem.rows(one))
@@ -85,10 +95,10 @@ ANY_POLICY = st.builds(
 )
 
 
-def outcome(make: Callable[[], tuple[Sequence[int], float]]) -> tuple[list[int], float] | str:
+def outcome(make: Callable[[], tuple[Any, float, int]]) -> tuple[list[int], float] | str:
     """Order and makespan, or that the policy was refused."""
     try:
-        order, makespan = make()
+        order, makespan, _ = make()
     except ValueError:
         return "refused"
     return list(order), makespan
@@ -104,8 +114,9 @@ def test_any_policy_is_refused_or_followed_alike_by_python_and_machine_code(poli
     problem = Problem(v_shape(3), 4, Costs.parse(REAL).on(v_shape(3)))
     tasks, _ = tasks_of(problem.schedule, problem.costs)
     limits = [2.0] * 3
-    compiled = outcome(lambda: scheduled(tasks, range(problem.size), limits, policy, compiled=True))
-    assert outcome(lambda: scheduled(tasks, range(problem.size), limits, policy)) == compiled
+    start = range(problem.size)
+    compiled = outcome(lambda: Rounds(tasks, compiled=True).settled(start, limits, policy))
+    assert outcome(lambda: Rounds(tasks, compiled=False).settled(start, limits, policy)) == compiled
     assert compiled == "refused" or sorted(compiled[0]) == list(range(problem.size))
 
 
@@ -122,7 +133,7 @@ def test_any_times_are_planned_for_or_refused(exponent: float, what: str):
     except PlanError:
         assert exponent > 290
         return
-    order, makespan = problem.forward(problem.order(), 2.0, Policy(8, patience=0.5))
+    order, makespan, _ = problem.settled(problem.order(), 2.0, Policy(8, patience=0.5))
     assert sorted(order.tolist()) == list(range(problem.size))
     assert makespan == pytest.approx(simulate(replace(problem.schedule, order=problem.rows(order)), costs).makespan)
 
@@ -132,7 +143,7 @@ def test_an_order_above_its_limits_is_refused():
     tasks, _ = tasks_of(problem.schedule, problem.costs)
     for compiled in (False, True):
         with pytest.raises(ValueError, match="within its limits"):
-            scheduled(tasks, range(problem.size), [0.1] * 3, Policy(8), compiled=compiled)
+            Rounds(tasks, compiled=compiled).settled(range(problem.size), [0.1] * 3, Policy(8))
 
 
 def test_a_search_does_not_start_from_orders_that_only_whole_backwards_keep_within_the_limit():
@@ -150,7 +161,7 @@ def test_noise_shows_other_orders_and_its_seed_says_which():
     on_stages = Costs.parse(REAL).on(v_shape(4))
     problem = Problem(v_shape(4), 8, on_stages)
     order = problem.order(planned("v-half", 4, 8, REAL).schedule)
-    noisy = [problem.forward(order, 3.0, Policy(16, noise=0.05, seed=seed))[0] for seed in (1, 2, 1)]
+    noisy = [problem.settled(order, 3.0, Policy(16, noise=0.05, seed=seed))[0] for seed in (1, 2, 1)]
     assert np.array_equal(noisy[0], noisy[2])
     assert not np.array_equal(noisy[0], noisy[1])
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import megatron.schedules
-from megatron.schedules.search.compiled import compiled, kept_code, space_for
+from megatron.schedules.search.compiled import compiled, kept_code, work_for
+from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import Instance, Policy
 from megatron.schedules.utils.cache_directory import USER_VARIABLE, warn_once
 
@@ -33,7 +34,7 @@ def files(kept: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (kept / "compiled").rglob("*.nb?")}
 
 
-def works(function: Callable[..., float]) -> bool:
+def works(function: Callable[..., tuple[float, int]]) -> bool:
     """Whether it is the function it should be: two tasks of one rank, one after the other."""
     ints, flags, none = np.array([0, 0]), np.zeros(2, dtype=np.bool_), np.array([], dtype=np.int64)
     tasks = Instance(
@@ -42,8 +43,10 @@ def works(function: Callable[..., float]) -> bool:
         *(ints - 1, np.zeros(2), flags),
         *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1, flags),
     )
-    order, found = np.array([1, 0]), np.zeros(2, dtype=np.int64)
-    return function(tasks, order, np.ones(1), Policy(1), space_for(tasks), found) == 2 and list(found) == [1, 0]
+    both, policies = Both(tasks, tasks, np.array([1, 0])), (Policy(1), Policy(1))  # type: ignore[arg-type]
+    work, found = work_for(both)
+    length, rounds = function(both, np.array([1, 0]), np.ones(1), *policies, False, 3, 9.0, work, found)
+    return (length, rounds, list(found)) == (2, 3, [1, 0])
 
 
 def test_it_is_compiled_once_and_nothing_is_left_in_the_package(kept: Path):
@@ -57,32 +60,6 @@ def test_it_is_compiled_once_and_nothing_is_left_in_the_package(kept: Path):
     assert set(package.rglob("*.nb?")) == before
 
 
-@pytest.mark.parametrize(
-    ("suffix", "damage"), [(".nbi", "empty"), (".nbi", "cut short"), (".nbc", "gone"), (".nbc", "changed")]
-)
-def test_what_is_damaged_is_compiled_again_and_the_log_says_so_once(
-    kept: Path, suffix: str, damage: str, caplog: pytest.LogCaptureFixture
-):
-    anew()
-    (path,) = (path for path in files(kept) if path.suffix == suffix)
-    whole = path.read_bytes()
-    left = {"empty": b"", "cut short": whole[: len(whole) // 2], "changed": whole[:-9] + b"?" + whole[-8:]}
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(left[damage])
-    for _ in range(2):
-        assert works(anew())
-    (said,) = caplog.messages
-    assert said.endswith("holds machine code other than was put there, or not all of it: compiled anew")
-
-
-def test_without_a_folder_to_write_to_it_is_compiled_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(USER_VARIABLE, str(tmp_path / "file" / "kept"))
-    assert works(anew())
-
-
 def _next(number: int) -> int:
     return number + 1
 
@@ -92,6 +69,33 @@ def small() -> Callable[..., int]:
     import numba
 
     return kept_code(_next, numba.int64(numba.int64))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"), [(".nbi", "empty"), (".nbi", "cut short"), (".nbc", "gone"), (".nbc", "changed")]
+)
+def test_what_is_damaged_is_compiled_again_and_the_log_says_so_once(
+    kept: Path, suffix: str, damage: str, caplog: pytest.LogCaptureFixture
+):
+    small()
+    (path,) = (path for path in files(kept) if path.suffix == suffix)
+    whole = path.read_bytes()
+    changed = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    left = {"empty": b"", "cut short": whole[: len(whole) // 2], "changed": changed}
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(left[damage])
+    for _ in range(2):
+        assert small()(3) == 4
+    (said,) = caplog.messages
+    assert said.endswith("holds machine code other than was put there, or not all of it: compiled anew")
+
+
+def test_without_a_folder_to_write_to_it_is_compiled_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(USER_VARIABLE, str(tmp_path / "file" / "kept"))
+    assert small()(3) == 4
 
 
 class _Forged:

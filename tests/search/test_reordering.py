@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -18,7 +19,8 @@ from megatron.schedules.schedule.simulator import peaks
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.search import reorder
 from megatron.schedules.search.list_scheduling import Policy
-from megatron.schedules.search.reorder import improve, scheduled
+from megatron.schedules.search.reorder import improve
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import Links, Tasks, flags, fractions, tasks_of, whole
 from tests.planner.made_schedules import costed_schedules, examples, timed, written
 
@@ -37,6 +39,7 @@ def own_limits(schedule: Schedule, costs: Costs, limit: float) -> list[float]:
 
 
 USUAL = Policy(16, defer_fillers=True)
+python = partial(Rounds, compiled=False)
 
 
 def rescheduled(
@@ -47,10 +50,10 @@ def rescheduled(
     tasks, passes = tasks_of(schedule, costs.on(schedule.placement))
     order = list(range(len(passes)))
     if backward:
-        order, reached = scheduled(tasks.reversed(), tasks.reversed_order(order), limits, policy)
+        order, reached, _ = python(tasks.reversed()).settled(tasks.reversed_order(order), limits, policy)
         order = tasks.reversed_order(order)
     else:
-        order, reached = scheduled(tasks, order, limits, policy)
+        order, reached, _ = python(tasks).settled(order, limits, policy)
     return replace(schedule, order=tasks.rows(order, passes)), reached
 
 
@@ -172,7 +175,7 @@ def second_row(
         before=before,
         after=before.turned(),
     )
-    order_found, _ = scheduled(tasks, range(len(names)), [limit, limit], policy)
+    order_found, _, _ = python(tasks).settled(range(len(names)), [limit, limit], policy)
     return "".join(names[task] for task in order_found[1:])
 
 

@@ -12,13 +12,17 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
+from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.progress import Progress
+from megatron.schedules.utils.progress import Parts, Progress
 
 # Passes that a second of list scheduling is reckoned to place with one rank; the more ranks, the further each looks.
 # Real machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
+# How far a search gets is luck in part. Two short ones with other seeds go with it, each of this share of its time, of
+# that of so many seconds at most; shorter ones find nothing.
+_SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS = (400, 700), 0.1, 5.0, 0.1
 # Of the usual time where all ranks share the vocabulary: a third more passes, of two sorts more.
 _WITH_VOCABULARY = 1.5
 
@@ -103,14 +107,28 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     limit = limit_in_microbatches(request)
     asked, seconds = request.around_one(), search_seconds(request)
     problems = [Problem(placement, asked.microbatches, asked.costs_on(placement)) for placement in placements(asked)]
+    with many_plans(math.inf):  # machine code is there anyway
+        every = named(asked)
     known = [
         timeline
-        for timeline in named(asked)
+        for timeline in every
         if timeline.schedule.placement.chunks in request.chunk_choices
         and request.placement in (None, timeline.schedule.placement)
     ]
     saved = any(problem.costs.saved for problem in problems)
-    return frontier(problems, known, limit, effort(request.ranks, seconds), progress, alone=saved)[-1].best.schedule
+    short = _SHARE * min(seconds, _MOST_SHARED)
+    searches = [(0, seconds)]
+    if short >= _FEWEST_SECONDS and not saved:
+        searches += [(seed, short) for seed in _SEEDS]
+    parts, best = Parts(progress, sum(each for _, each in searches)), None
+    for seed, each in searches:
+        budget = effort(request.ranks, each)
+        found = frontier(problems, known, limit, budget, parts.begin(each), alone=saved, seed=seed)[-1].best
+        if best is None or found.makespan < best.makespan - EPSILON:
+            best = found
+    parts.end()
+    assert best is not None
+    return best.schedule
 
 
 def limit_in_microbatches(request: Request) -> float:

@@ -5,6 +5,8 @@ Where all ranks share the vocabulary, each has its part of the output layer to d
 
 from __future__ import annotations
 
+import math
+
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import IN_EVALUATION, KINDS, everywhere
@@ -12,7 +14,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import Policy
-from megatron.schedules.search.reorder import scheduled
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 
 
@@ -32,5 +34,6 @@ def forward_only(placement: Placement, microbatches: int, costs: Costs, decision
     base = Schedule("forward-only", placement, microbatches, rows)
     tasks, passes = tasks_of(base, costs.on(placement, decisions))
     policy = Policy(lookahead=2 * placement.stages)
-    order, _ = scheduled(tasks, range(len(passes)), [float("inf")] * placement.ranks, policy)
+    limits = [math.inf] * placement.ranks
+    order, _, _ = Rounds(tasks, compiled=False).settled(range(len(passes)), limits, policy)
     return Schedule(base.name, placement, microbatches, tasks.rows(order, passes))

@@ -80,7 +80,9 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.spread, (shortest.placement.chunks,))
     if request.schedule == "adaptive":
-        best = _or_even(around_one, best, shortest.makespan, parts.begin(whole))
+        near = [search for search in _near(searches) if search.even_length <= CLEARLY * shortest.makespan]
+        placements = [search.placement for search in near]
+        best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
 
@@ -100,7 +102,7 @@ def _climb(searches: Sequence[_Search], progress: Progress) -> None:
 
 def _checked(searches: Sequence[_Search], progress: Progress) -> _Found:
     parts = Parts(progress, sum(search.checks for search in searches))
-    found = [search.checked(parts.begin(search.checks)) for search in searches]
+    found = [search.checked(parts.begin(search.checks)) for search in _near(searches)]
     parts.end()
     return min(found, key=lambda each: each.makespan)
 
@@ -116,19 +118,22 @@ def _whole_search(request: Request) -> float:
     return effort(request.ranks, search_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 
-def _or_even(request: Request, found: Request, climbed: float, progress: Progress) -> Request:
+def _or_even(
+    request: Request, found: Request, climbed: float, placements: Sequence[Placement], progress: Progress
+) -> Request:
     """``found``, or even layers where the whole search makes more of them than of it.
 
     Args:
         request: what was asked for.
         found: its layers placed.
         climbed: how long the plan of ``found`` was after a climb.
+        placements: where that of even layers was not clearly longer after a climb.
         progress: hears how far the comparison is.
     """
     model = request.costs.model
     assert model is not None
     even = []
-    for where in _placements(request):
+    for where in placements:
         other = placed(request, model.evenly(where.stages), (where.chunks,))
         on_stages, limit = other.costs_on(where), limit_in_microbatches(found)
         fits = on_stages.least(where) <= limit + EPSILON
@@ -180,7 +185,7 @@ class _Search:
 
     def __init__(self, request: Request, where: Placement) -> None:
         assert request.costs.model is not None
-        self._request, self._placement, self._model = request, where, request.costs.model
+        self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
         self._bounds: dict[tuple[Spread, int], float] = {}
@@ -209,6 +214,11 @@ class _Search:
         searched = follows_costs(self._request.schedule, shared_vocabulary=False)
         return self._most * self._planned.size * _POLISHING if searched else 0.0
 
+    @property
+    def even_length(self) -> float:
+        """How long the plan of even layers was when the best were checked."""
+        return self._whole.makespan(self._even)
+
     def descend(self, progress: Progress) -> None:
         """Down from two spreads to where no move gains."""
         ends = [self._down(start, progress) for start in (self._even, self._relieved())]
@@ -230,17 +240,17 @@ class _Search:
     @property
     def _spent(self) -> bool:
         """Whether no plan is left, or as much as they take has gone into bounds several times."""
-        bounds = len(self._bounds) * _BOUND * self._placement.stages
+        bounds = len(self._bounds) * _BOUND * self.placement.stages
         return self._planned.count >= self._most or bounds > _BOUNDS * self.effort
 
     def _plans_of(self, microbatches: int) -> int:
         """How many the effort suffices for."""
         passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
-        return passes // (3 * self._placement.stages * microbatches + _OVERHEAD)
+        return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
 
     def _relieved(self) -> Spread:
         """Layer by layer to the rank that has least to do, and there to the stage that has."""
-        model, where = self._model, self._placement
+        model, where = self._model, self.placement
         ends = [0.0] * where.stages
         for stage, part in ((0, model.first), (where.last_stage, model.last)):
             ends[stage] += sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3])
@@ -290,7 +300,7 @@ class _Search:
             if hopeful and (now := whole.makespan(other)) < length - EPSILON:
                 best, length = other, now
             progress(share)
-        return _Found(best, self._placement, length)
+        return _Found(best, self.placement, length)
 
     def _shorter(self, spread: Spread, length: float, microbatches: int) -> Iterator[tuple[float, Spread]]:
         """Spreads with one layer elsewhere that could be shorter than ``length``, and what they cannot be below."""
@@ -305,7 +315,7 @@ class _Search:
         found = [move for move in permutations(range(len(spread)), 2) if spread[move[0]]]
         if len(found) <= _MOST_MOVES:
             return found
-        times, where = with_layers(self._request, spread).costs_on(self._placement).times.values(), self._placement
+        times, where = with_layers(self._request, spread).costs_on(self.placement).times.values(), self.placement
         loads = [sum(each[stage] for each in times for stage in where.stages_of(rank)) for rank in range(where.ranks)]
         busiest = where.stages_of(loads.index(max(loads)))
         first = [move for move in found if move[0] in busiest]
@@ -318,9 +328,9 @@ class _Search:
         return self._bounds[spread, microbatches]
 
     def _bounded(self, spread: Spread, microbatches: int) -> float:
-        on_stages = with_layers(self._request, spread).costs_on(self._placement)
-        limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self._placement))
-        return lower_bound(self._placement, microbatches, on_stages, limit)
+        on_stages = with_layers(self._request, spread).costs_on(self.placement)
+        limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self.placement))
+        return lower_bound(self.placement, microbatches, on_stages, limit)
 
 
 def _moved(spread: Spread, source: int, to: int) -> Spread:

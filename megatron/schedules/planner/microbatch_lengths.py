@@ -14,7 +14,8 @@ from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.search.list_scheduling import EPSILON, Instance
+from megatron.schedules.search.forward_backward import Both
+from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.microbatch_order import Places
 from megatron.schedules.search.polish import finished
 from megatron.schedules.search.tasks import Tasks, tasks_of
@@ -80,23 +81,18 @@ class LengthsPlanner:
         import numpy as np
 
         tasks, passes = self._tasks
-        forward, backward = tasks.arrays, tasks.reversed().arrays
+        forward, backward, turned = tasks.arrays
         of_attention = self._costs.of_attention
         attention = np.array([of_attention[kind][stage] for stage, kind, _ in passes])
         # What the search overwrites stands in arrays of its own, one for both directions where they are alike.
         duration, change, copying = (np.array(each) for each in (forward.duration, forward.change, forward.copying))
         shared: dict[str, Any] = {"duration": duration.copy(), "copying": copying.copy()}
-        return Places(
-            _with(forward, change=change.copy(), **shared),
-            _with(backward, change=-change, **shared),
-            np.array([work.microbatch for work in passes]),
-            duration - attention,
-            attention,
-            change,
-            copying,
-            np.array(tasks.reversed_order(range(len(passes)))),
-            np.array(self._limits),
+        changes: tuple[Any, Any] = change.copy(), -change
+        forward, backward = (
+            each._replace(change=own, **shared) for each, own in zip((forward, backward), changes, strict=True)
         )
+        places, limits = np.array([work.microbatch for work in passes]), np.array(self._limits)
+        return Places(Both(forward, backward, turned), places, duration - attention, attention, change, copying, limits)
 
     def usual(self, loads: MicrobatchLoads) -> LengthsPlan:
         """The base plan, its microbatches as they come."""
@@ -137,16 +133,16 @@ class LengthsPlanner:
         """An order of the microbatches and of the passes; None where no start keeps within ``limits``."""
         import numpy as np
 
-        from megatron.schedules.search.compiled import space_for
+        from megatron.schedules.search import compiled
         from megatron.schedules.search.microbatch_order import search
-        from megatron.schedules.search.microbatch_order_compiled import compiled_climb
 
         tasks, passes = self._tasks
         ranks = self._base.ranks
+        work, _ = compiled.work_for(self._places.both)
         found = search(
-            compiled_climb(),
+            compiled.compiled_climb(),
             self._places._replace(limits=np.array(limits)),
-            space_for(self._places.forward),
+            work,
             loads,
             candidates(self._weights(loads)),
             max(_FEWEST_ROUNDS, int(effort / (len(passes) + 200))),
@@ -186,10 +182,6 @@ def candidates(weights: Sequence[float]) -> list[list[int]]:
     both_ends = rising[: n // 4 : 2] + falling[: n - n // 4] + rising[1 : n // 4 : 2][::-1]
     found = [list(range(n)), rising, falling, mountain, valley, in_turn, small_first, both_ends]
     return [order for order in dict.fromkeys(map(tuple, found)) if sorted(order) == list(range(n))]  # type: ignore[misc]
-
-
-def _with(tasks: Instance, **arrays: Any) -> Instance:
-    return tasks._replace(**arrays)
 
 
 def _split(schedule: Schedule) -> Schedule:

@@ -61,9 +61,9 @@ class Planned:
         return sorted(self._known, key=lambda spread: (self._known[spread], spread))[:number]
 
     def clearly_longer(self, spread: Spread) -> bool:
-        """Whether a climb has shown that this partition is not among the best; a schedule by name is planned anew."""
-        climbed = self._request.schedule == "adaptive" and spread in self._known
-        return climbed and self._known[spread] > CLEARLY * min(self._known.values())
+        """Whether a climb shows that this partition is not among the best; a schedule by name is planned anew."""
+        climbed = self._request.schedule == "adaptive"
+        return climbed and self.makespan(spread) > CLEARLY * min(self._known.values())
 
     @property
     def microbatches(self) -> int:

@@ -194,9 +194,10 @@ class Costs:
         counts = self.layers_on(placement, decisions)
         if self.memory is None or counts is None or self.stage_activations is not None:
             return None
+        decisions.savings_on(placement)  # or they are for another one
         recomputed, offloaded = (
-            [round(share * count) for share, count in zip(shares, counts, strict=True)]
-            for shares in decisions.savings_on(placement)
+            None if shares is None else [round(share * count) for share, count in zip(shares, counts, strict=True)]
+            for shares in (decisions.recomputed, decisions.offloaded)
         )
         return self.memory.by_stage(counts, recomputed, offloaded)
 
@@ -217,8 +218,7 @@ class Costs:
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
             return {kind: tuple(time * share * w for w in weights) for kind, time in times.items()}
-        mean = self.model.mean
-        split, whole = [part.split.over(mean) for part in parts], [part.whole.over(mean) for part in parts]
+        split, whole = ([self.model.in_layers(load) for load in loads] for loads in zip(*parts, strict=True))
         # How many average layers each stage has of a kind's work: that of kinds not named here goes with F's.
         layers = {
             Kind.F: [each.forward for each in split],

@@ -101,6 +101,17 @@ class ModelLoads:
             )
         return replace(self, last=Part())
 
+    def in_layers(self, load: Load) -> Load:
+        """``load`` as multiples of the average layer."""
+        if load not in self._multiples:
+            self._multiples[load] = load.over(self.mean)
+        return self._multiples[load]
+
+    @cached_property
+    def _multiples(self) -> dict[Load, Load]:
+        """What was divided before: searches ask for the same again and again."""
+        return {}
+
     def held_by_one_of(self, ranks: int) -> float:
         """What an average rank's decoder layers hold of a microbatch."""
         return self.mean.held * len(self.layers) / ranks

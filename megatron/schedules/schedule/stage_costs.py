@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, RELIEVED, Doing, Kind, Share, stages_doing
+from megatron.schedules.schedule.kinds import KINDS, RELIEF, RELIEVED, WHOLES, Doing, Kind, Share, stages_doing
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
@@ -77,9 +77,10 @@ class StageCosts:
 
     def _with_wholes(self, times: Mapping[Kind, tuple[float, ...]]) -> Mapping[Kind, tuple[float, ...]]:
         none = (0.0,) * len(self.activation)
-        parts = {kind: row.parts or (kind,) for kind, row in KINDS.items()}
-        found = {kind: zip(*(times.get(part, none) for part in each), strict=True) for kind, each in parts.items()}
-        return {kind: tuple(map(sum, each)) for kind, each in found.items()}
+        found = {kind: times.get(kind, none) for kind in KINDS}
+        for parts, whole in WHOLES.items():
+            found[whole] = tuple(map(sum, zip(*(found[part] for part in parts), strict=True)))
+        return found
 
     def durations_of(self, passes: Iterable[Pass]) -> list[float]:
         """How long each of ``passes`` takes."""
@@ -145,6 +146,16 @@ class StageCosts:
 
     def least_by_rank(self, placement: Placement) -> list[float]:
         """For each rank, the least memory in which one microbatch runs."""
+        if placement not in self._least:
+            self._least[placement] = self._least_by_rank(placement)
+        return self._least[placement]
+
+    @cached_property
+    def _least(self) -> dict[Placement, list[float]]:
+        """What was asked for before."""
+        return {}
+
+    def _least_by_rank(self, placement: Placement) -> list[float]:
         doing = self.doing(placement)
         spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]

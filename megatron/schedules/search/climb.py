@@ -76,7 +76,7 @@ class Climb:
         """Spend so many rounds, or a few more to finish what was begun; how many it took."""
         taken = 0
         if self.makespan == float("inf"):  # one pass of lookahead: the order as it stands
-            _, self.makespan = self.problem.forward(self.order, self.limit, Policy(lookahead=1))
+            _, self.makespan, _ = self.problem.settled(self.order, self.limit, Policy(lookahead=1))
             taken = 1
         while taken < rounds:
             taken += self._move(_LATE if late else _EARLY)
@@ -89,20 +89,9 @@ class Climb:
         if self.problem.costs.saved:
             plain = plain._replace(just_in_time=draw.random() < _JUST_IN_TIME)
         noisy = plain._replace(noise=draw.choice(_NOISE), seed=draw.randrange(1 << 30))
-        if draw.random() < 0.5:
-            back = self.problem.backward(self.order, self.limit, noisy)
-            order, length = self.problem.forward(back, self.limit, plain)
-            rounds = 2
-        else:
-            order, length = self.problem.forward(self.order, self.limit, noisy)
-            rounds = 1
-        for _ in range(_INNER):
-            back = self.problem.backward(order, self.limit, plain)
-            again, shorter = self.problem.forward(back, self.limit, plain)
-            rounds += 2
-            if shorter > length - EPSILON:
-                break
-            order, length = again, shorter
+        order, length, rounds = self.problem.settled(
+            self.order, self.limit, noisy, plain, backwards=draw.random() < 0.5, most=_INNER
+        )
         if length <= self._length + self._threshold:
             self.order, self._length = order, length
         if length < self.makespan - EPSILON:
@@ -117,7 +106,7 @@ class Entry(NamedTuple):
     starts: Sequence[TaskOrder]
 
 
-def race(entries: Sequence[Entry], limit: float, budget: float) -> tuple[list[Climb], float]:
+def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -> tuple[list[Climb], float]:
     """Races on several problems side by side; for each the climb that got furthest, and what was spent in all.
 
     As many climbs on each as the budget is enough for, several from every start. They run until half of them are left
@@ -128,11 +117,12 @@ def race(entries: Sequence[Entry], limit: float, budget: float) -> tuple[list[Cl
         limit: microbatches a rank may hold; every start keeps within it.
         budget: tasks to schedule in all. A count, not a time, so that the same request gives the same plan everywhere,
             on however many cores. A little more is spent where a move has begun.
+        seed: of the first climb on each.
     """
     effort = sum(entry.problem.effort for entry in entries)
     sizes = _sizes(budget / effort)
     running = [
-        [Climb(problem, limit, starts[seed % len(starts)], seed) for seed in range(sizes[0])]
+        [Climb(problem, limit, starts[number % len(starts)], seed + number) for number in range(sizes[0])]
         for problem, starts in entries
     ]
     spent = 0.0

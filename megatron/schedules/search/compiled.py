@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.search import event_queue
+from megatron.schedules.search import event_queue, microbatch_order
 from megatron.schedules.search.event_queue import Queue
-from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule, sound
+from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
+from megatron.schedules.search.microbatch_order import Places
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
@@ -29,16 +31,46 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def compiled() -> Callable[..., float]:
-    """:func:`.list_scheduling.list_schedule`, compiled for arrays, for one signature only."""
+def compiled() -> Callable[..., tuple[float, int]]:
+    """:func:`.forward_backward.settle`, compiled for arrays, for one signature only."""
     import numba
 
-    ints, floats = numba.int64[::1], numba.float64[::1]
-    heap: dict[str, Callable[..., Any]] = {}
+    ints, floats, whole, number, policy = *arrays(), numba.int64, numba.float64, policy_type()
+    types: Any = numba.types  # numba's own types are not annotated
+    result = types.Tuple((number, whole))
+    order = (both_type(), ints, floats, policy, policy, numba.boolean, whole, number, work_type(), ints)
+    return kept_code(calling(settle, _inner()), result(*order))
+
+
+@cache
+def compiled_climb() -> Callable[..., tuple[float, float]]:
+    """:func:`.microbatch_order.climb`, compiled for arrays; the first call on a machine takes some seconds."""
+    import numba
+
+    ints, floats, whole, number = *arrays(), numba.int64, numba.float64
+    known = {"settle": compiled()} | _inner()
+    for function in (microbatch_order.put, microbatch_order.fits):
+        known[function.__name__] = numba.njit(calling(function, known))
+    places = named_tuple(Places, both_type(), ints, *(floats,) * 4, floats)
+    of_microbatches = (floats, floats, ints, ints)
+    types: Any = numba.types
+    result = types.UniTuple(number, 2)
+    choices = (number, whole, whole, number, whole)
+    return kept_code(
+        calling(microbatch_order.climb, known), result(places, work_type(), *of_microbatches, *choices, ints, ints)
+    )
+
+
+def _inner() -> dict[str, Callable[..., Any]]:
+    """What is compiled into the functions that call it."""
+    import numba
+
+    known: dict[str, Callable[..., Any]] = {}
     for name in ("first_of", "heappush", "heapreplace", "heappop"):
-        heap[name] = numba.njit(calling(getattr(event_queue, name), heap), inline="always")
-    signature = numba.float64(tasks_type(), ints, floats, policy_type(), space_type(), ints)
-    return kept_code(calling(list_schedule, heap), signature)
+        known[name] = numba.njit(calling(getattr(event_queue, name), known), inline="always")
+    for function in (list_schedule, one_round):
+        known[function.__name__] = numba.njit(calling(function, known))
+    return known
 
 
 def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> FunctionType:
@@ -49,21 +81,29 @@ def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any
     return made
 
 
+def arrays() -> tuple[Any, Any]:
+    """numba's types of arrays of whole numbers and of other numbers."""
+    import numba
+
+    return numba.int64[::1], numba.float64[::1]
+
+
 def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
     """numba's type of a named tuple ``made`` of ``fields``."""
     import numba
 
-    types: Any = numba.types  # numba's own types are not annotated
+    types: Any = numba.types
     return types.NamedTuple(fields, made)
 
 
-def tasks_type() -> Any:
-    """numba's type of :class:`.Instance` on arrays."""
+def both_type() -> Any:
+    """numba's type of :class:`.Both` on arrays."""
     import numba
 
-    ints, floats, flags = numba.int64[::1], numba.float64[::1], numba.boolean[::1]
+    (ints, floats), flags = arrays(), numba.boolean[::1]
     of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints, flags)
-    return named_tuple(Instance, *of_tasks)
+    tasks = named_tuple(Instance, *of_tasks)
+    return named_tuple(Both, tasks, tasks, ints)
 
 
 def policy_type() -> Any:
@@ -74,28 +114,28 @@ def policy_type() -> Any:
     return named_tuple(Policy, whole, flag, number, flag, number, whole, flag)
 
 
-def space_type() -> Any:
-    """numba's type of :class:`.Space`."""
-    import numba
+def work_type() -> Any:
+    """numba's type of :class:`.Work`."""
+    ints, floats = arrays()
+    space = named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints))
+    return named_tuple(Work, space, ints, ints)
 
-    ints, floats = numba.int64[::1], numba.float64[::1]
-    return named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints))
 
-
-def space_for(tasks: Instance) -> Space:
-    """Space for rounds of ``tasks`` in arrays."""
+def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
+    """Arrays that :func:`.settle` writes, and one for the order that it makes."""
+    tasks = both.forward
     size, ranks, links = len(tasks.rank), len(tasks.first) - 1, len(tasks.follower)
 
     def whole(length: int) -> Any:
         return np.empty(length, np.int64)
 
-    def fractions(length: int) -> Any:
-        return np.empty(length)
+    ready: Any = np.empty(size)
 
     most = 1 + ranks + links  # a rank's own event, and one whenever something that a task waits for runs
-    events = Queue(fractions(most), whole(most), np.ones(1, np.int64))
+    events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
-    return Space(whole(size), fractions(size), whole(size + ranks), whole(size + ranks), events)
+    space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events)
+    return Work(space, whole(size), whole(size)), whole(size)
 
 
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
@@ -152,25 +192,6 @@ def _make_private(kept: Path) -> None:
     """Undo what the umask let others do with the files that numba wrote; the directory above kept them out so far."""
     for path in (kept, *kept.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
-
-
-def scheduled(
-    tasks: Instance, order: NDArray[np.int64], limits: Sequence[float] | NDArray[np.float64], policy: Policy
-) -> tuple[NDArray[np.int64], float]:
-    """The order that the compiled function makes of ``order``, and its makespan.
-
-    Args:
-        tasks: on arrays.
-        order, limits, policy: see :func:`.list_scheduling.list_schedule`.
-
-    Raises:
-        ValueError: where the policy cannot be followed, or ``order`` does not keep within ``limits``.
-    """
-    found = np.empty_like(order)
-    makespan = compiled()(tasks, order, np.asarray(limits, np.float64), sound(policy), space_for(tasks), found)
-    if makespan >= NEVER:
-        raise ValueError("the order cannot run within its limits")
-    return found, makespan
 
 
 @contextmanager

@@ -90,6 +90,7 @@ def frontier(
     progress: Progress = unheard,
     *,
     alone: bool = False,
+    seed: int = 0,
 ) -> list[Rung]:
     """The rungs from the least limit to the largest that is not above ``up_to``.
 
@@ -99,6 +100,7 @@ def frontier(
         up_to: microbatches a rank may hold.
         budget: tasks to schedule for the whole ladder to 1F1B's memory.
         progress: hears how far the search is.
+        seed: of all climbs; another one gives another search.
         alone: search for ``up_to`` alone, with all of the budget: where other limits have other problems.
     """
     placed = {problem.placement: problem.costs for problem in problems}
@@ -123,7 +125,7 @@ def frontier(
         spend = full * share[limit]
         progress(spend / work)
         if best is None or best.makespan > bound + EPSILON:  # else nothing is left to find
-            fresh, spent = race([Entry(problem, [problem.order()]) for _, problem in fits], limit, spend * _FRESH)
+            fresh, spent = race([Entry(problem, [problem.order()]) for _, problem in fits], limit, spend * _FRESH, seed)
             for (index, _), climb in zip(fits, fresh, strict=True):
                 found[index] = sorted([*found.get(index, [])[:1], climb], key=_makespan)
             shortest = min(found[index][0].makespan for index, _ in fits)
@@ -133,7 +135,7 @@ def frontier(
                 named_here = [problem.order(x.schedule) for x in new if x.schedule.placement == problem.placement]
                 known = [order for order in named_here if problem.fits(order, limit)]
                 entries.append(Entry(problem, [*(climb.best for climb in found[index]), *known]))
-            climbs, _ = race(entries, limit, spend - spent)
+            climbs, _ = race(entries, limit, spend - spent, seed)
             for (index, problem), climb in zip(near, climbs, strict=True):
                 first = min(climb, *found[index], key=_makespan)
                 found[index] = [first]

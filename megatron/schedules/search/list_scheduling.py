@@ -126,7 +126,7 @@ def list_schedule(
 
     Args:
         tasks: what is ordered.
-        order: task numbers, rank by rank; within ``limits``.
+        order: task numbers, rank by rank; within ``limits``. It may be ``scheduled`` itself.
         limits: the most each rank may hold.
         policy: how ranks choose, as :func:`sound` has it.
         space: overwritten.
@@ -154,8 +154,12 @@ def list_schedule(
         now, rank = first_of(events)
         if rank < 0:
             for each in range(ranks):
-                if place_of[each] < first[each + 1]:
-                    return NEVER
+                task = following[size + each]
+                while task < size:  # what never ran, so that every task is in the order
+                    scheduled[place_of[each]] = task
+                    place_of[each] += 1
+                    task = following[task]
+                    makespan = NEVER
             return makespan
         if now + EPSILON < free_at[rank]:
             heappop(events)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import add
 
 from megatron.schedules.schedule.kinds import Kind, Share, stages_doing
 from megatron.schedules.schedule.placement import Placement
@@ -22,54 +23,52 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
 
     and of the one chain of passes that a single microbatch is.
     """
-    stages = range(placement.stages)
-    rank_of, n = placement.rank_of, microbatches
-    limits = costs.limits(placement, limit)
-
-    def _there(stage: int, *kinds: Kind) -> float:
-        """How long what is relieved is there all the same: in passes of ``kinds`` and in I."""
-        return sum(costs.durations[kind][stage] for kind in (*kinds, Kind.I))
-
-    again, away, redo = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED], costs.durations[Kind.R]
-    forward, input_grad, weight_grad = (costs.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage
+    limits, durations = costs.limits(placement, limit), costs.durations
+    forward, input_grad, weight_grad, redo = (durations[kind] for kind in (Kind.F, Kind.I, Kind.W, Kind.R))
+    again, away = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
+    # Of the message from each stage to the next, and of that back.
+    onto = [costs.latency(rank, other) for rank, other in pairwise(rank_of)]
+    back = [costs.latency(other, rank) for rank, other in pairwise(rank_of)]
     # All ranks together do what is between the last stage's F and its I.
-    shared, last_rank = costs.durations[Kind.S], rank_of[-1]
+    shared, last_rank = durations[Kind.S], rank_of[-1]
     parts = stages_doing(Kind.S, placement) if Kind.S in costs.times else []
-    between = max((shared[s] + _there_and_back(costs, last_rank, rank_of[s]) for s in parts), default=0.0)
-    # Of the message into s, and of that out of s back.
-    into = [costs.latency(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in stages]
-    back = [costs.latency(rank_of[s], rank_of[s - 1]) if s else 0.0 for s in stages]
+    between = max(
+        (shared[s] + costs.latency(last_rank, rank_of[s]) + costs.latency(rank_of[s], last_rank) for s in parts),
+        default=0.0,
+    )
     # From the start of F of stage s to the end of its I.
-    span = [0.0] * (placement.stages + 1)
-    for s in reversed(stages):
-        onward = span[s + 1] + (into[s + 1] + back[s + 1]) if s < placement.last_stage else between
+    span = [0.0] * placement.stages
+    onward = between
+    for s in range(last_stage, -1, -1):
         span[s] = forward[s] + onward + input_grad[s]
+        onward = span[s] + (onto[s - 1] + back[s - 1]) if s else 0.0
     # Up to the start of F of stage s, and from the end of its I on.
-    heads = list(accumulate((forward[s] + into[s + 1] for s in stages[:-1]), initial=0.0))
-    tails = list(accumulate((input_grad[s] + back[s + 1] for s in stages[:-1]), initial=0.0))
+    heads = list(accumulate(map(add, forward, onto), initial=0.0))
+    tails = list(accumulate(map(add, input_grad, back), initial=0.0))
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
-        first = held[0]
-        head, tail = heads[first], tails[first]
-        passes = n * sum(forward[s] + shared[s] + input_grad[s] for s in held)
-        weights = n * sum(weight_grad[s] + costs.durations[Kind.T][s] for s in held)
-        # A whole backward may keep less for its W than a split one, and the other way round.
-        occupied = n * sum(
-            (kept[s] + again[s] + away[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s] for s in held
-        )
-        occupied -= n * sum(away[s] * max(0.0, span[s] - _there(s, Kind.F, Kind.O, Kind.L)) for s in held if away[s])
-        last = weight_grad[0] if first else 0.0
-        bound = max(bound, head + passes + weights, head + passes + tail + last)
+        passes = weights = occupied = 0.0
+        spared = []
+        for s in held:
+            passes += forward[s] + shared[s] + input_grad[s]
+            weights += weight_grad[s] + durations[Kind.T][s]
+            # A whole backward may keep less for its W than a split one, and the other way round.
+            occupied += (kept[s] + again[s] + away[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s]
+            # What is offloaded is there during its F, both copies and I, what is recomputed during its R and I.
+            if away[s]:
+                copied = durations[Kind.O][s] + durations[Kind.L][s]
+                occupied -= away[s] * max(0.0, span[s] - (forward[s] + copied + input_grad[s]))
+            if again[s]:
+                spared.append((n * redo[s], n * again[s] * max(0.0, span[s] - (redo[s] + input_grad[s]))))
+        head, tail = heads[held[0]], tails[held[0]]
+        last = weight_grad[0] if held[0] else 0.0
+        bound = max(bound, head + n * (passes + weights), head + n * passes + tail + last)
         if occupied:  # what holds nothing goes under any limit, even none
-            spared = [(n * redo[s], n * again[s] * max(0.0, span[s] - _there(s, Kind.R))) for s in held]
-            bound = max(bound, head + _least_with_recompute(passes + weights, occupied, limits[rank], spared))
+            bound = max(bound, head + _least_with_recompute(n * (passes + weights), n * occupied, limits[rank], spared))
     return bound
-
-
-def _there_and_back(costs: StageCosts, rank: int, other: int) -> float:
-    return costs.latency(rank, other) + costs.latency(other, rank)
 
 
 def _least_with_recompute(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
-from megatron.schedules.search.list_scheduling import EPSILON, NEVER, Policy, list_schedule
+from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
+from megatron.schedules.search.list_scheduling import EPSILON, NEVER, Policy
 
 # A climb's choices: how far ranks look, whether they put off weight gradients, how long they wait for what is due.
 _PATIENCE = (0.0, 0.0, 0.5, 0.6, 1.0)
@@ -34,37 +35,27 @@ class Places(NamedTuple):
     """The tasks by place, in arrays: what is scheduled, and what of it depends on the microbatch in a place.
 
     Args:
-        forward, backward: the tasks (:class:`.Instance`), and the same with time running backwards. Times
-            are in arrays that both share.
+        both: the tasks. Times are in arrays that both directions share.
         place: of each task, the place of its microbatch.
         linear, attention: of each task, the time that goes with tokens, and that which goes with squares of lengths.
         change, copying: of each task, for the standard microbatch.
-        turned: where each task of an order stands in the order read backwards.
         limits: what each rank may hold.
     """
 
-    forward: Any
-    backward: Any
+    both: Both
     place: Any
     linear: Any
     attention: Any
     change: Any
     copying: Any
-    turned: Any
     limits: Any
-
-
-class Work(NamedTuple):
-    """Space for one round of list scheduling, used again and again."""
-
-    space: Any
-    found: Any
-    base: Any
 
 
 def put(places: Places, order: Any, tokens: Any, squares: Any) -> None:
     """Give every task what it takes where microbatch ``order[k]`` has place k."""
-    forward, backward = places.forward, places.backward
+    forward: Any
+    backward: Any
+    forward, backward, _ = places.both
     for task in range(len(places.place)):
         m = order[places.place[task]]
         if places.copying[task] > 0:
@@ -78,7 +69,7 @@ def put(places: Places, order: Any, tokens: Any, squares: Any) -> None:
 
 def fits(places: Places, passes: Any) -> bool:
     """Whether ranks keep within their limits in this order of passes."""
-    first, change = places.forward.first, places.forward.change
+    first, change = places.both.forward.first, places.both.forward.change
     for rank in range(len(first) - 1):
         held = 0.0
         for at in range(first[rank], first[rank + 1]):
@@ -88,24 +79,9 @@ def fits(places: Places, passes: Any) -> bool:
     return True
 
 
-def one_round(places: Places, passes: Any, policy: Policy, backwards: bool, work: Work, result: Any) -> float:
-    """List scheduling of ``passes`` into ``result``, which may be the same; the makespan.
-
-    Where it goes ``backwards``, from the end to the beginning: passes move towards the end.
-    """
-    size = len(passes)
-    tasks = places.backward if backwards else places.forward
-    for at in range(size):
-        work.base[at] = passes[places.turned[at]] if backwards else passes[at]
-    length = list_schedule(tasks, work.base, places.limits, policy, work.space, work.found)
-    for at in range(size):
-        result[at] = work.found[places.turned[at]] if backwards else work.found[at]
-    return length
-
-
 def climb(
     places: Places,
-    space: Any,
+    work: Work,
     tokens: Any,
     squares: Any,
     order: Any,
@@ -125,7 +101,7 @@ def climb(
 
     Args:
         places: the tasks.
-        space: for rounds of list scheduling.
+        work: what rounds write.
         tokens, squares: of each microbatch.
         order: of the microbatches.
         passes: their order; within the limits.
@@ -139,18 +115,17 @@ def climb(
     Returns:
         The makespans of the shortest, and of where it got.
     """
-    n, size = len(order), len(passes)
-    work = Work(space, np.empty(size, np.int64), np.empty(size, np.int64))
-    new_order, new_passes, again = np.empty_like(order), np.empty_like(passes), np.empty_like(passes)
+    n = len(order)
+    new_order, new_passes = np.empty_like(order), np.empty_like(passes)
     put(places, order, tokens, squares)
-    state, spent, never = seed % 2147483648, 0, 0 > 1
+    state, spent, never = seed, 0, 0 > 1
     if length >= NEVER:
+        start = passes.copy()
         for patience in (0.0, 1.0):
             policy = Policy(lookahead, never, patience, never, 0.0, state, never)
-            reached = one_round(places, passes, policy, never, work, again)
+            reached = one_round(places.both, start, places.limits, policy, never, work, new_passes)
             if reached < length - EPSILON:
-                length, new_passes[:] = reached, again
-        passes[:] = new_passes
+                length, passes[:] = reached, new_passes
         spent = 2
     best = length
     best_order[:], best_passes[:] = order, passes
@@ -162,7 +137,7 @@ def climb(
         patience = _PATIENCE[int(draws[0] * 5)]
         plain = Policy(lookahead, draws[1] < _DEFER, patience, never, 0.0, state, never)
         policy, backwards = plain, never
-        new_order[:], new_passes[:] = order, passes
+        new_order[:] = order
         moved = n > 1 and draws[2] < _MOVES
         if moved:
             one, two = int(draws[3] * n), int(draws[4] * (n - 1))
@@ -185,21 +160,11 @@ def climb(
         else:
             policy = Policy(lookahead, draws[1] < _DEFER, patience, never, _NOISE * draws[3], state, never)
             backwards = draws[4] < 0.5
-        if backwards:
-            one_round(places, new_passes, policy, backwards, work, new_passes)
-            spent += 1
-            policy = plain
-        reached = one_round(places, new_passes, policy, never, work, new_passes)
-        spent += 1
-        inner = 0
-        while inner < _INNER and reached <= length + _FAR * threshold:
-            one_round(places, new_passes, plain, not never, work, again)
-            shorter = one_round(places, again, plain, never, work, again)
-            spent += 2
-            inner += 1
-            if shorter > reached - EPSILON:
-                break
-            new_passes[:], reached = again, shorter
+        worth = length + _FAR * threshold
+        reached, taken = settle(
+            places.both, passes, places.limits, policy, plain, backwards, _INNER, worth, work, new_passes
+        )
+        spent += taken
         if reached <= length + threshold:
             order[:], passes[:], length = new_order, new_passes, reached
             if reached < best - EPSILON:
@@ -230,7 +195,7 @@ class Found(NamedTuple):
 def search(
     run: Callable[..., tuple[float, float]],
     places: Places,
-    space: Any,
+    work: Work,
     loads: MicrobatchLoads,
     orders: Sequence[Sequence[int]],
     rounds: int,
@@ -245,7 +210,7 @@ def search(
     Args:
         run: :func:`climb`, or its machine code.
         places: the tasks.
-        space: for rounds of list scheduling, as ``run`` takes it.
+        work: what rounds write, as ``run`` takes it.
         loads: of the microbatches.
         orders: of the microbatches to begin with; those with which the passes do not fit under the limits are left out.
         rounds, lookahead, threshold: see :func:`climb`.
@@ -268,7 +233,7 @@ def search(
         for at, now in enumerate(running):
             order, found = np.empty_like(now.order), np.empty_like(now.passes)
             arguments = now.order, now.passes, now.length, each_gets, lookahead, threshold, 8 * part + now.seed
-            best, length = run(places, space, tokens, squares, *arguments, order, found)
+            best, length = run(places, work, tokens, squares, *arguments, order, found)
             if best < now.best - EPSILON:
                 now = now._replace(best=best, best_order=order, best_passes=found)
             running[at] = now._replace(length=length)

@@ -13,8 +13,8 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.search.compiled import scheduled
-from megatron.schedules.search.list_scheduling import EPSILON, Instance, Policy
+from megatron.schedules.search.list_scheduling import EPSILON, Policy
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 
 TaskOrder = NDArray[np.int64]
@@ -37,8 +37,7 @@ class Problem:
         self._tasks = tasks
         self._number = {work: index for index, work in enumerate(self.passes)}
         self.size = len(self.passes)
-        self._reversed = np.array(tasks.reversed_order(range(self.size)))
-        self._forward, self._backward = tasks.arrays, tasks.reversed().arrays
+        self._rounds = Rounds(tasks, compiled=True)
         self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
 
     @property
@@ -70,35 +69,32 @@ class Problem:
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
         """``order`` as a schedule's rows."""
-        return self._tasks.rows(order.tolist(), self.passes)
+        return self._tasks.rows(order, self.passes)
 
     def peaks(self, order: TaskOrder) -> list[float]:
         """What each rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
-        first, change = np.asarray(self._forward.first), np.asarray(self._forward.change)
-        return [float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first.tolist())]
+        first, change = self._tasks.first, np.asarray(self._tasks.change)
+        return [float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first)]
 
     def fits(self, order: TaskOrder, limit: float) -> bool:
         """Whether no rank holds more in ``order`` than it may under ``limit``."""
         limits = self.costs.limits(self.placement, limit)
         return all(peak <= most + EPSILON for peak, most in zip(self.peaks(order), limits, strict=True))
 
-    def forward(self, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
-        """A round of list scheduling of ``order`` with ``limit`` microbatches on an average rank; order and makespan.
-
-        ``order`` itself must keep within ``limit``: it is what a rank falls back on.
-        """
-        return self._round(self._forward, order, limit, policy)
-
-    def backward(self, order: TaskOrder, limit: float, policy: Policy) -> TaskOrder:
-        """The same from the end of ``order`` to its beginning: passes move towards the end."""
-        found, _ = self._round(self._backward, order[self._reversed], limit, policy)
-        turned: TaskOrder = found[self._reversed]
-        return turned
-
-    def _round(self, instance: Instance, order: TaskOrder, limit: float, policy: Policy) -> tuple[TaskOrder, float]:
+    def settled(
+        self,
+        order: TaskOrder,
+        limit: float,
+        first: Policy,
+        plain: Policy | None = None,
+        *,
+        backwards: bool = False,
+        most: int = 0,
+    ) -> tuple[TaskOrder, float, int]:
+        """Rounds of list scheduling with ``limit`` microbatches on an average rank, see :meth:`.Rounds.settled`."""
         if limit not in self._limits:
             self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
-        return scheduled(instance, order, self._limits[limit], policy)
+        return self._rounds.settled(order, self._limits[limit], first, plain, backwards=backwards, most=most)
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:

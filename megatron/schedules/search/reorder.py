@@ -19,8 +19,9 @@ from dataclasses import replace
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
-from megatron.schedules.search.list_scheduling import EPSILON, NEVER, Policy, list_schedule, sound, space_for
-from megatron.schedules.search.tasks import Tasks, tasks_of, whole
+from megatron.schedules.search.list_scheduling import EPSILON, Policy
+from megatron.schedules.search.rounds import Rounds
+from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.progress import Progress, unheard
 
 # Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.
@@ -51,30 +52,18 @@ def improve(
     best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
     compiled = _compiled.get() or worth_compiling(rounds * len(passes))
-    base: Sequence[int] = range(len(passes))
+    list_scheduling = Rounds(tasks, compiled=compiled)
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
-    backwards = tasks.reversed()
-    best_order = base
-    share = 1 / max(1, rounds)
+    base = best_order = range(len(passes))
+    left = rounds
     for policy in policies:
-        if rounds < 1:
+        if left < 1:
             break
-        order, reached = scheduled(tasks, base, limits, policy, compiled=compiled)
-        rounds -= 1
-        progress(share)
-        while True:
-            if reached < best - EPSILON:
-                best_order, best = order, reached
-            if rounds < 2:
-                break
-            backward, _ = scheduled(backwards, tasks.reversed_order(order), limits, policy, compiled=compiled)
-            progress(share)
-            again, length = scheduled(tasks, tasks.reversed_order(backward), limits, policy, compiled=compiled)
-            progress(share)
-            rounds -= 2
-            if length > reached - EPSILON:
-                break
-            order, reached = again, length
+        order, reached, taken = list_scheduling.settled(base, limits, policy, most=(left - 1) // 2)
+        left -= taken
+        progress(taken / rounds)
+        if reached < best - EPSILON:
+            best_order, best = order, reached
     return replace(schedule, order=tasks.rows(best_order, passes))
 
 
@@ -94,27 +83,3 @@ def many_plans(passes: float) -> Iterator[None]:
         yield
     finally:
         _compiled.reset(before)
-
-
-def scheduled(
-    tasks: Tasks, order: Sequence[int], limits: Sequence[float], policy: Policy, *, compiled: bool = False
-) -> tuple[Sequence[int], float]:
-    """The order that list scheduling makes of ``order`` under ``policy``, and its makespan.
-
-    Both are the same where it is ``compiled``, which takes a second or two once and then next to nothing.
-
-    Raises:
-        ValueError: where the policy cannot be followed, or ``order`` does not keep within ``limits``.
-    """
-    if compiled:
-        import numpy as np
-
-        from megatron.schedules.search import compiled as machine_code
-
-        numbers, makespan = machine_code.scheduled(tasks.arrays, np.asarray(order), limits, policy)
-        return whole(numbers.tobytes()), makespan
-    instance, found = tasks.instance, list(order)
-    makespan = list_schedule(instance, order, limits, sound(policy), space_for(instance), found)
-    if makespan >= NEVER:
-        raise ValueError("the order cannot run within its limits")
-    return found, makespan

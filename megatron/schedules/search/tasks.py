@@ -10,14 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.schedules.schedule.kinds import KINDS, RELIEF, Kind, Resource
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import NEVER, Instance
 from megatron.schedules.utils.errors import PlanError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def whole(numbers: Iterable[int]) -> array[int]:
@@ -114,12 +119,26 @@ class Tasks:
         return whole(chain.from_iterable(order[start:end][::-1] for start, end in pairwise(self.first)))
 
     @cached_property
-    def instance(self) -> Instance:
-        """What list scheduling is given: lists, which Python reads fastest, above all where equal numbers are one."""
-        return Instance(*map(_shared, self._fields))
+    def both(self) -> Both:
+        """Both directions of time in lists, which Python reads fastest, above all where equal numbers are one."""
+        forward, backward = (Instance(*map(_shared, each._fields)) for each in (self, self.reversed()))
+        return Both(forward, backward, self.reversed_order(range(len(self.rank))).tolist())
+
+    @cached_property
+    def arrays(self) -> Both:
+        """The same in arrays, for machine code."""
+        import numpy as np
+
+        def instance(tasks: Tasks) -> Instance:
+            found: list[Any] = [np.asarray(each) for each in tasks._fields]
+            return Instance(*(each.view(np.bool_) if each.dtype == np.int8 else each for each in found))
+
+        turned: Any = np.asarray(self.reversed_order(range(len(self.rank))))
+        return Both(instance(self), instance(self.reversed()), turned)
 
     @property
     def _fields(self) -> Sequence[array[Any]]:
+        """Those of :class:`.Instance`."""
         links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
         copies = (self.channel, self.copying, self.opens)
@@ -127,17 +146,10 @@ class Tasks:
         named = flags(task in returned for task in range(len(self.rank)))
         return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns, named)
 
-    @cached_property
-    def arrays(self) -> Instance:
-        """The same for the compiled function, see :func:`.compiled.compiled`."""
-        import numpy as np
-
-        found: list[Any] = [np.asarray(each) for each in self._fields]
-        return Instance(*(each.view(np.bool_) if each.dtype == np.int8 else each for each in found))
-
-    def rows(self, order: Sequence[int], passes: Sequence[Pass]) -> Rows:
+    def rows(self, order: Sequence[int] | NDArray[np.int64], passes: Sequence[Pass]) -> Rows:
         """``order`` as a schedule's rows, given the pass of each task."""
-        return tuple(tuple(passes[task] for task in order[start:end]) for start, end in pairwise(self.first))
+        numbers = order if isinstance(order, Sequence) else order.tolist()
+        return tuple(tuple(passes[task] for task in numbers[start:end]) for start, end in pairwise(self.first))
 
 
 def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:

@@ -23,7 +23,7 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.search.microbatch_order_compiled import compiled_climb
+from megatron.schedules.search.compiled import compiled_climb
 
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
