@@ -50,7 +50,7 @@ class Method(NamedTuple):
         recompute: whether layers keep their inputs only, and run their forward again.
         memory_limit: for ``adaptive``, of 1F1B's activation memory; None: as much as there is room for.
         shared: whether all pipeline ranks share the vocabulary, which then is no slot of layers' size.
-        again, offload: for ``adaptive``, whether the plan may do forwards again or copy activations to the host.
+        may_recompute, may_offload: for ``adaptive``, whether the plan may recompute layers, or offload activations.
     """
 
     name: str
@@ -59,13 +59,13 @@ class Method(NamedTuple):
     recompute: bool = False
     memory_limit: float | None = None
     shared: bool = False
-    again: bool = False
-    offload: bool = False
+    may_recompute: bool = False
+    may_offload: bool = False
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan chooses layers to do again or to offload."""
-        return self.again or self.offload
+        """Whether the plan may recompute or offload layers."""
+        return self.may_recompute or self.may_offload
 
     def sharing(self) -> Method:
         """The same, the vocabulary shared."""
@@ -81,10 +81,10 @@ METHODS = (
     Method("V-ZB", "v-zb", 2),
 )
 ADAPTIVE = Method("adaptive", "adaptive", 2)
-RELIEVED = (
-    ADAPTIVE._replace(name="adaptive with recompute", again=True),
-    ADAPTIVE._replace(name="adaptive with offload", offload=True),
-    ADAPTIVE._replace(name="adaptive with both", again=True, offload=True),
+SAVING = (
+    ADAPTIVE._replace(name="adaptive with recompute", may_recompute=True),
+    ADAPTIVE._replace(name="adaptive with offload", may_offload=True),
+    ADAPTIVE._replace(name="adaptive with both", may_recompute=True, may_offload=True),
 )
 
 
@@ -165,7 +165,7 @@ class Setting:
         found = Costs(forward, input_grad, weight_grad, latency, model=model)
         found = with_model(found, self.trained, self.placement.stages, shared=self.method.shared)
         found = replace(found, memory=self.memory)
-        if not self.method.offload:
+        if not self.method.may_offload:
             return found
         return replace(found, copy=self.memory.of_rank(self.pipeline) / 2 / self.device.host_link)
 
@@ -218,7 +218,7 @@ class Setting:
 
     def _of_schedule(self) -> Iterator[str]:
         """Flags of this package."""
-        adaptive, offload = self.method.schedule == "adaptive", self.method.offload
+        adaptive, offload = self.method.schedule == "adaptive", self.method.may_offload
         chunks = f":{self.method.chunks}" if adaptive else ""
         yield f"--pipeline-schedule {self.method.schedule}{chunks}"
         if self.method.shared:
@@ -231,7 +231,7 @@ class Setting:
             yield f"--pipeline-memory-limit {memory_limit(self):.3f}"
         if self.method.saves_memory:
             rate = f"={self.device.host_link / 1e9:g}" if offload else ""
-            how = "recompute" if not offload else "both" if self.method.again else "offload"
+            how = "recompute" if not offload else "both" if self.method.may_recompute else "offload"
             yield f"--pipeline-save-memory {how}{rate}"
         if offload:
             found = self.costs
@@ -313,8 +313,8 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
         memory_limit=memory_limit(setting),
         chunk_choices=(setting.method.chunks,),
         search_seconds=search_seconds,
-        recompute=setting.method.again,
-        offload=setting.method.offload,
+        recompute=setting.method.may_recompute,
+        offload=setting.method.may_offload,
     )
 
 
@@ -368,10 +368,10 @@ def _choices(setting: Setting) -> list[StageCosts]:
     costs, placement = setting.costs, setting.placement
     every = (1.0,) * placement.stages
     choices = [costs.on(placement)]
-    choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.again else []
+    choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.may_recompute else []
     # What is offloaded spares no less where copies take no time, nor does what is done again.
     free = replace(costs, copy=0.0)
-    choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.offload else []
+    choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.may_offload else []
     return choices
 
 

@@ -26,7 +26,7 @@ def draw_comparison(rows: Sequence[Row], caption: str) -> str:
     most = max(mark.memory for mark in marks), max(mark.bubble for mark in marks)
     said = [caption]
     if any(each.recomputed for each in found.values()):
-        said.append("Forwards done again count as bubble.")
+        said.append("Recompute counts as bubble.")
     if without:
         said.append(f"Without a plan: {', '.join(map(title, without))}.")
     memory, bubble = (_BEYOND * each or 1.0 for each in most)
