@@ -14,8 +14,7 @@ from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.vocabulary import indivisible
 from megatron.schedules.integration.layers import arithmetic
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --tensor-model-parallel-size 2"

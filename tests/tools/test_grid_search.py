@@ -47,9 +47,7 @@ def test_csv_has_the_fastest_settings_first_and_what_sets_them(capsys: pytest.Ca
         assert f"--pipeline-schedule {row['method'].lower()}" in row["flags"]
 
 
-def test_savings_are_searched_with_their_flag(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_savings_are_searched_with_their_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def found(question: Question, method: Method, top: int) -> Found:
