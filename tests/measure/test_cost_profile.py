@@ -116,7 +116,7 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     assert on_stages.held[Share.RECOMPUTED] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
     for wrong, why in (
         ({"again": {"median": -1.0}}, r"\$.chunk.again.median must be a number >= 1e-15, not -1"),
-        ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* is left no more than a forward holds"),
+        ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* keeps no more than its forward holds"),
         ({"input_bytes": -1}, r"\$.chunk.input_bytes must be a number >= 0.0, not -1"),
     ):
         with pytest.raises(PlanError, match=why):
