@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.schedules.planner.registry import Request, every_named
-from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.figures import figures
-from megatron.schedules.report.frontier_svg import Box
+from megatron.schedules.report.frontier_svg import Box, draw_comparison
 from megatron.schedules.report.table import Row
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError

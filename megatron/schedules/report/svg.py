@@ -19,9 +19,8 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.lanes import Lane, copied, lanes
-from megatron.schedules.report.letters import lines, width
-from megatron.schedules.report.markup import markup
+from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline

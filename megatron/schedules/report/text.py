@@ -20,7 +20,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.lanes import Lane, copied, lanes
+from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
