@@ -26,7 +26,7 @@ from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.grid import Found, Question, Short, fastest, search
 from megatron.schedules.estimate.hardware import DEVICES, GIB
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, RESERVED, Estimate
+from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RESERVED, SAVING, Estimate
 from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES
@@ -38,10 +38,10 @@ from tools._run_settings import gpus_here, run_setting
 
 # All divisors of the first are tried, and plans made for as many microbatches as the second.
 _MOST_GPUS, _MOST_SAMPLES = 1_000_000, 100_000
-_METHODS = (*METHODS, ADAPTIVE, *RELIEVED)
+_METHODS = (*METHODS, ADAPTIVE, *SAVING)
 _HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
-# Where any method may do forwards again or offload: of the computing, and on the host of a node.
-_RELIEF_HEADS = ("done again", "host")
+# Columns for methods that may recompute or offload: share of the computing, and GiB on the host of a node.
+_SAVING_HEADS = ("recomputed", "host")
 
 
 class Answer(NamedTuple):
@@ -143,8 +143,8 @@ def _record(each: Estimate) -> dict[str, object]:
 
 
 def _heads(answer: Answer) -> tuple[str, ...]:
-    relief = any(found.method.saves_memory for found in answer.found)
-    return (*_HEADS, *_RELIEF_HEADS) if relief else _HEADS
+    saves = any(found.method.saves_memory for found in answer.found)
+    return (*_HEADS, *_SAVING_HEADS) if saves else _HEADS
 
 
 def _rows(answer: Answer) -> list[list[str]]:
@@ -161,8 +161,8 @@ def _rows(answer: Answer) -> list[list[str]]:
             sizes = (at.data, at.tensor, at.pipeline, at.micro_batch, at.microbatches)
             memory = [f"{bytes_held / GIB:.1f} GiB" for bytes_held in (each.memory, each.activations)]
             shares = [f"{100 * each.mfu:.1f} %", ratio]
-            relief = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f} GiB"][:more]
-            rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *relief])
+            saved = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f} GiB"][:more]
+            rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *saved])
     return rows
 
 
@@ -191,7 +191,7 @@ def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
     if fitting:
         helps += f"; {', '.join(fitting)} {'fits' if len(fitting) == 1 else 'fit'}"
     elif not found.method.saves_memory and short.held.largest == "activations":
-        helps += "; --relief or shorter samples may"
+        helps += "; --save-memory or shorter samples may"
     return helps
 
 
@@ -259,9 +259,9 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model"}
     help="Only this one; give it several times. Without it all, but none with recompute or offload chosen.",
 )
 @click.option(
-    "--relief",
+    "--save-memory",
     is_flag=True,
-    help="Those three too: layers to do again and to offload are chosen for each setting, which takes minutes a table.",
+    help="Also search with recompute, with offload and with both, chosen for each setting; takes minutes a table.",
 )
 @click.option(
     "--offload-gbps",
@@ -316,7 +316,7 @@ def main(
     device: str,
     memory: float | None,
     methods: Sequence[str],
-    relief: bool,
+    save_memory: bool,
     offload_gbps: float | None,
     host_memory: float | None,
     vocabulary_parallel: bool,
@@ -346,7 +346,7 @@ def main(
     gpu = gpu if link is None else replace(gpu, host_link=link)
     questions = [Question(asked, gpu, gpus, batch, correction) for batch in batch_size]
     usual = methods or [method.name for method in _METHODS if not method.saves_memory]
-    names = [*usual, *(method.name for method in RELIEVED if relief)]
+    names = [*usual, *(method.name for method in SAVING if save_memory)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
     text = _FORMS[form](answers)
     emit(text, output)

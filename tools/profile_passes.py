@@ -34,7 +34,7 @@ from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.measure.cost_profile import ChunkForm, ChunkProfileForm, EndForm, TimedForm
-from megatron.schedules.measure.profile_facts import ModelForm, RatesForm
+from megatron.schedules.measure.profile_facts import ModelForm
 from megatron.schedules.utils.errors import PlanError, one_line
 from megatron.schedules.utils.json_files import encode
 from megatron.schedules.utils.output_files import objection, write_text
@@ -212,7 +212,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
         chunk=ChunkForm(layers=asked.layers, again=again, input_bytes=left, **parts["chunk"]),
         output_layer=EndForm(**parts["output_layer"]),
         embedding=EndForm(**parts["embedding"]),
-        copy_gbps=RatesForm(**rates._asdict()),
+        copy_gbps=rates,
         versions={name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         date=datetime.date.today().isoformat(),
     )
@@ -275,8 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert chunk.again and chunk.input_bytes is not UNSET and made.copy_gbps
         again, left = 1e3 * chunk.again.median, chunk.input_bytes / 2**20
         print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")
-        to_host, from_host, both_ways = made.copy_gbps.rates()
-        print(f"copies: {to_host:.3g} GB/s to the host, {from_host:.3g} back, {both_ways:.3g} each way at once")
+        rates = made.copy_gbps
+        ways = f"{rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
+        print(f"copies: {ways}")
     return 0
 
 

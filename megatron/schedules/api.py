@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.schedules.job import values
 from megatron.schedules.job.plans import JobPlans, job_plans
-from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import Settings
 from megatron.schedules.planner import service
 from megatron.schedules.planner.registry import NAMES
 from megatron.schedules.report.drawing import drawn, of_plans

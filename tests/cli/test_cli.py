@@ -19,7 +19,7 @@ from megatron.schedules.report.idle import idle
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, from_json
 from megatron.schedules.utils.printable import percent
-from tests.measure.custom import custom_costs
+from tests.measure.custom import custom_costs, written
 from tests.measure.test_recorded_run import made
 from tests.refused import assert_refused
 from tests.terminal import on_a_terminal
@@ -281,24 +281,15 @@ def test_a_stage_with_both_r_and_o_has_half_of_each(tmp_path, capsys):
 
 def test_the_time_of_a_copy_is_what_a_profile_has_or_follows_from_a_speed(tmp_path, capsys):
     """Two layers hold 4000 bytes, four are half a rank's, and 10**6 bytes are copied in a second."""
-    median = {kind: {"median": 0.02} for kind in ("forward", "input_grad", "weight_grad")}
-    profile = {
-        "version": 1,
-        "device": "a GPU",
-        "model": {"layers": 16, "hidden_size": 64, "heads": 4, "sequence_length": 128},
-        "micro_batch_size": 1,
-        "tensor_parallel": 1,
-        "chunk": {"layers": 2, **median, "activation_bytes": 4000, "weight_bytes": 3000},
-    }
     rates = {"copy_gbps": {"to_host": 0.002, "from_host": 0.002, "both_ways": 0.001}}
     path = tmp_path / "profile.json"
     asked = ["plan", "--schedule", str(tmp_path / "o.csv"), "--costs", str(path), "--format", "json"]
     (tmp_path / "o.csv").write_text("0F0,0O0,0L0,0B0\n1F0,1B0\n")
     for flags, copy in (([], 8.0), (["--save-memory", "offload"], 8.0), (["--save-memory", "offload=0.0005"], 16.0)):
-        path.write_text(json.dumps(profile | rates))
+        written(path, 16, **rates)
         assert main([*asked, *flags]) == 0
         assert json.loads(capsys.readouterr().out)["costs"]["copy"] == pytest.approx(copy)
-    path.write_text(json.dumps(profile))
+    written(path, 16)
     said = "--save-memory offload takes the time of copies from --costs FILE.json: give copy_time"
     assert_refused([*asked, "--save-memory", "offload"], said, capsys)
     given = ["--save-memory", "offload=25", "--costs", "1,1,1"]
@@ -309,17 +300,7 @@ def test_the_time_of_a_copy_is_what_a_profile_has_or_follows_from_a_speed(tmp_pa
 
 def test_a_limit_in_gib_is_of_the_bytes_of_a_profile(tmp_path, capsys):
     """Two of sixteen layers hold 4000 bytes, so 1F1B's two microbatches on two ranks hold 32000."""
-    median = {kind: {"median": 0.02} for kind in ("forward", "input_grad", "weight_grad")}
-    profile = {
-        "version": 1,
-        "device": "a GPU",
-        "model": {"layers": 16, "hidden_size": 64, "heads": 4, "sequence_length": 128},
-        "micro_batch_size": 1,
-        "tensor_parallel": 1,
-        "chunk": {"layers": 2, **median, "activation_bytes": 4000, "weight_bytes": 3000},
-    }
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile))
+    path = written(tmp_path / "profile.json", 16)
     size = ["--pipeline-size", "2", "--microbatches", "4", "--costs", str(path)]
     asked = ["plan", "--schedule", "adaptive", *size, "--format", "json"]
     assert main([*asked, "--memory-limit", f"{24000 / 2**30}GiB"]) == 0

@@ -174,7 +174,7 @@ def test_a_feature_is_a_row_a_hook_a_rule_and_bounds(package: Path):
         """
 from types import SimpleNamespace
 from megatron.schedules.integration.flags.incompatible import refusal
-from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import Settings
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice

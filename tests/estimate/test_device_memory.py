@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Build, Experts, Latent, Shape
 from megatron.schedules.estimate.device_memory import (
     NOTHING,
     Numbers,
@@ -16,7 +16,6 @@ from megatron.schedules.estimate.device_memory import (
 )
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parameters import Count, parameters
-from megatron.schedules.estimate.shape import Experts, Latent, Shape
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs

@@ -11,8 +11,8 @@ from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import (
     ADAPTIVE,
     METHODS,
-    RELIEVED,
     RESERVED,
+    SAVING,
     Method,
     Setting,
     after_the_pipeline,
@@ -186,15 +186,15 @@ def saved(method: Method, room: float = 1.3) -> Setting:
     return replace(at, device=replace(free(at, room).device, host_link=100e9))
 
 
-@pytest.mark.parametrize("method", RELIEVED, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", SAVING, ids=lambda method: method.name)
 def test_recompute_and_offload_make_more_of_little_memory(method: Method):
     at = saved(method)
     found, without = estimate(at, search_seconds=0.02), estimate(saved(ADAPTIVE), search_seconds=0.02)
     assert found.fits
     assert found.mfu > 1.02 * without.mfu
     assert least_seconds(at) <= found.seconds + 1e-9
-    assert (found.host > 0) == method.offload
-    assert method.again or found.recomputed == 0
+    assert (found.host > 0) == method.may_offload
+    assert method.may_recompute or found.recomputed == 0
     # What is done again takes time, and is no part of the model's arithmetic.
     assert found.mfu == mfu(at, found.seconds)
     useful = (1 - found.bubble) * (1 - found.recomputed) * (found.seconds - after_the_pipeline(at)) * 2
@@ -205,17 +205,17 @@ def test_recompute_and_offload_make_more_of_little_memory(method: Method):
 
 
 def test_copies_take_what_their_bytes_take_on_the_link():
-    at = saved(RELIEVED[1])
+    at = saved(SAVING[1])
     held = LAYERS * (34 * 2048 + 4 * 16) * 2 * SMALL.sequence / 2  # of a rank; arXiv 2205.05198, and rows of scores
     assert at.costs.copy == pytest.approx(held / 2 / 100e9)
     slow = replace(at, device=replace(at.device, host_link=50e9))
     assert slow.costs.copy == pytest.approx(2 * at.costs.copy)
     assert "--pipeline-save-memory offload=50 " in slow.flags
-    assert "--pipeline-save-memory both=100 " in saved(RELIEVED[2]).flags
+    assert "--pipeline-save-memory both=100 " in saved(SAVING[2]).flags
 
 
 def test_what_the_host_has_no_room_for_does_not_fit():
-    found = estimate(saved(RELIEVED[1]), search_seconds=0.02)
+    found = estimate(saved(SAVING[1]), search_seconds=0.02)
     device = replace(found.setting.device, host_memory=found.host / 2)
     assert found.fits and not replace(found, setting=replace(found.setting, device=device)).fits
 

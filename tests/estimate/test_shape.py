@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Build, Shape
 from megatron.schedules.estimate.models import MODELS, Model, find_model
 from megatron.schedules.estimate.parameters import parameters as of_build
-from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.estimate.times import attention_shares, loads
 from megatron.schedules.utils.errors import PlanError
 

@@ -10,8 +10,7 @@ from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.automatic import choices
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Model, StockLayers
+from megatron.schedules.job.spec import JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import ScheduleChoice
 
 BUILD = MODELS["9.6B"].whole

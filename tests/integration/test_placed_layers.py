@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.results import MODEL
 from tests.integration.test_same_result import assert_same_losses, differing, under
-from tests.measure.test_cost_profile import PASSES, written
+from tests.measure.custom import PASSES, written
 
 AUTO = ("--pipeline-layers", "auto")
 

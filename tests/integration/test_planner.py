@@ -11,8 +11,7 @@ from megatron.schedules.integration.flags.check import PlannedJob, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import estimated
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs

@@ -358,8 +358,7 @@ def what_cannot_be_split_is_refused() -> None:
 
     from megatron.schedules.estimate.parallel_sizes import Sizes
     from megatron.schedules.integration.flags.incompatible import refusal
-    from megatron.schedules.job.settings import Settings
-    from megatron.schedules.job.spec import JobSpec, StockFlags
+    from megatron.schedules.job.spec import JobSpec, Settings, StockFlags
     from megatron.schedules.job.values import ScheduleChoice
 
     def refusals(schedule: str, *given: str, transformer_impl: str = "transformer_engine") -> list[str]:

@@ -14,8 +14,7 @@ from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.layers import arithmetic
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
 

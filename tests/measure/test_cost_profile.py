@@ -15,26 +15,9 @@ from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.placement import v_shape
 from megatron.schedules.utils.errors import PlanError
-from tests.measure.custom import custom_costs
-
-
-def written(path: Path, **changes: Any) -> Path:
-    """A profile in which a layer's F, I and W take 10, 12 and 8 ms, and 3 of 4 bytes wait for W."""
-    times = {name: {"median": s, "low": s, "high": s} for name, s in zip(PASSES, (0.02, 0.024, 0.016), strict=True)}
-    profile = {
-        "version": 1,
-        "device": "a GPU",
-        "model": {"layers": 32, "hidden_size": 64, "heads": 4, "sequence_length": 128},
-        "micro_batch_size": 1,
-        "tensor_parallel": 2,
-        "chunk": {"layers": 2, **times, "activation_bytes": 4000, "weight_bytes": 3000},
-    }
-    path.write_text(json.dumps(profile | changes))
-    return path
-
+from tests.measure.custom import PASSES, custom_costs, written
 
 ENDS = {"embedding": 0.001, "output_layer": 0.03}
-PASSES = ("forward", "input_grad", "weight_grad")
 
 
 def test_half_a_ranks_layers_take_their_measured_milliseconds(tmp_path: Path):
@@ -116,7 +99,7 @@ def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_p
     assert on_stages.held[Share.RECOMPUTED] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
     for wrong, why in (
         ({"again": {"median": -1.0}}, r"\$.chunk.again.median must be a number >= 1e-15, not -1"),
-        ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* is left no more than a forward holds"),
+        ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* keeps no more than its forward holds"),
         ({"input_bytes": -1}, r"\$.chunk.input_bytes must be a number >= 0.0, not -1"),
     ):
         with pytest.raises(PlanError, match=why):

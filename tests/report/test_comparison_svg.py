@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.schedules.planner.registry import Request, every_named
-from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.figures import figures
-from megatron.schedules.report.frontier_svg import Box
+from megatron.schedules.report.frontier_svg import Box, draw_comparison
 from megatron.schedules.report.table import Row
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
@@ -92,7 +91,7 @@ def test_forwards_done_again_count_as_bubble():
     found, base = figures(saved()), figures(timeline("1f1b", 4, 8))
     assert 1 - found.useful > base.bubble > found.bubble
     root = drawn([Row("file", found), Row("1f1b", base)])
-    assert any("Forwards done again count as bubble." in each for each in words(root))
+    assert any("Recompute counts as bubble." in each for each in words(root))
     # It has the largest: the plane ends a tenth above it.
     assert min(float(each.get("cy", "")) for each in root.iter(f"{SVG}circle")) == pytest.approx(
         FLOOR - (FLOOR - TOP) / 1.1, abs=0.06

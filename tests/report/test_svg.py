@@ -218,8 +218,8 @@ def test_copies_stand_in_lanes_of_their_own(one_way):
     assert all(top + tall[top] <= below for top, below in pairwise(tops)), "no lane covers another"
     said = words(root)
     assert f"copying{100 * line.copying:.1f} %" in said
-    assert f"done again{100 * line.recomputed:.1f} % | " not in said
-    assert f"done again{100 * line.recomputed:.1f} %useful{100 * line.useful:.1f} %" in said
+    assert f"recomputed{100 * line.recomputed:.1f} % | " not in said
+    assert f"recomputed{100 * line.recomputed:.1f} %useful{100 * line.useful:.1f} %" in said
     assert all(KINDS[kind].meaning in said for kind in (Kind.R, Kind.O, Kind.L))
 
 

@@ -71,7 +71,7 @@ def test_what_is_done_again_and_copied_has_columns_where_there_is_any(rows):
     line = saved()
     more = [*rows, table.Row("file", figures(line), 1.5)]
     lines = table.as_text(more).splitlines()
-    assert "done again" in lines[0] and "done again" not in table.as_text(rows)
+    assert "recomputed" in lines[0] and "recomputed" not in table.as_text(rows)
     shares = [f"{100 * share:.1f}" for share in (line.recomputed, line.copying)]
     assert lines[-1].split()[-4::2] == shares
     assert lines[3].split()[-4::2] == ["0.0", "0.0"]

@@ -157,7 +157,7 @@ def test_copies_are_spelled_below_what_is_computed(one_way):
         found = [text.removeprefix(f"   {label}") for text in plain.splitlines() if re.match(rf"   {label}  ", text)]
         expected = [[str(copy.work.kind) for copy in copies if copy.work.kind in kinds] for copies in line.copies]
         assert [re.findall("[OLol]", row) for row in found] == expected
-    assert f"done again   {100 * line.recomputed:.2f} % of computing; without it" in plain
+    assert f"recompute    {100 * line.recomputed:.2f} % of computing; without it" in plain
     assert f"copying      {100 * line.copying:.2f} % of the time on the busiest copy channel" in plain
     assert "copying" not in draw_text([timeline("v-half", 4, 8)], 100, colour=False).plain
 

@@ -35,7 +35,7 @@ RELATED = {
     "--json-keys": ["--output"],
 }
 # These do as many seconds of work as they are asked for: they are given with what is refused before any work.
-LONG = {"--relief", "--vocabulary-parallel", "--validate", "--top"}
+LONG = {"--save-memory", "--vocabulary-parallel", "--validate", "--top"}
 REFUSED = ["--gpus", "1"]
 
 

@@ -125,7 +125,7 @@ def test_a_tool_that_is_told_to_end_does_so_with_its_workers(how: signal.Signals
 
 def test_a_killed_grid_search_leaves_no_process(tmp_path: Path) -> None:
     size = ["--model", "98.5B", "--gpus", "40", "--sequence-length", "16384", "--batch-size", "160"]
-    command = [sys.executable, str(ROOT / "tools/grid_search.py"), *size, "--relief", "--jobs", "2"]
+    command = [sys.executable, str(ROOT / "tools/grid_search.py"), *size, "--save-memory", "--jobs", "2"]
 
     def searching(parent: psutil.Process) -> bool:
         # Both have imported the search and come to use it.

@@ -14,7 +14,7 @@ from megatron.schedules.cli.ending import run
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.grid import Found, Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB
-from megatron.schedules.estimate.iteration import METHODS, RELIEVED, Estimate, Method, Setting
+from megatron.schedules.estimate.iteration import METHODS, SAVING, Estimate, Method, Setting
 from megatron.schedules.estimate.models import Model
 from tools import _run_settings, grid_search
 
@@ -47,7 +47,7 @@ def test_csv_has_the_fastest_settings_first_and_what_sets_them(capsys: pytest.Ca
         assert f"--pipeline-schedule {row['method'].lower()}" in row["flags"]
 
 
-def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_savings_are_searched_with_their_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def found(question: Question, method: Method, top: int) -> Found:
@@ -59,12 +59,12 @@ def test_relief_is_asked_for_and_told(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(grid_search, "worker_pool", ThreadPoolExecutor)
     monkeypatch.setattr(grid_search, "search", found)
     text = said(capsys, *SMALL, "--format", "markdown")
-    assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "done again" not in text
+    assert {name for name, _, _ in asked} == {"1F1B", "V-Half"} and "recomputed" not in text
     asked.clear()
-    flags = "--relief", "--offload-gbps", "40", "--host-memory", "1000"
+    flags = "--save-memory", "--offload-gbps", "40", "--host-memory", "1000"
     text = said(capsys, *SMALL, *flags, "--format", "markdown")
-    assert set(asked[:3]) == {(method.name, 40e9, 1000 * GIB) for method in RELIEVED}
-    assert "| done again | host |" in text
+    assert set(asked[:3]) == {(method.name, 40e9, 1000 * GIB) for method in SAVING}
+    assert "| recomputed | host |" in text
     assert text.count("| 25.0 % | 3 GiB |") == 5
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.schedules.estimate.grid import Question
 from megatron.schedules.estimate.hardware import DEVICES, GIB
-from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RELIEVED, Estimate, Method, Setting, estimate
+from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, SAVING, Estimate, Method, Setting, estimate
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES, PassTimes
@@ -26,7 +26,7 @@ _SIZES = {"9.6B": 16, "21B": 24, "38.5B": 32}
 _LENGTHS, _GPUS, _BATCH = (1024, 3072, 16384), 40, 160  # of the grid search
 _SLOWER = 3  # links within a node, by so much, to see what tensor parallelism decides
 _OURS = ("V-Min", "V-Half", "V-ZB", "adaptive")
-_RELIEVED = tuple(method.name for method in RELIEVED)
+_SAVING_NAMES = tuple(method.name for method in SAVING)
 _SEARCH_SECONDS = 2.0
 
 
@@ -52,7 +52,7 @@ def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[R
         for length in (_LENGTHS[-1:] if quick else _LENGTHS)
     ]
     say(f"grid search: {len(questions)} tables")
-    yield from _searched("grid", questions, [*METHODS, ADAPTIVE, *RELIEVED])
+    yield from _searched("grid", questions, [*METHODS, ADAPTIVE, *SAVING])
     if not quick:
         slower = replace(_DEVICE, link=_DEVICE.link / _SLOWER)
         questions = [replace(question, device=slower) for question in questions if question.model.sequence == 3072]
@@ -195,7 +195,7 @@ def _with_saving(found: Sequence[Row]) -> str:
     """What recompute and offload add to the best of ours without them."""
     fitting = {row["method"]: row["mfu"] for row in found if row["mfu"]}
     without = max((mfu for name, mfu in fitting.items() if name in _OURS), default=None)
-    with_it = [name for name in _RELIEVED if name in fitting]
+    with_it = [name for name in _SAVING_NAMES if name in fitting]
     if not with_it or without is None:
         return ""
     best = max(with_it, key=lambda name: fitting[name])

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.passes import Pass
@@ -81,4 +83,4 @@ def to_the_host(setting: Setting) -> Iterator[Row]:
                 waits = sorted({wait for found in goes.found for wait in found})
                 yield row | {FAULT: row[FAULT] or (waits[0] if waits else "")}
     rates = copy_rates(torch.empty(0, device="cuda").device)
-    yield {f"{way.replace('_', ' ')}, GB/s": rate for way, rate in rates._asdict().items()} | {FAULT: ""}
+    yield {f"{way.replace('_', ' ')}, GB/s": rate for way, rate in asdict(rates).items()} | {FAULT: ""}

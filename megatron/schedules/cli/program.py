@@ -21,9 +21,9 @@ from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.report import table
-from megatron.schedules.report.comparison_svg import draw_comparison
 from megatron.schedules.report.drawing import FORMS, Drawing, drawn, of_plans, of_run
 from megatron.schedules.report.figures import amount, figures, number, title
+from megatron.schedules.report.frontier_svg import draw_comparison
 from megatron.schedules.report.memory_table import NOT_COUNTED
 from megatron.schedules.report.pictures import PICTURES, check_library, picture
 from megatron.schedules.schedule.decisions import Decisions
@@ -113,7 +113,7 @@ def _plan(
         emit(plan.to_json(), output)
     else:
         footer = plan.explanation + "\n" if plan.asked.schedule == AUTO else ""
-        footer += _how_good(plan) + _where(plan.decisions.layers) + _relieved(plan.decisions)
+        footer += _how_good(plan) + _where(plan.decisions.layers) + _savings(plan.decisions)
         if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.model}.\n"
@@ -258,11 +258,10 @@ def _where(layers: tuple[int, ...] | None) -> str:
     return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
-def _relieved(decisions: Decisions) -> str:
-    """What is recomputed and what offloaded of the layers of all stages together, in words."""
-    said = {"recomputed": "done again", "offloaded": "offloaded"}
-    parts = [f"{percent(share)} of the layers {said[name]}" for name, share in decisions.mean_savings.items()]
-    return f"Relief: {', '.join(parts)}.\n" if parts else ""
+def _savings(decisions: Decisions) -> str:
+    """Recompute and offload of the layers of all stages together."""
+    parts = [f"{percent(share)} of the layers {name}" for name, share in decisions.mean_savings.items()]
+    return f"Memory saving: {', '.join(parts)}.\n" if parts else ""
 
 
 def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:

@@ -1,9 +1,9 @@
-"""Bytes of activations that a microbatch leaves on a tensor-parallel rank, tensor by tensor, for a token.
+"""Activation memory of a microbatch on a tensor-parallel rank, in bytes a token, tensor by tensor.
 
-What each operation keeps for its backward, as arXiv 2205.05198 counts it in section 4, for what has come since: grouped
-queries, rotary positions, gated and routed feed-forward parts, backwards in two halves. A linear keeps its input, and
-after I, for W, its output's gradient too; attention in one kernel keeps what goes in and what comes out; a view keeps
-all that it is a view of. Held against what jobs on the CPU count, ``tests/integration/test_dry_run_memory.py``.
+Counts what each operation saves for its backward as in arXiv 2205.05198, section 4, extended by grouped queries, rotary
+positions, gated MLPs, experts and split backwards. A linear keeps its input, and from I to W its output's gradient too;
+fused attention keeps its inputs and its output; a view keeps its whole base.
+``tests/integration/test_dry_run_memory.py`` compares this with bytes counted in jobs on the CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.shape import Latent
+from megatron.schedules.estimate.build import Build, Latent
 
 _SINGLE = 4.0
 
@@ -35,7 +34,7 @@ class Kept(NamedTuple):
 
 
 Layer = Mapping[str, Kept]
-"""A decoder layer by its parts, those that Megatron may recompute alone under its name for them."""
+"""A decoder layer by its parts; those that Megatron can recompute alone have its name for them."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,14 @@ class Activations:
     """A model, part by part.
 
     Args:
-        first: what stands before the decoder layers.
-        mask: what all layers of the first stage, and of the last, together keep of who attends to whom.
+        first: the embedding.
+        mask: attention mask that all layers of the first and of the last stage keep together.
         layers: each decoder layer by its parts.
-        last: what stands behind them, without multi-token prediction.
-        norm: the last norm's part of it.
+        last: final norm and output layer.
+        norm: the final norm alone.
         ahead: one layer of multi-token prediction with its logits.
-        input: of a decoder layer, what is kept to do it again.
-        words: what each rank keeps for its part of the output layer where all share it: as a whole, and of all ranks
-            together.
+        input: input of a decoder layer, which remains where the layer is recomputed.
+        words: under vocabulary parallelism, what each rank keeps for the output layer, and what all keep together.
     """
 
     first: Kept
@@ -65,7 +63,7 @@ class Activations:
 
 
 def activations(build: Build) -> Activations:
-    """What ``build`` keeps."""
+    """Counts the activations of ``build``."""
     hidden = build.shape.hidden / _between(build)
     kinds = {experts: _layer(build, experts=experts) for experts in set(build.where)}
     layers = tuple(kinds[each] for each in build.where)
@@ -90,7 +88,7 @@ def activations(build: Build) -> Activations:
 
 
 def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
-    """All that a layer keeps, ``without`` the forward's share of some parts, which are done again in I."""
+    """Sums up a layer, ``without`` the forward's share of parts that I recomputes."""
     found = Kept()
     for name, part in layer.items():
         found = found.plus(part._replace(forward=0.0) if name in without else part)
@@ -98,12 +96,12 @@ def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
 
 
 def _between(build: Build) -> int:
-    """By how many ranks the hidden states between linears are shared."""
+    """Ranks that the hidden states between linears are split over."""
     return build.tensor if build.sequence_parallel else 1
 
 
 def _mask(build: Build) -> float:
-    """Of a dropout behind attention, a feed-forward part or the embedding."""
+    """Mask of the dropout after attention, the MLP or the embedding."""
     return _number_of_mask(build) if build.shape.masks[1] else 0.0
 
 
@@ -121,7 +119,7 @@ def _layer(build: Build, *, experts: bool) -> Layer:
     hidden, number = build.shape.hidden / _between(build), build.number
     parts = {
         "inputs": Kept(2 * _norm_input(build, hidden)),
-        # What comes out of both norms. A router computes its weight's gradient in I.
+        # Outputs of both norms. A router computes its weight gradient in I.
         "layernorm": Kept(2 * number * hidden, (1 if experts else 2) * number * hidden),
         "core_attn": Kept(_scores(build)),
         "masks": Kept(2 * _mask(build) * hidden),
@@ -139,7 +137,7 @@ def _scores(build: Build) -> float:
 
 
 def _attention(build: Build) -> dict[str, Kept]:
-    """Queries, keys and values lie in one tensor, of which all is kept as long as one of them is looked at."""
+    """Queries, keys and values are views of one tensor, which is kept as long as any of them."""
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
     together = queries + 2 * keys
     grouped = build.groups * build.head < queries
@@ -163,11 +161,11 @@ def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
     out = build.shape.hidden / _between(build)
     queries, values = heads * (latent.head + latent.position), heads * latent.value
-    # Keys and values come up together; keys are put together with their positions anew, queries likewise.
+    # Keys and values are projected up together; keys, and queries, are then joined with their positions.
     together = heads * latent.head + values
     squeezed = (latent.query or 0) + latent.key_value
     down = squeezed + latent.position
-    # A norm takes in what comes down and makes what goes up.
+    # Between down- and up-projection is a norm.
     goes_up = squeezed if build.head_norms else down
     kept = float(number * down)
     if build.head_norms:
@@ -185,12 +183,12 @@ def _feed_forward(build: Build) -> dict[str, Kept]:
 
 
 def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> Kept:
-    """What lies between both linears, and what the second takes in.
+    """Activations between both linears of an MLP.
 
     Args:
-        inner: its width.
-        rows: how often a token comes by.
-        scaled: whether each row is weighed behind the activation function.
+        inner: width.
+        rows: of each token.
+        scaled: whether rows are weighted after the activation function.
     """
     wide = (2 if build.shape.gated else 1) * inner
     apart = 0.0
@@ -204,17 +202,17 @@ def _experts(build: Build) -> dict[str, Kept]:
     found = build.shape.experts
     assert found is not None, "the layer has experts"
     hidden, chosen = build.shape.hidden, found.chosen
-    # Tokens are shared by all tensor-parallel ranks and gathered by those of an expert. Experts get as many each.
+    # Tokens are split over tensor-parallel ranks and gathered by those of an expert, evenly over experts.
     rows = chosen * build.expert_tensor / build.tensor
-    ends = build.number * rows * hidden
+    outer = build.number * rows * hidden
     routed = _linears(build, found.inner / build.expert_tensor, rows, scaled=True)
-    # Scores of all experts, and of the chosen their numbers, places and weights.
+    # Scores of all experts; numbers, places and weights of the chosen ones.
     router = (8.0 * build.experts + 22.0 * chosen) / _between(build)
     second = build.number * rows * found.inner / build.expert_tensor
     parts = {
         "router": Kept(router),
         "moe_act": Kept(second),
-        "moe": routed.plus(Kept(ends - second, 2 * ends)),
+        "moe": routed.plus(Kept(outer - second, 2 * outer)),
     }
     if found.shared:
         out = build.number * hidden / _between(build)

@@ -1,4 +1,4 @@
-"""The least and the most that each of Megatron's sizes may be, for training, dry runs and files of a model's flags."""
+"""Bounds of Megatron's sizes, for training, dry runs and files of a model's flags."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from megatron.schedules.utils.errors import PlanError
 _PROCESSES = 10_000_000
 _WIDTH = 10_000_000
 _TOKENS = 1_000_000_000
-# A plan has each of them by name, and a search places them one by one.
+# Searches place layers one by one.
 MOST_LAYERS = 2000
 
-# The most are far above any model's, and so small that planning stays fast. 0 is allowed where Megatron takes it for
-# "none".
+# (least, most). The most is far above any model's, yet planning stays fast. 0 is allowed where it means "none".
 BOUNDS = {
     "--context-parallel-size": (1, _PROCESSES),
     "--decoder-first-pipeline-num-layers": (0, MOST_LAYERS),
@@ -52,7 +51,7 @@ BOUNDS = {
     "--train-iters": (0, 1_000_000_000_000),
     "--v-head-dim": (1, _WIDTH),
     "--vocab-size": (1, _TOKENS),
-    # What the environment says, by the name of its variable.
+    # Environment variables.
     "$LOCAL_RANK": (0, _PROCESSES - 1),
     "$LOCAL_WORLD_SIZE": (1, _PROCESSES),
     "$RANK": (0, _PROCESSES - 1),
@@ -62,10 +61,10 @@ BOUNDS = {
 
 
 def within(name: str, value: int) -> int:
-    """``value``, which is within the bounds of ``name``.
+    """Returns ``value``.
 
     Raises:
-        PlanError: where it is not.
+        PlanError: where it is out of the bounds of ``name``.
     """
     least, most = BOUNDS[name]
     if value < least:
@@ -76,10 +75,10 @@ def within(name: str, value: int) -> int:
 
 
 def check_bounds(args: Any) -> None:
-    """Refuse the first size in ``args``, parsed by Megatron or as Megatron would, that is out of its bounds.
+    """Checks the sizes in Megatron's parsed ``args``.
 
     Raises:
-        PlanError: naming the flag.
+        PlanError: naming the first flag that is out of its bounds.
     """
     for flag, value in _sizes(args):
         within(flag, value)

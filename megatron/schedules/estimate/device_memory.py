@@ -1,8 +1,7 @@
-"""Bytes that each rank of a plan holds: weights, gradients, optimizer, activations, messages, and those on its host.
+"""Memory of each rank of a plan: weights, gradients, optimizer, activations, messages, and host memory.
 
-Weights, gradients and Adam's state as arXiv 1910.02054 counts them in section 3.1: in mixed precision two bytes of a
-weight, two or four of its gradient, and twelve of the optimizer (a copy and two moments in single precision), which
-data-parallel ranks may share.
+Counts as in arXiv 1910.02054, section 3.1: in mixed precision 2 bytes a weight, 2 or 4 for its gradient and 12 for
+Adam's state (a copy and two moments in single precision), which data-parallel ranks may share.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, Mod
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
-# Megatron's names for what it may recompute alone, and the parts of a layer that each stands for.
+# Modules that Megatron can recompute alone, and their parts of a layer.
 _MODULES: Mapping[str, tuple[str, ...]] = {"moe": ("router", "moe_act", "moe", "shared_experts")}
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes that each parameter takes.
+    """Bytes of each parameter.
 
     Args:
-        weight, gradient: of those.
-        optimizer: of its state.
-        shared_by: how many ranks share the optimizer's state of dense parameters, and of experts'.
-        on_host: the part of the optimizer's state that lies on the host.
+        weight, gradient, optimizer: of each sort.
+        shared_by: ranks that share the optimizer state of dense parameters, and of experts'.
+        on_host: part of the optimizer state on the host.
     """
 
     weight: float
@@ -41,22 +39,22 @@ class Numbers:
     on_host: float = 0.0
 
     def state(self, count: Count) -> float:
-        """Bytes of the optimizer's state on one rank."""
+        """Bytes of the optimizer state on one rank."""
         return self.optimizer * (count.dense / self.shared_by[0] + count.expert / self.shared_by[1])
 
     def held(self, count: Count) -> float:
-        """Bytes on the device all the time, of one rank."""
+        """Bytes on one rank's device throughout."""
         return (self.weight + self.gradient) * count.all + (1 - self.on_host) * self.state(count)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What Megatron itself does again in I.
+    """Megatron's own recompute, which runs in I.
 
     Args:
-        layers: of each stage, how many whole layers, the first ones; None for all.
-        together: of these, how many keep one input among them.
-        modules: parts of all layers, by Megatron's names for them.
+        layers: whole layers of each stage, the first ones; None for all.
+        together: consecutive layers that keep one input.
+        modules: modules of all layers, by Megatron's names.
     """
 
     layers: int | None = 0
@@ -65,7 +63,7 @@ class Recompute:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The parts of a layer that are done again."""
+        """Parts of a layer that are recomputed."""
         return frozenset(part for module in self.modules for part in _MODULES.get(module, (module,)))
 
 
@@ -75,14 +73,14 @@ NOTHING = Recompute()
 def model_memory(
     build: Build, tokens: float, recompute: Recompute = NOTHING, *, shared: bool = False, numbers: Numbers | None = None
 ) -> ModelMemory:
-    """What the parts of ``build`` keep of a microbatch, for plans.
+    """Memory of each part of ``build`` for one microbatch, for plans.
 
     Args:
         build: the model as its ranks have it.
         tokens: of a microbatch on one rank.
-        recompute: what Megatron recomputes.
-        shared: whether all pipeline ranks share the embedding and the output layer.
-        numbers: bytes of a parameter, where a plan has to make room for unequal shares of them; else they count as 0.
+        recompute: Megatron's own.
+        shared: whether vocabulary parallelism is on.
+        numbers: bytes of a parameter, where a plan makes room for them; else parameters count as 0.
     """
     kept, sizes = activations(build), parameters(build)
 
@@ -116,10 +114,11 @@ def model_memory(
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one pipeline rank; those on the host are not the device's.
+    """Memory of one pipeline rank in bytes, each sort at its peak.
 
     Args:
-        weights, gradients, optimizer, activations, messages, host: of each sort, the most at once.
+        weights, gradients, optimizer, activations, messages: on the device.
+        host: on the host.
     """
 
     weights: float
@@ -131,7 +130,7 @@ class RankMemory(NamedTuple):
 
     @property
     def static(self) -> float:
-        """What is there all the time."""
+        """Bytes of weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -141,7 +140,7 @@ class RankMemory(NamedTuple):
 
     @property
     def device(self) -> float:
-        """All on the device."""
+        """Bytes on the device."""
         return sum(self[:-1])
 
     @property
@@ -151,13 +150,7 @@ class RankMemory(NamedTuple):
 
     @staticmethod
     def static_of(count: Count, numbers: Numbers, messages: float) -> RankMemory:
-        """A rank without activations.
-
-        Args:
-            count: its parameters.
-            numbers: bytes of each of them.
-            messages: bytes of its messages at most.
-        """
+        """Returns a rank of ``count`` parameters without activations, with so many bytes of messages."""
         state = numbers.state(count)
         return RankMemory(
             weights=numbers.weight * count.all,
@@ -177,15 +170,15 @@ def memory(
     numbers: Numbers,
     messages: Sequence[float],
 ) -> tuple[RankMemory, ...]:
-    """What each rank of ``schedule`` holds.
+    """Memory of each rank of ``schedule``.
 
     Args:
-        schedule, costs: the plan and what it was made for.
-        model: what ``costs`` were made of.
+        schedule, costs: the plan and its costs.
+        model: memory of the model's parts.
         counts: decoder layers of each stage.
         sizes: parameters of each rank.
-        numbers: bytes of each of them.
-        messages: bytes of each rank's messages at most.
+        numbers: bytes of each parameter.
+        messages: bytes of each rank's messages.
     """
     unit, host = model.of_rank(schedule.ranks), taken(schedule, costs)
     activations = activation_bytes(schedule, costs, model, counts)

@@ -1,13 +1,13 @@
-"""The search over data, tensor and pipeline parallel sizes, microbatch sizes and methods for what is fastest and fits.
+"""Searches parallel sizes, microbatch sizes and methods for the fastest setting that fits in memory.
 
-Nothing is left out for want of time: settings are tried in the order of what no schedule could do better than, and a
-method is done when that falls below what it has found.
+The search is exhaustive: settings are tried in the order of their lower bounds, until the next bound is above the best
+time found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,19 +29,19 @@ from megatron.schedules.utils.errors import PlanError
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16
-# Of an adaptive plan, for there are many; and of those that were the fastest.
+# Of search for each adaptive plan, and for the fastest ones.
 _SEARCH_SECONDS, _FINAL_SECONDS = 0.5, 2.0
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained on what.
+    """The training run that settings are searched for.
 
     Args:
         model, device: the model and the GPU.
-        gpus: how many.
+        gpus: number of GPUs.
         global_batch: samples of an iteration.
-        correction: of the roofline, by a measured profile.
+        correction: of the roofline, from a measured profile.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class Question:
     correction: PassTimes = ONES
 
     def settings(self, method: Method) -> Iterator[Setting]:
-        """All that can be run with ``method``, whether they fit or not."""
+        """Yields all settings of ``method``, whether they fit or not."""
         gpus, rest = divmod(self.gpus, self.model.args.context_parallel_size)
         for tensor in () if rest else _divisors(gpus):
             for pipeline in _divisors(gpus // tensor):
@@ -64,14 +64,14 @@ class Question:
 
 
 class Short(NamedTuple):
-    """The setting that needs least of those that do not fit.
+    """The setting that needs least memory, where none fits.
 
     Args:
         setting: the setting.
-        rank: its pipeline rank that holds most, and what that holds; at least, where ``planned`` is false.
-        held: see there.
-        planned: whether there is a plan of it.
-        gpus: with how many times as many GPUs one microbatch of some setting fits; None where 16 are not enough.
+        rank: its fullest pipeline rank.
+        held: memory of that rank; a lower bound unless ``planned``.
+        planned: whether there is a plan.
+        gpus: times as many GPUs with which one microbatch of some setting fits; None where 16 are not enough.
     """
 
     setting: Setting
@@ -82,19 +82,19 @@ class Short(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes on the GPU that needs most, with what is set aside."""
+        """Bytes on the fullest GPU, :data:`.iteration.RESERVED` included."""
         return RESERVED + self.held.device
 
 
 @dataclass
 class Found:
-    """What the search gave for one method.
+    """Result for one method.
 
     Args:
         method: the method.
         best: settings that fit, the fastest first.
-        tried: settings that were planned.
-        short: where none fits, what keeps the nearest setting from it; None where there is no setting.
+        tried: number of settings planned.
+        short: where none fits, the setting that needs least; None where there is no setting.
     """
 
     method: Method
@@ -103,15 +103,8 @@ class Found:
     short: Short | None = None
 
 
-def search(question: Question, method: Method, top: int = 1, tick: Callable[[], None] = lambda: None) -> Found:
-    """The ``top`` fastest settings of ``method`` that fit in the device's memory.
-
-    Args:
-        question: what is to be trained.
-        method: how.
-        top: how many to find.
-        tick: called after each setting that was planned.
-    """
+def search(question: Question, method: Method, top: int = 1) -> Found:
+    """Finds the ``top`` fastest settings of ``method`` that fit in the device's memory."""
     found = Found(method)
     for least, setting in _by_promise(question, method):
         if len(found.best) >= top and mfu(setting, least) <= found.best[-1].mfu:
@@ -121,7 +114,6 @@ def search(question: Question, method: Method, top: int = 1, tick: Callable[[], 
         except PlanError:  # too little memory for any plan, or too few microbatches for this schedule
             continue
         found.tried += 1
-        tick()
         if result.fits:
             found.best = sorted([*found.best, result], key=lambda each: -each.mfu)[:top]
         elif not found.best and (found.short is None or result.memory < found.short.memory):
@@ -135,13 +127,13 @@ def search(question: Question, method: Method, top: int = 1, tick: Callable[[], 
 
 
 def _longer(found: Estimate) -> Estimate:
-    """The setting of ``found`` planned with more time, where that gains."""
-    again = estimate(found.setting, search_seconds=_FINAL_SECONDS)
-    return again if again.fits and again.mfu > found.mfu else found
+    """``found`` planned with a longer search, where that gains."""
+    longer = estimate(found.setting, search_seconds=_FINAL_SECONDS)
+    return longer if longer.fits and longer.mfu > found.mfu else found
 
 
 def _short(question: Question, found: Found) -> Short | None:
-    """What keeps ``found``'s method from fitting, and how many GPUs might change that."""
+    """The setting of ``found``'s method that needs least, and how many more GPUs might make it fit."""
     short = found.short
     if short is None:
         every = [(setting, *least_memory(setting)) for setting in question.settings(found.method)]
@@ -163,7 +155,7 @@ def fastest(found: Sequence[Found]) -> list[Estimate]:
 
 
 def _by_promise(question: Question, method: Method) -> list[tuple[float, Setting]]:
-    """Settings that something fits in, each with seconds that nothing that fits is faster than; the best first."""
+    """Lower bounds and settings with room for any schedule, the lowest bound first."""
     promising = [(least_seconds(setting), setting) for setting in question.settings(method)]
     return sorted((each for each in promising if each[0] < math.inf), key=lambda each: each[0])
 

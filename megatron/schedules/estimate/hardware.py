@@ -1,4 +1,4 @@
-"""GPUs by name: the numbers that estimates start from, each with its source."""
+"""GPUs by name, with the source of each number."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Device:
         matrix_flops: bf16 multiplications and additions a second, dense.
         memory: bytes.
         memory_bandwidth: bytes a second.
-        link, network: bytes a second one way from a GPU to others of its node, and to other nodes.
+        link, network: bytes a second one way between GPUs of a node, and between nodes.
         node: GPUs of a node.
-        multiprocessors: that share the tiles of a product.
-        attention: the parts of ``matrix_flops`` that FlashAttention reaches forward and backward.
-        host_link: bytes a second one way between a GPU and its host while all GPUs of the node copy both ways.
-        host_memory: bytes, of a node.
+        multiprocessors: of the GPU.
+        attention: parts of ``matrix_flops`` that FlashAttention reaches forward and backward.
+        host_link: bytes a second one way between GPU and host while all GPUs of the node copy both ways.
+        host_memory: bytes of a node.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Device:
 
 # Vendor data sheets; FlashAttention-2's shares of peak from arXiv 2307.08691 (figures 4 to 7, causal, heads of 128) and
 # FlashAttention-3's from 2407.08608 for Hopper. The network is one adapter a GPU: 200 and 400 Gb/s. To the host: PCIe 4
-# and 5 with 16 lanes, 32 and 64 GB/s one way, of which some four fifths are reached; two GPUs of a DGX stand behind one
-# switch (its user guide, system topology), and are taken to share that. Its memory is from the data sheets.
+# and 5 with 16 lanes, 32 and 64 GB/s one way, of which some four fifths are reached; two GPUs of a DGX share one switch
+# (its user guide, system topology). Its memory is from the data sheets.
 DEVICES = {
     device.name: device
     for device in (

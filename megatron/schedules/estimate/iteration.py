@@ -1,4 +1,4 @@
-"""One setting's iteration: its time, its memory and what share of the GPUs' arithmetic it uses."""
+"""Estimates one setting's iteration: its time, its memory and its share of the GPUs' arithmetic (MFU)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from megatron.schedules.schedule.placement import Placement, sequential, zigzag
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.lower_bound import lower_bound
 
-# The CUDA context, NCCL's buffers, cuBLAS's workspace, what the allocator cannot use: an assumption.
+# For the CUDA context, buffers of NCCL and cuBLAS, and fragmentation: an assumption.
 RESERVED = 4 * GIB
-# The embedding and the output layer stand in for a layer each.
+# The embedding and the output layer count as one layer each.
 _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
@@ -47,10 +47,10 @@ class Method(NamedTuple):
         name: in tables.
         schedule: by our name.
         chunks: stages a rank holds.
-        recompute: whether layers keep their inputs only, and run their forward again.
-        memory_limit: for ``adaptive``, of 1F1B's activation memory; None: as much as there is room for.
-        shared: whether all pipeline ranks share the vocabulary, which then is no slot of layers' size.
-        again, offload: for ``adaptive``, whether the plan may do forwards again or copy activations to the host.
+        recompute: whether Megatron recomputes all layers.
+        memory_limit: for ``adaptive``, a fraction of 1F1B's activation memory; None for all that fits the device.
+        shared: whether vocabulary parallelism is on.
+        may_recompute, may_offload: for ``adaptive``, whether the plan may recompute layers, or offload activations.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Method(NamedTuple):
     recompute: bool = False
     memory_limit: float | None = None
     shared: bool = False
-    again: bool = False
-    offload: bool = False
+    may_recompute: bool = False
+    may_offload: bool = False
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan chooses layers to do again or to offload."""
-        return self.again or self.offload
+        """Whether the plan may recompute or offload layers."""
+        return self.may_recompute or self.may_offload
 
     def sharing(self) -> Method:
-        """The same, the vocabulary shared."""
+        """The same with vocabulary parallelism."""
         return self._replace(name=f"{self.name}, shared", shared=True)
 
 
@@ -81,22 +81,21 @@ METHODS = (
     Method("V-ZB", "v-zb", 2),
 )
 ADAPTIVE = Method("adaptive", "adaptive", 2)
-RELIEVED = (
-    ADAPTIVE._replace(name="adaptive with recompute", again=True),
-    ADAPTIVE._replace(name="adaptive with offload", offload=True),
-    ADAPTIVE._replace(name="adaptive with both", again=True, offload=True),
+SAVING = (
+    ADAPTIVE._replace(name="adaptive with recompute", may_recompute=True),
+    ADAPTIVE._replace(name="adaptive with offload", may_offload=True),
+    ADAPTIVE._replace(name="adaptive with both", may_recompute=True, may_offload=True),
 )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method and how the GPUs are shared out.
+    """A method, and parallel and microbatch sizes.
 
     Args:
         method: the schedule, and whether activations are recomputed.
-        model, device: what is trained, on what.
-        data, tensor, pipeline: parallel sizes. Their product is the number of GPUs, where the model's flags ask for no
-            context parallelism.
+        model, device: the model and the GPU.
+        data, tensor, pipeline: parallel sizes.
         micro_batch: samples of a microbatch.
         global_batch: samples of an iteration.
         correction: measured over modelled times of a layer's passes, see :func:`.roofline.corrections`.
@@ -114,23 +113,23 @@ class Setting:
 
     @property
     def gpus(self) -> int:
-        """How many it takes."""
+        """Number of GPUs."""
         return int(self.data * self.tensor * self.pipeline * self.model.args.context_parallel_size)
 
     @property
     def microbatches(self) -> int:
-        """n, of an iteration on one pipeline."""
+        """Microbatches of an iteration in one pipeline."""
         return self.global_batch // (self.data * self.micro_batch)
 
     @property
     def placement(self) -> Placement:
-        """Where the stages live."""
+        """Rank of each stage."""
         chunks = self.method.chunks
         return sequential(self.pipeline) if chunks == 1 else zigzag(self.pipeline, chunks)
 
     @cached_property
     def args(self) -> argparse.Namespace:
-        """Megatron's arguments of such a run."""
+        """Megatron's arguments."""
         sizes: dict[str, Any] = {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
@@ -146,32 +145,32 @@ class Setting:
 
     @cached_property
     def build(self) -> Build:
-        """The model as such a run has it."""
+        """The model as built."""
         return built(self.args, shared=self.method.shared)
 
     @cached_property
     def trained(self) -> TrainedModel:
-        """The model as such a run trains it."""
+        """The model as trained."""
         return trained_model(self.args, self.build)
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of half a rank's layers, and what the parts of the model take and keep."""
+        """Costs in seconds, with time and memory of each part of the model."""
         roofline = Roofline(self.device)
         model = loads(self.build, roofline, self.build.tokens, self.correction)
         forward, input_grad, weight_grad, _ = (len(model.layers) / (2 * self.pipeline) * each for each in model.mean)
-        # All messages are taken to cross nodes where any does.
+        # If any message crosses nodes, all are assumed to.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
         found = Costs(forward, input_grad, weight_grad, latency, model=model)
         found = with_model(found, self.trained, self.placement.stages, shared=self.method.shared)
         found = replace(found, memory=self.memory)
-        if not self.method.offload:
+        if not self.method.may_offload:
             return found
         return replace(found, copy=self.memory.of_rank(self.pipeline) / 2 / self.device.host_link)
 
     @cached_property
     def memory(self) -> ModelMemory:
-        """What the parts of the model keep; a whole backward leaves nothing from I to W."""
+        """Memory of each part of the model. A backward that is not split keeps nothing from I to W."""
         found = model_memory(self.build, self.build.tokens, self.trained.recompute, shared=self.method.shared)
         if self.method.schedule != "1f1b":
             return found
@@ -179,13 +178,13 @@ class Setting:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers of each stage: all alike as far as whole layers go, ends counting as a layer each."""
+        """Decoder layers of each stage: even, the embedding and the output layer counting as a layer each."""
         stages = self.placement.stages
         return even(self.build.shape.layers, stages, (0, 0) if self.method.shared else (1, 1))
 
     @property
     def wrong(self) -> str:
-        """Why there is no such run; empty where there is."""
+        """Reason why the setting cannot run; empty where it can."""
         shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
@@ -201,7 +200,7 @@ class Setting:
 
     @property
     def flags(self) -> str:
-        """What sets it in ``pretrain_gpt.py``, behind the model's own flags."""
+        """Flags for ``pretrain_gpt.py``, after the model's own."""
         length = self.model.sequence
         flags = [
             f"--tensor-model-parallel-size {self.tensor}",
@@ -218,7 +217,7 @@ class Setting:
 
     def _of_schedule(self) -> Iterator[str]:
         """Flags of this package."""
-        adaptive, offload = self.method.schedule == "adaptive", self.method.offload
+        adaptive, offload = self.method.schedule == "adaptive", self.method.may_offload
         chunks = f":{self.method.chunks}" if adaptive else ""
         yield f"--pipeline-schedule {self.method.schedule}{chunks}"
         if self.method.shared:
@@ -231,7 +230,7 @@ class Setting:
             yield f"--pipeline-memory-limit {memory_limit(self):.3f}"
         if self.method.saves_memory:
             rate = f"={self.device.host_link / 1e9:g}" if offload else ""
-            how = "recompute" if not offload else "both" if self.method.again else "offload"
+            how = "recompute" if not offload else "both" if self.method.may_recompute else "offload"
             yield f"--pipeline-save-memory {how}{rate}"
         if offload:
             found = self.costs
@@ -241,17 +240,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting comes to.
+    """Figures of one setting.
 
     Args:
         setting: the setting.
         seconds: of an iteration.
-        mfu: share of the GPUs' arithmetic that the model's own takes; what is recomputed does not count.
-        bubble: share of the pipeline's time in which an average rank idles.
-        ranks: what each pipeline rank holds.
-        share: peak activation memory as a fraction of d microbatches' worth of an average rank, what a memory limit is
-            given in.
-        recomputed: share of the computing that does forwards again, in passes of its own.
+        mfu: share of the GPUs' peak arithmetic that the model uses, recompute not counted.
+        bubble: share of the pipeline's time in which an average rank is idle.
+        ranks: memory of each pipeline rank.
+        share: peak activation memory as a fraction of 1F1B's, as in a memory limit.
+        recomputed: share of the computing that is recompute passes (R).
     """
 
     setting: Setting
@@ -264,22 +262,22 @@ class Estimate:
 
     @property
     def memory(self) -> float:
-        """Bytes on the GPU that needs most, with what is set aside."""
+        """Bytes on the fullest GPU, :data:`RESERVED` included."""
         return RESERVED + max(rank.device for rank in self.ranks)
 
     @property
     def activations(self) -> float:
-        """Bytes of activations on the rank that holds most of these."""
+        """Bytes of activations on the rank with most of them."""
         return max(rank.activations for rank in self.ranks)
 
     @property
     def host(self) -> float:
-        """Bytes on the host of a node at most, as if all of its GPUs held as much as the one that holds most there."""
+        """Bytes on a node's host at most: as if all its GPUs held as much there as the fullest."""
         return self.setting.device.node * max(rank.host for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Whether it runs in the device's memory, and in the host's."""
+        """Whether it fits the device's and the host's memory."""
         device = self.setting.device
         return self.memory <= device.memory and self.host <= device.host_memory
 
@@ -288,7 +286,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
     """Plans the setting's schedule and reads off its figures.
 
     Raises:
-        PlanError: where there is no such plan, such as an adaptive one in less memory than anything runs in.
+        PlanError: where there is no plan, such as for a lack of memory.
     """
     plan = make_plan(request_for(setting, search_seconds))
     seconds = plan.iteration_time + after_the_pipeline(setting)
@@ -304,7 +302,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
 
 
 def request_for(setting: Setting, search_seconds: float | None = None) -> Request:
-    """The plan that a setting asks for."""
+    """The planner's request for a setting."""
     request = Request(setting.method.schedule, setting.pipeline, setting.microbatches, setting.costs)
     if setting.method.schedule != "adaptive":
         return request
@@ -313,13 +311,13 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
         memory_limit=memory_limit(setting),
         chunk_choices=(setting.method.chunks,),
         search_seconds=search_seconds,
-        recompute=setting.method.again,
-        offload=setting.method.offload,
+        recompute=setting.method.may_recompute,
+        offload=setting.method.may_offload,
     )
 
 
 def least_seconds(setting: Setting) -> float:
-    """No schedule of this setting that fits in the device's memory takes less; infinite where none fits."""
+    """Lower bound of an iteration's seconds within the device's memory; infinite where nothing fits."""
     if least_memory(setting)[1].device > setting.device.memory - RESERVED:
         return math.inf
     found = _choices(setting)[-1]
@@ -328,7 +326,7 @@ def least_seconds(setting: Setting) -> float:
 
 
 def least_memory(setting: Setting) -> tuple[int, RankMemory]:
-    """The pipeline rank that holds most with a single microbatch, and what it holds: no schedule holds less."""
+    """The fullest pipeline rank with a single microbatch, and its memory: no schedule needs less."""
     unit, placement = setting.memory.of_rank(setting.pipeline), setting.placement
     choices = [each.least_by_rank(placement) for each in _choices(setting)]
     least = [unit * min(each) for each in zip(*choices, strict=True)]
@@ -338,20 +336,20 @@ def least_memory(setting: Setting) -> tuple[int, RankMemory]:
 
 
 def mfu(setting: Setting, seconds: float) -> float:
-    """The model's arithmetic of an iteration over what the GPUs could do in ``seconds``."""
+    """The model's arithmetic in an iteration over the GPUs' peak in ``seconds``."""
     work = setting.model.flops_a_token * setting.model.sequence * setting.global_batch
     return work / (seconds * setting.gpus * setting.device.matrix_flops)
 
 
 def memory_limit(setting: Setting) -> float:
-    """What an adaptive plan may hold, as a fraction of 1F1B's: asked for, or what the device has left, up to twice."""
+    """Memory limit of an adaptive plan, a fraction of 1F1B's: the method's, or what the device has left, at most 2."""
     if setting.method.memory_limit is not None:
         return setting.method.memory_limit
     return min(2.0, _room(setting))
 
 
 def after_the_pipeline(setting: Setting) -> float:
-    """Seconds of gradients' reduce-scatter, the optimizer's step and parameters' all-gather, none of it overlapped."""
+    """Seconds of gradients' reduce-scatter, optimizer step and parameters' all-gather, without overlap."""
     roofline = Roofline(setting.device)
     most = max(count.all for count in _sizes(setting))
     each = setting.trained.numbers
@@ -364,25 +362,25 @@ def after_the_pipeline(setting: Setting) -> float:
 
 
 def _choices(setting: Setting) -> list[StageCosts]:
-    """What a plan may be made for: nothing of all layers, or all of them, done again or offloaded."""
+    """Costs with no layer saved, and, where the method may, with all recomputed, and all offloaded."""
     costs, placement = setting.costs, setting.placement
     every = (1.0,) * placement.stages
     choices = [costs.on(placement)]
-    choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.again else []
-    # What is offloaded spares no less where copies take no time, nor does what is done again.
+    choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.may_recompute else []
+    # Copies that take no time save as much memory.
     free = replace(costs, copy=0.0)
-    choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.offload else []
+    choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.may_offload else []
     return choices
 
 
 def _static(setting: Setting) -> list[RankMemory]:
-    """What each pipeline rank holds without activations."""
+    """Memory of each pipeline rank without activations."""
     each, messages = setting.trained.numbers, MESSAGES * setting.trained.message_bytes
     return [RankMemory.static_of(count, each, messages) for count in _sizes(setting)]
 
 
 def _room(setting: Setting) -> float:
-    """What all else leaves to activations, as a fraction of 1F1B's; negative where there is no room."""
+    """Memory left for activations, as a fraction of 1F1B's; negative where there is none."""
     held = max(rank.device for rank in _static(setting))
     left = setting.device.memory - RESERVED - held - setting.memory.most_passing
     return left / setting.memory.of_rank(setting.pipeline) / setting.pipeline

@@ -1,4 +1,4 @@
-"""A model's shape from Megatron's flags, as its parser leaves them or as they stand in a file."""
+"""Reads a model's shape from Megatron's flags, parsed or in a file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
+from megatron.schedules.estimate.build import Experts, Latent, Shape
 from megatron.schedules.estimate.layer_pattern import moe_freq_type
-from megatron.schedules.estimate.shape import Experts, Latent, Shape
 from megatron.schedules.utils.errors import PlanError
 
 Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
-"""What stock's parser makes of each flag: kind of value (None: a switch), and what it is without the flag."""
+"""For each flag the type of its value (None for a switch) and its default in Megatron's parser."""
 
 FLAGS: Flags = {
     "--account-for-embedding-in-pipeline-split": (None, False),
@@ -88,7 +88,7 @@ FLAGS: Flags = {
     "--v-head-dim": (int, 128),
     "--vocab-size": (int, None),
 }
-# Those that are parsed to another attribute than their own.
+# Flags whose attribute has another name.
 NAMED_OTHERWISE = {
     "--disable-bias-linear": "add_bias_linear",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
@@ -101,12 +101,12 @@ _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-leng
 
 
 def attribute(flag: str) -> str:
-    """What a parsed flag is called."""
+    """Name of a flag's attribute."""
     return flag[2:].replace("-", "_")
 
 
 def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[str, str] | None = None) -> None:
-    """Add ``flags`` to ``parser``; ``otherwise`` names those that are parsed to another attribute than their own."""
+    """Adds ``flags`` to ``parser``; ``otherwise`` has the attributes of flags whose attribute has another name."""
     for flag, (kind, default) in flags.items():
         options: dict[str, Any] = {"dest": (otherwise or {}).get(flag, attribute(flag)), "default": default}
         if kind is None:
@@ -118,14 +118,14 @@ def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[st
 
 
 def shape(args: Any, vocabulary: int) -> Shape:
-    """The model that Megatron's ``args`` describe, validated or not.
+    """Shape of the model in Megatron's ``args``, validated or not.
 
     Args:
         args: an attribute for each of :data:`FLAGS`.
         vocabulary: as padded; 0 where it is not known.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
-    # A gated part of two thirds has as many parameters as a plain one; stock rounds down to whole tiles.
+    # A gated MLP of two thirds the width has as many parameters; Megatron rounds down to whole tiles.
     inner = args.ffn_hidden_size or (4 * hidden if not args.swiglu else 8 * hidden // 3 // 64 * 64)
     latent = None
     if args.multi_latent_attention:
@@ -160,32 +160,32 @@ def shape(args: Any, vocabulary: int) -> Shape:
 
 
 def padded(words: int, args: Any) -> int:
-    """The vocabulary as stock pads it, so that tensor-parallel ranks have equal parts of it."""
+    """Vocabulary size as Megatron pads it for tensor-parallel ranks."""
     multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-words // multiple) * multiple
 
 
 def parse(text: str, name: str) -> argparse.Namespace:
-    """What Megatron's parser would make of the flags of a model in ``text``; all else is passed over.
+    """Parses the flags of a model in ``text`` as Megatron's parser does, and ignores everything else.
 
-    Variables that ``text`` sets itself, as a shell script does, are put in.
+    Shell variables that ``text`` sets, or that have a default, are expanded.
 
     Args:
         text: flags, or a shell script with flags.
         name: of the model or its file, for errors.
 
     Raises:
-        PlanError: in one line, what is wrong with it.
+        PlanError: naming what is wrong.
     """
     try:
-        # As in a shell: lines go on after a backslash, and comments are none of it.
+        # As in a shell: a backslash continues a line.
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PlanError(f"{name}: {str(error).lower()}", "model") from None
     parser = _Parser(add_help=False, allow_abbrev=False)
     declare(parser, FLAGS, NAMED_OTHERWISE)
     try:
-        args, _ = parser.parse_known_args(_put_in(words))
+        args, _ = parser.parse_known_args(_expanded(words))
         check_bounds(args)
         if args.vocab_size is None and args.padded_vocab_size:
             args.vocab_size = args.padded_vocab_size
@@ -199,8 +199,8 @@ def parse(text: str, name: str) -> argparse.Namespace:
         raise PlanError(f"{name} holds no model in Megatron's flags: {error}", "model") from None
 
 
-def _put_in(words: Sequence[str]) -> list[str]:
-    """``words`` of a script: arrays without their parentheses, variables with their last value, or its default."""
+def _expanded(words: Sequence[str]) -> list[str]:
+    """Words of a script with arrays unwrapped and variables replaced by their last value or their default."""
     values: dict[str, str] = {}
     found: list[str] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""How Megatron builds the model of its arguments, what a parameter takes, and what is done again: for estimates."""
+"""Models as Megatron's arguments build and train them: bytes of each parameter, recompute, and costs for plans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Build, Shape
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.estimate.work import Work, layer_work
 from megatron.schedules.measure.profile_facts import Profile
@@ -20,14 +19,14 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
-# Most plans hold fewer messages on a rank at once; how many is known once a plan's programs are made.
+# Most plans hold fewer messages on a rank at once; the number is known once a plan is lowered.
 MESSAGES = 8
-# Tensors of the parameter's size in single precision that each keeps; of others as many as Adam.
+# Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
 
 
 def as_built(args: Any, shape: Shape) -> Build:
-    """The build of ``shape``.
+    """Returns how Megatron builds ``shape``.
 
     Args:
         args: Megatron's, parsed but not validated.
@@ -35,7 +34,7 @@ def as_built(args: Any, shape: Shape) -> Build:
     """
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     learned = args.position_embedding_type == "learned_absolute" and not args.use_rotary_position_embeddings
-    # Megatron's parser makes an enum's member of it; ours, before Megatron is imported, does not read it.
+    # Megatron's parser makes it an enum member. Ours, used before Megatron is imported, does not read it.
     backend = getattr(args, "attention_backend", None)
     one_kernel = args.transformer_impl != "local" and getattr(backend, "name", "auto") != "unfused"
     number = number_bytes(args)
@@ -91,7 +90,7 @@ class TrainedModel:
         build: how Megatron builds it.
         numbers: bytes of each parameter.
         recompute: Megatron's own.
-        stand_in: whether the embedding and the output layer count as a layer each where layers are spread evenly.
+        stand_in: whether the embedding and the output layer count as a layer each in an even partition.
     """
 
     build: Build
@@ -107,7 +106,7 @@ class TrainedModel:
 
 
 def trained_model(args: Any, build: Build) -> TrainedModel:
-    """``build`` as Megatron's ``args``, parsed but not validated, train it."""
+    """Returns ``build`` as Megatron's ``args`` train it; they need not be validated."""
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
     return TrainedModel(build, each, stock_recompute(args).kept, stand_in)
@@ -122,15 +121,15 @@ def with_model(
     placed: bool = False,
     profile: Profile | None = None,
 ) -> Costs:
-    """``costs`` with what the parts of ``model`` take and keep, Megatron's recompute included.
+    """Adds time and memory of each part of ``model``, with Megatron's recompute, to ``costs``.
 
     Args:
-        costs: times; their ``model``, where they have one, goes before arithmetic.
-        model: what is trained.
-        stages: of the plan, or, where that is searched for, at most.
+        costs: times; a ``model`` in them is kept.
+        model: the model as trained.
+        stages: of the plan, or the most where that is searched.
         shared: whether all pipeline ranks share the vocabulary.
-        placed: whether the planner places the layers, and makes room for the parameters that come with them.
-        profile: what was measured of the model, if anything.
+        placed: whether the planner partitions the layers and makes room for their parameters.
+        profile: of the model, where there is one.
     """
     build = model.build
     numbers = model.numbers if placed else None
@@ -140,7 +139,7 @@ def with_model(
     return replace(
         costs,
         model=replace(costs.model or loads(build), stand_in=model.stand_in),
-        # Measured times have it where it was on.
+        # Measured times include it where it was on.
         stock_recompute=again if profile is None or profile.facts.recompute is None else costs.stock_recompute,
         shared_vocabulary=shared,
         memory=kept,
@@ -155,13 +154,13 @@ def rank_memory(
     request: Request,
     messages: Sequence[float] | None = None,
 ) -> tuple[RankMemory, ...]:
-    """What each rank of ``schedule`` holds.
+    """Memory of each rank of ``schedule``.
 
     Args:
-        model: what is trained.
-        schedule, on_stages: the plan, and what it was made for on its placement.
+        model: the model as trained.
+        schedule, on_stages: the plan and its costs.
         request: of the plan; its costs have the model's memory.
-        messages: how many each rank holds at most; without it as many as most plans need.
+        messages: the most that each rank holds; :data:`MESSAGES` without it.
     """
     costs, placement = request.costs, schedule.placement
     counts = request.layers_on(placement)
@@ -172,14 +171,12 @@ def rank_memory(
 
 
 def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float) -> float:
-    """The part of the forward that I computes once more.
-
-    Times given with ``--pipeline-costs`` are those without recompute.
+    """Part of the forward that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:
         recompute: Megatron's own.
         work: of a decoder layer.
-        layers_a_stage: decoder layers of a stage, of which ``--recompute-method block`` recomputes a number.
+        layers_a_stage: decoder layers of a stage.
     """
     if recompute.layers != 0:
         return 1.0 if recompute.layers is None else min(1.0, recompute.layers / max(layers_a_stage, 1.0))
@@ -187,34 +184,34 @@ def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float) ->
 
 
 def stock_recompute(args: Any) -> StockRecompute:
-    """Megatron's flags of its own recompute."""
+    """Reads Megatron's recompute flags."""
     modules = tuple(args.recompute_modules or ())
     return StockRecompute(args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
 
 
 def number_bytes(args: Any) -> int:
-    """Of a number that is at half precision where any is."""
+    """Bytes of a number in the model's precision."""
     return 2 if args.bf16 or args.fp16 else 4
 
 
 def numbers(args: Any) -> Numbers:
-    """Bytes that each parameter takes, of an optimizer that is not shared."""
+    """Bytes of each parameter, its optimizer state not distributed."""
     weight = float(number_bytes(args))
     return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
 
 
 def _gradient(args: Any) -> float:
-    """In single precision for bf16, unless a flag says otherwise; at half precision for fp16, unless one does."""
+    """Single precision for bf16 and half precision for fp16, unless a flag says otherwise."""
     half = bool(args.fp16) or (bool(args.bf16) and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"))
     return 2.0 if half and not args.accumulate_allreduce_grads_in_fp32 else 4.0
 
 
 def _state(args: Any, half: bool) -> float:
-    """A copy of the parameter where that is at half precision, and moments."""
+    """A master copy of half-precision parameters, and moments."""
     if args.optimizer == "sgd":
         return (4.0 if half else 0.0) + (4.0 if args.sgd_momentum else 0.0)
     if args.use_precision_aware_optimizer:
-        # Of a copy in single precision what bf16 lacks, its lower half, is all that is kept.
+        # Only the lower half of the single-precision copy is kept.
         copy = 2.0 if half else 0.0
         return copy + _BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]
     return (4.0 if half else 0.0) + 4.0 * _MOMENTS.get(args.optimizer, 2)

@@ -1,4 +1,4 @@
-"""Models by name or by a file of Megatron's flags: one reader for the command line and the grid search."""
+"""Models by name, or by a file of Megatron's flags."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron.schedules.utils.parsing import read_text
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT.
+    """A model.
 
     Args:
-        name: as people say it, or its file's.
-        flags: Megatron's, of which later ones go before earlier ones.
+        name: its own, or its file's.
+        flags: Megatron's; the last of equal ones counts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Model:
 
     @cached_property
     def args(self) -> argparse.Namespace:
-        """The flags as parsed; a microbatch of one sample, and one GPU for each pipeline rank, where they do not say.
+        """The flags as parsed, for one pipeline rank. The micro batch size is 1 unless they say otherwise.
 
         Raises:
             PlanError: where they describe no model.
@@ -47,13 +47,13 @@ class Model:
         return found
 
     def trained(self, **changes: Any) -> argparse.Namespace:
-        """The flags as parsed, with ``changes``."""
+        """Returns the flags as parsed with ``changes``."""
         found = copy.copy(self.args)
         vars(found).update(changes)
         return found
 
     def of_length(self, tokens: int) -> Model:
-        """The same with samples of so many tokens."""
+        """Returns the same model with samples of so many tokens."""
         return Model(self.name, f"{self.flags} --seq-length {tokens} --max-position-embeddings {tokens}")
 
     @property
@@ -68,19 +68,19 @@ class Model:
 
     @property
     def parameters(self) -> float:
-        """Of the whole model, the embedding counted once, as the names of the paper's models count it."""
+        """Parameters of the whole model, the embedding counted once as in the names of the paper's models."""
         found = parameters(self.whole)
         return sum(layer.all for layer in found.layers) + found.table.all + found.last.all
 
     @cached_property
     def flops_a_token(self) -> float:
-        """Forward and backward without recompute, causal attention counted by half as Megatron's logs count it."""
+        """FLOPs of forward and backward without recompute, causal attention counted half as in Megatron's logs."""
         kinds = {experts: layer_work(self.whole, experts=experts).flops for experts in set(self.whole.where)}
         return 3 * (sum(kinds[each] for each in self.whole.where) + output_layer(self.whole).flops)
 
 
 def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
-    """The build of a model's ``args``; with ``shared`` its vocabulary divides by the pipeline ranks too."""
+    """Returns how Megatron builds the model of ``args``; ``shared``: padded for vocabulary parallelism."""
     words = megatron_flags.padded(args.vocab_size, args)
     if shared:
         words = sizes_of(args).divisible(words, args.make_vocab_size_divisible_by)
@@ -88,7 +88,7 @@ def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
 
 
 def gpt(name: str, layers: int, heads: int, hidden: int, sequence: int = 1024, vocabulary: int = 32_000) -> Model:
-    """A GPT in bf16 with two tables of words, as the paper's."""
+    """Returns a GPT in bf16 with an untied output layer, as the paper's."""
     return Model(
         name,
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
@@ -123,7 +123,7 @@ MODELS = {
 
 
 def find_model(model: str) -> Model:
-    """The model of that name, or of that file of flags.
+    """Finds a model by its name or its file.
 
     Args:
         model: a name or a path. Flags behind it are added, as in ``Llama-3-8B --seq-length 4096``.
@@ -143,5 +143,5 @@ def find_model(model: str) -> Model:
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
         raise PlanError(f"{name!r} is neither a model known by name nor a file: {hint}", "model")
     found = Model(name, f"{flags}\n{dashes}{more}")
-    _ = found.args  # refused here rather than where it is used
+    _ = found.args  # refuse it here
     return found

@@ -1,16 +1,15 @@
-"""The parameters that a tensor-parallel rank has of each part of a model, as Megatron builds them."""
+"""Parameters of each part of a model on one tensor-parallel rank, as Megatron builds it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.shape import Latent
+from megatron.schedules.estimate.build import Build, Latent
 
 
 class Count(NamedTuple):
-    """Numbers of parameters: of routed experts, which have data-parallel ranks of their own, and of all else."""
+    """Number of parameters: of routed experts, which have data-parallel ranks of their own, and of all else."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -27,14 +26,14 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one tensor-parallel rank, were it alone in the pipeline.
+    """Parameters of a whole model.
 
     Args:
-        table: a word embedding, and an output layer, which each have as many.
-        first: what else is at the beginning.
-        layers: each decoder layer's.
-        last: what else is at the end.
-        ahead: all layers of multi-token prediction, with the embedding that they look words up in.
+        table: of the word embedding, and of the output layer.
+        first: position embedding.
+        layers: of each decoder layer.
+        last: final norm.
+        ahead: all layers of multi-token prediction with their own embedding.
     """
 
     table: Count
@@ -44,12 +43,12 @@ class Parameters:
     ahead: Count
 
     def by_stage(self, counts: tuple[int, ...], rank_of: tuple[int, ...], shared: bool) -> list[Count]:
-        """What each rank has.
+        """Sums up the parameters of each rank.
 
         Args:
             counts: layers of each stage, in model order.
             rank_of: the rank of each stage.
-            shared: whether all ranks share the embedding and the output layer.
+            shared: whether vocabulary parallelism is on.
         """
         found = [Count()] * (max(rank_of) + 1)
         begin = 0
@@ -64,14 +63,14 @@ class Parameters:
         if shared:
             part = Count(2 * self.table.dense / len(found))
             return [each.plus(part) for each in found]
-        # Tied or not, each end has its own copy.
+        # Even if tied, the first and the last stage have a copy each.
         for rank in (rank_of[0], rank_of[-1]):
             found[rank] = found[rank].plus(self.table)
         return found
 
 
 def parameters(build: Build) -> Parameters:
-    """Of ``build``, tensor-parallel ranks having their parts of every linear and table."""
+    """Counts the parameters of ``build``."""
     shape, hidden = build.shape, build.shape.hidden
     norm = _norm(build, hidden)
     table = Count(shape.vocabulary * hidden / build.tensor)

@@ -1,7 +1,6 @@
-"""How long a model's passes take: what they compute and move, by what a device asks for it.
+"""Time of a model's passes, from what they compute and move and the prices of a device.
 
-A device is a GPU by name (:mod:`.roofline`), in seconds, or none in particular (:data:`ANY`), where what a GPU does for
-each byte weighs what is moved against what is computed.
+The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with a typical ratio of computing to moving.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.work import Product, Work, layer_work, output_layer
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
-# Products of attention's backward against its forward: in one kernel, which computes the scores again (arXiv
-# 2205.14135), and where the scores are kept.
+# Products of attention's backward over its forward: fused, which recomputes the scores (arXiv 2205.14135), and unfused.
 _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 # Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
 _MOVED_BY_LOGITS = 18.0, 6.0
@@ -41,7 +39,7 @@ ONES = PassTimes(1.0, 1.0, 1.0)
 
 
 class Prices(Protocol):
-    """What a device asks for each sort of work."""
+    """Time of each sort of work on a device."""
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
         """One product of matrices."""
@@ -90,13 +88,13 @@ ANY = _AnyDevice()
 
 
 def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: PassTimes = ONES) -> ModelLoads:
-    """What each part of ``build`` takes and keeps for ``tokens`` of a microbatch on one rank.
+    """Time and memory of each part of ``build`` for one microbatch.
 
     Args:
         build: the model as its ranks have it.
-        prices: the device's.
+        prices: of the device.
         tokens: of a microbatch on one rank.
-        correction: measured over modelled times of a decoder layer.
+        correction: measured over estimated times of a decoder layer.
     """
     kept = activations(build)
     kinds = {
@@ -109,7 +107,7 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     output = output_times(build, prices, tokens)
     last = Part(whole=Load(*output, tokens * kept.last.forward))
     for _ in range(build.shape.ahead):
-        # Two streams are joined by a projection before the layer, and its logits are computed beside the model's.
+        # A projection joins two streams before the layer, and it has logits of its own.
         joined = _linear(Product(2 * build.shape.hidden, build.shape.hidden / build.tensor), prices, tokens)
         layer = Load(*kinds[build.where[-1]]).plus(Load(*joined, tokens * kept.ahead.forward))
         last = last.plus(Part(layer, Load(*output)))
@@ -120,13 +118,13 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
 
 
 def attention_shares(build: Build) -> tuple[float, float]:
-    """The shares of an average layer's F and I that are attention's, of a sample that is one sequence."""
+    """Shares of an average layer's F and I that are attention, of a sample that is one sequence."""
     scores, mean = layer_work(build).scores, loads(build).mean
     return scores / mean.forward, _backward(build) * scores / mean.input_grad
 
 
 def layer_times(build: Build, prices: Prices, tokens: float, *, experts: bool = False) -> PassTimes:
-    """One decoder layer's."""
+    """Times of one decoder layer."""
     work = layer_work(build, experts=experts)
     times = [_linear(each, prices, tokens) for each in (*work.attention, *work.mlp)]
     forward, input_grad, weight_grad = (sum(each) for each in zip(*times, strict=True))
@@ -134,13 +132,13 @@ def layer_times(build: Build, prices: Prices, tokens: float, *, experts: bool = 
     forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
     input_grad += prices.attention(_backward(build) * scores, backward=True)
     input_grad += prices.stream(moved_backward * tokens, 6)
-    # W's messages are behind its products.
+    # W's messages are hidden behind its products.
     messages = _messages(build, work, prices, tokens)
     return PassTimes(forward + messages, input_grad + messages, weight_grad)
 
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
-    """The output layer's and the loss's."""
+    """Times of the output layer with the loss."""
     forward, input_grad, weight_grad = _linear(output_layer(build), prices, tokens)
     moved = [prices.stream(each * tokens * build.shape.vocabulary / build.tensor, 0) for each in _MOVED_BY_LOGITS]
     return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)

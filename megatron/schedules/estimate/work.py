@@ -1,20 +1,19 @@
-"""What the parts of a model compute for one token on one tensor-parallel rank."""
+"""Arithmetic and moved bytes of a model's parts for one token on one tensor-parallel rank."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.shape import Experts, Latent
+from megatron.schedules.estimate.build import Build, Experts, Latent
 
 
 class Product(NamedTuple):
     """A linear.
 
     Args:
-        inner, out: widths of what goes in and of what comes out.
-        rows: for each token of a microbatch.
-        parts: products of their own that share the rows: experts.
+        inner, out: widths of its input and its output.
+        rows: of each token.
+        parts: separate products that share the rows: experts.
     """
 
     inner: float
@@ -24,18 +23,18 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions for a token, forward."""
+        """FLOPs of a token, forward."""
         return 2.0 * self.rows * self.inner * self.out
 
 
 class Work(NamedTuple):
-    """A decoder layer's, as arXiv 2205.05198 takes it apart in appendix A.
+    """A decoder layer, as in arXiv 2205.05198, appendix A.
 
     Args:
-        attention, mlp: linears of both parts.
-        scores: multiplications and additions of attention itself, forward.
-        moved: bytes that F and I move beside products: norms, dropouts and sums around them, activation functions.
-        routed: bytes sent to experts on other ranks, and again on the way back.
+        attention, mlp: their linears.
+        scores: FLOPs of attention itself, forward.
+        moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
+        routed: bytes sent to experts on other ranks, one way.
     """
 
     attention: tuple[Product, ...]
@@ -46,17 +45,17 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """All of them, forward."""
+        """FLOPs, forward."""
         return self.scores + sum(each.flops for each in (*self.attention, *self.mlp))
 
     def share(self, module: str) -> float:
-        """The part of the forward that is ``module``, by Megatron's name for it; 0 for what is small."""
+        """Part of the forward that ``module``, by Megatron's name, takes; 0 for small ones."""
         mlp = sum(each.flops for each in self.mlp)
         return {"core_attn": self.scores, "mlp": mlp, "moe": mlp}.get(module, 0.0) / self.flops
 
 
 def layer_work(build: Build, *, experts: bool = False) -> Work:
-    """One decoder layer's, dense or with experts."""
+    """Work of one decoder layer, dense or with experts."""
     shape, tensor = build.shape, build.tensor
     linears, scored = _attention(build) if shape.latent is None else _latent(build, shape.latent)
     inner = float(shape.inner or 4 * shape.hidden)
@@ -67,7 +66,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
     return Work(
         attention=linears,
         mlp=mlp,
-        # Causal: each token looks at half of the sequence on average, once for the scores and once with them.
+        # Causal: each token attends to half of the sequence on average, with two products.
         scores=shape.sequence * scored,
         moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
         routed=_routed(build, shape.experts) if experts and shape.experts is not None else 0.0,
@@ -107,7 +106,7 @@ def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: 
 
 
 def _experts(build: Build, found: Experts) -> tuple[tuple[Product, ...], float]:
-    """The linears, and the width that one token meets in all of them."""
+    """The linears, and their inner width for one token."""
     rows = found.chosen * build.expert_tensor / build.tensor
     linears = _linears(build, found.inner, build.expert_tensor, rows, max(1.0, found.number))
     if found.shared:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.schedules.estimate.build import Shape
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.model_build import rank_memory
-from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.integration.flags.check import PlannedJob
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner

@@ -11,8 +11,7 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.pipelined_model import PipelinedModel
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time

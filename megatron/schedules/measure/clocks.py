@@ -1,10 +1,10 @@
-"""One clock for all ranks: from the times of passes that wait for each other, each told by the clock of its own rank.
+"""Aligns the clocks of all ranks, from the times of passes that wait for one another.
 
-Devices have no common clock. But what a pass waits for on another rank has ended before it begins, one latency ago at
-the least, and between most pairs of ranks some passes of an iteration wait for nothing else. So, as time protocols
-have it: the least time from an end on one rank to a start on the other holds the latency and the difference of their
-clocks, and the least time the other way the latency less that difference. Half the sum is the latency of the hop, half
-the difference is by how much one clock is ahead. A message takes as long both ways, is what this assumes.
+Devices have no common clock. A pass starts at least one latency after the end of the pass on another rank that it waits
+for, and between most pairs of ranks some passes of an iteration wait for nothing else. So, as in time protocols, the
+least time from an end on one rank to a start on the other is the latency plus the difference of their clocks, and the
+least time the other way is the latency minus that difference. Half the sum is the latency, half the difference is the
+offset of one clock. This assumes that a message takes as long both ways.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron.schedules.schedule.schedule import Schedule, awaited_elsewhere, sl
 from megatron.schedules.schedule.simulator import Times
 
 Gaps = Mapping[tuple[int, int], float]
-"""(from, to), ranks: the least time from the end of a pass to the start of one that waits for it."""
-Hops = Mapping[tuple[int, int], float]
-"""(from, to), ranks: the latency of a message."""
+"""By (from, to) rank, the least time from the end of a pass to the start of one that waits for it."""
+Latencies = Mapping[tuple[int, int], float]
+"""By (from, to) rank, the latency of a message."""
 
 
 class Aligned(NamedTuple):
     """An iteration on one clock.
 
     Args:
-        start, end: by rank, in the schedule's order; 0 is the first start of any.
-        shifts: what was added to each rank's times.
+        start, end: times of each rank's passes in the schedule's order; 0 is the first start of any.
+        shifts: added to each rank's times.
     """
 
     start: Times
@@ -38,11 +38,11 @@ class Aligned(NamedTuple):
 
 
 def aligned(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Aligned:
-    """The iteration on one clock, in which no pass begins before what it waits for has ended, as it was in truth.
+    """Puts an iteration on one clock, so that no pass starts before the passes that it waits for have ended.
 
     Args:
-        schedule: what was carried out.
-        start, end: by rank, times of its passes in the schedule's order, by the rank's own clock.
+        schedule: that was run.
+        start, end: times of each rank's passes in the schedule's order, by the rank's own clock.
     """
     found = shifts(schedule.ranks, gaps(schedule, start, end))
     first = min((row[0] + shift for row, shift in zip(start, found, strict=True) if row), default=0.0)
@@ -55,7 +55,7 @@ def _moved(rows: Sequence[Sequence[float]], by: Sequence[float]) -> Times:
 
 
 def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Gaps:
-    """Between all pairs of ranks of which one waits for the other. Times as :func:`aligned` takes them."""
+    """Finds the gaps between all pairs of ranks of which one waits for the other; see :func:`aligned`."""
     placement = schedule.placement
     places, needs = slots(placement, schedule.microbatches), awaited_elsewhere(schedule)
     ended = [0.0] * (len(KINDS) * placement.stages * schedule.microbatches)
@@ -71,8 +71,8 @@ def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Seq
     return found
 
 
-def latencies(found: Sequence[Gaps]) -> Hops:
-    """The latency of each pair that has messages both ways, never below 0: of several iterations the median."""
+def latencies(found: Sequence[Gaps]) -> Latencies:
+    """Median latency over iterations of each pair with messages both ways, never below 0."""
     each: dict[tuple[int, int], list[float]] = defaultdict(list)
     for of_one in found:
         for (source, to), gap in of_one.items():
@@ -82,11 +82,11 @@ def latencies(found: Sequence[Gaps]) -> Hops:
 
 
 def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
-    """What to add to each rank's times so that they are those of one clock, that of rank 0.
+    """Finds what to add to each rank's times to put them on rank 0's clock.
 
-    Pairs whose messages waited for nothing else tell most: ranks are joined along those with the least latency. Where
-    a pair's messages had always to wait for the other's passes its half of the difference is a guess; then later ranks
-    are moved on until nothing begins before what it waits for has ended.
+    Pairs with the least latency are the most certain, so ranks are joined along those. Where messages of a pair always
+    waited for passes, half the difference is a guess: then later ranks are shifted until no pass starts before the
+    passes that it waits for have ended.
     """
     shift = _along_the_tightest(ranks, found)
     for _ in range(ranks):
@@ -99,7 +99,7 @@ def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
 
 
 def _along_the_tightest(ranks: int, found: Gaps) -> list[float]:
-    """Half the difference between neighbours of the tree that joins ranks by their tightest pairs; 0 for the rest."""
+    """Offsets along the tree that joins ranks by their pairs of least latency; 0 for ranks outside."""
     width = {pair: gap + found[pair[::-1]] for pair, gap in found.items() if pair[::-1] in found}
     shift = [0.0] * ranks
     joined = {0}

@@ -1,7 +1,4 @@
-"""Cost profiles: what a chunk's passes were measured to take and hold, as ``tools/profile_passes.py`` writes them.
-
-:func:`read_profile` also reads those that a job writes of itself, see :mod:`.job_profile`.
-"""
+"""Cost profiles of one chunk, as ``tools/profile_passes.py`` writes them, and the reader of all cost files."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from megatron.schedules.measure.profile_facts import (
     FactsForm,
     LayerCount,
     Profile,
-    RatesForm,
     copy_time,
 )
 from megatron.schedules.schedule.costs import Costs
@@ -38,15 +34,15 @@ class CostProfile:
     """One chunk of decoder layers, measured on one device.
 
     Args:
-        facts: the model, and what it was measured on.
-        layers: of the chunk.
+        facts: the model and the device.
+        layers: decoder layers of the chunk.
         seconds: median times of the chunk's F, I and W.
-        activation_bytes: held from F until I.
-        weight_bytes: those of them held on until W.
-        ends: the embedding, and the output layer with its loss; None in profiles without them.
-        copy_gbps: how fast activations go to the host and come back; None in profiles without it.
-        again: how long the chunk's forward takes where it is done again, against F, and what F leaves to it, against
-            ``activation_bytes``; None in profiles without it.
+        activation_bytes: from F to I.
+        weight_bytes: those of them that stay until W.
+        ends: the embedding, and the output layer with its loss; None where not measured.
+        copy_gbps: speed of copies; None where not measured.
+        again: the chunk's recompute: its time over F's, and its input over ``activation_bytes``; None where not
+            measured.
     """
 
     facts: Facts
@@ -71,27 +67,21 @@ class CostProfile:
 
     @property
     def model(self) -> ModelLoads | None:
-        """Layers and ends as they were measured; None without ends."""
+        """Measured layers, embedding and output layer; None where the latter two were not measured."""
         if self.ends is None:
             return None
         first, last = (Part(whole=end) for end in self.ends)
         layer = Part(split=Load(*self.layer_seconds, self.layer_bytes))
-        # What is kept in single precision takes half of that where all ranks share it.
+        # Under vocabulary parallelism half of the single-precision logits are kept.
         return ModelLoads(first, (layer,) * self.facts.layers, last, kept_for_output=(0.0, last.held / 2))
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """Milliseconds for what half a rank's layers hold from F until I, one way; None where it was not measured.
-
-        By the slower way; ``both_ways`` says that the other one is busy too.
-        """
+        """See :class:`.profile_facts.Profile`."""
         held = self.layer_bytes * self.facts.layers / (2 * ranks)
         return copy_time(self.copy_gbps, held, both_ways=both_ways)
 
     def costs(self, ranks: int) -> Costs:
-        """In milliseconds, for a pipeline of so many ranks; P2P latency is zero, as no pipeline was measured.
-
-        What copies take is there where it was measured, with both directions busy, and counts where plans offload.
-        """
+        """Costs in milliseconds for a pipeline of so many ranks, without P2P latency, which was not measured."""
         scale = 1e3 * self.facts.layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
@@ -117,7 +107,7 @@ class CostProfile:
 
 
 class TimedForm[Time](Form, frozen=True, kw_only=True):
-    """A time in seconds: the middle one of several; ``low`` and ``high``, the shortest and the longest, for people."""
+    """A median time in seconds; ``low`` and ``high`` are for people."""
 
     median: Time
     low: Any = UNSET
@@ -134,7 +124,7 @@ class EndForm(Form, frozen=True, kw_only=True):
     weight_bytes: Any = UNSET
 
     def load(self) -> Load:
-        """The same as planning has it."""
+        """The same as :class:`.Load`."""
         return Load(self.forward.median, self.input_grad.median, self.weight_grad.median, self.activation_bytes)
 
 
@@ -152,28 +142,28 @@ class ChunkForm(Form, frozen=True, kw_only=True):
 
 
 class ChunkProfileForm(FactsForm, frozen=True, kw_only=True):
-    """:class:`CostProfile` in a file; the ends come together."""
+    """:class:`CostProfile` in a file; ``embedding`` and ``output_layer`` come together."""
 
     chunk: ChunkForm
     output_layer: EndForm | UnsetType = UNSET
     embedding: EndForm | UnsetType = UNSET
-    copy_gbps: RatesForm | UnsetType = UNSET
+    copy_gbps: CopyRates | UnsetType = UNSET
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in the JSON file ``path``: of one chunk, or of a whole job.
+    """Reads a profile of one chunk, or of a whole job.
 
     Raises:
-        PlanError: in one line, what is wrong with the file.
+        PlanError: what is wrong with the file.
     """
     return read_file(path, "costs_file", "cost profile", _WRITERS, _profile)
 
 
 def read_costs(path: Path) -> Profile | CustomCosts:
-    """The costs in the JSON file ``path``: a profile, or costs written by hand.
+    """Reads a cost file: a profile, or costs written by hand.
 
     Raises:
-        PlanError: in one line, what is wrong with the file.
+        PlanError: what is wrong with the file.
     """
     return read_file(path, "costs_file", "cost file", f"{_WRITERS}; docs/costs.md has those written by hand", _costs)
 
@@ -185,12 +175,12 @@ def _costs(text: str) -> Profile | CustomCosts:
 
 def _profile(text: str) -> Profile:
     found = _READERS[check_version(text, *_READERS)](text)
-    found.costs(1)  # whether all that was measured makes costs that are planned for
+    found.costs(1)  # refuse costs that cannot be planned for
     return found
 
 
 def from_text(text: str) -> CostProfile:
-    """Read a :class:`ChunkProfileForm`; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads a :class:`ChunkProfileForm`; raises :class:`.PlanError`, the field first, for anything else."""
     form = decode(text, ChunkProfileForm)
     chunk, output, embedding, rates = form.chunk, form.output_layer, form.embedding, form.copy_gbps
     if chunk.layers > form.model.layers:
@@ -204,7 +194,7 @@ def from_text(text: str) -> CostProfile:
         activation_bytes=chunk.activation_bytes,
         weight_bytes=chunk.weight_bytes,
         ends=None if output is UNSET or embedding is UNSET else (embedding.load(), output.load()),
-        copy_gbps=None if rates is UNSET else rates.rates(),
+        copy_gbps=None if rates is UNSET else rates,
         again=_again(chunk),
     )
 
@@ -213,12 +203,12 @@ def _again(chunk: ChunkForm) -> tuple[float, float] | None:
     if chunk.again is UNSET:
         return None
     if chunk.input_bytes is UNSET:
-        raise PlanError("$.chunk lacks 'input_bytes', and has a forward that was done again")
+        raise PlanError("$.chunk lacks 'input_bytes', which goes with 'again'")
     held = max(1.0, chunk.activation_bytes)
     if chunk.input_bytes > held:
         raise PlanError(
             f"$.chunk.input_bytes must be {held:g} at most, as $.chunk.activation_bytes, not {chunk.input_bytes:g}: a "
-            "forward done again is left no more than a forward holds"
+            "recomputed layer keeps no more than its forward holds"
         )
     return chunk.again.median / chunk.forward.median, chunk.input_bytes / held
 

@@ -1,7 +1,4 @@
-"""Cost files written by hand: what a model cannot say and nobody measured, as ``--costs FILE.json`` reads it.
-
-docs/costs.md has an example of each field.
-"""
+"""Cost files written by hand, see docs/costs.md."""
 
 from __future__ import annotations
 
@@ -60,12 +57,12 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def of_memory(self) -> tuple[str, ...]:
-        """The fields given that say what passes hold, which a model's sizes say too."""
+        """Given fields about memory, which a model's sizes determine too."""
         every = "stage_activations", "weight_share", "kept_share", "layer_input_share"
         return tuple(name for name in every if getattr(self, name) is not None)
 
     def added_to(self, costs: Costs) -> Costs:
-        """``costs`` with what the file says beside its times."""
+        """Adds the fields other than times to ``costs``."""
         fields: dict[str, Any] = {
             "stage_weights": self.stage_weights,
             "stage_activations": self.stage_activations,
@@ -90,5 +87,5 @@ def from_text(text: str) -> CustomCosts:
         raise PlanError("$.stage_weights must have one that is above zero")
     if found.copy_time is None and (found.one_way or found.ranks_per_link > 1):
         raise PlanError(f"$.{'one_way' if found.one_way else 'ranks_per_link'} goes with copy_time, which is missing")
-    found.added_to(found.times or Costs())  # whether they can be planned for together
+    found.added_to(found.times or Costs())  # refuse costs that cannot be planned for
     return found

@@ -1,4 +1,4 @@
-"""A job's own cost profile: what each stage of a pipeline was measured to take and hold, and what plans make of it."""
+"""A job's own cost profile: times and memory of each stage, and the costs that follow for plans."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Measured(NamedTuple):
     """Times of passes of one kind on one stage, in milliseconds.
 
     Args:
-        median: of the replica that takes longest, for all others wait for it.
-        low, high: of ten passes one is shorter, one longer: the least and the most of any replica.
+        median: of the slowest replica, for which all others wait.
+        low, high: 10th and 90th percentile, the extremes of all replicas.
     """
 
     median: float
@@ -38,11 +38,11 @@ class StageProfile:
 
     Args:
         layers: decoder layers.
-        times: by kind; O and L are the copies themselves. I and W are always there, B where it was done.
-        halved: whether I and W were never apart, and are parts of B as was planned.
-        held: bytes from F until I, those that R makes again and those that are away included.
-        sizes: bytes of each part of the activations that can be seen by itself (:data:`.kinds.SEEN_BY`).
-        recomputed: the part of its layers that R does again.
+        times: by kind; O and L are the copies. I and W are always there, B where it ran.
+        halved: whether the backward was never split, and I and W are estimated parts of B.
+        held: bytes from F to I, recomputed and offloaded ones included.
+        sizes: bytes of each part of the activations that is visible by itself (:data:`.kinds.SEEN_BY`).
+        recomputed: part of its layers that R recomputes.
     """
 
     layers: int
@@ -53,24 +53,23 @@ class StageProfile:
     recomputed: float = 0.0
 
     def median(self, kind: Kind) -> float:
-        """Milliseconds; 0 for what the stage does not do."""
+        """Median milliseconds; 0 for kinds that the stage does not have."""
         found = self.times.get(kind)
         return 0.0 if found is None else found.median
 
 
 @dataclass(frozen=True)
 class JobProfile:
-    """What a job measured of itself; a :class:`.profile_facts.Profile`.
+    """Measurements of a job; a :class:`.profile_facts.Profile`.
 
     Args:
         facts: the model and the device.
-        schedule, placement, microbatches: what it ran.
+        schedule, placement, microbatches: that ran.
         iterations: the first and the last that were timed.
-        replicas: ranks of each stage, over which everything was gathered.
+        replicas: ranks of each stage.
         stages: in model order.
-        latencies: rank, rank, and the latency of a message from the one to the other, in milliseconds.
-        copy_gbps: how fast activations went to the host and came back, as other copies and messages let them; None
-            where none did.
+        latencies: from rank, to rank, milliseconds.
+        copy_gbps: speed of copies as measured beside other copies and messages; None without copies.
     """
 
     facts: Facts
@@ -90,12 +89,12 @@ class JobProfile:
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether the output layer was S and T of all ranks."""
+        """Whether vocabulary parallelism was on."""
         return any(kind in OF_RANKS for stage in self.stages for kind in stage.times)
 
     @property
     def comm(self) -> float:
-        """The usual hop, in milliseconds: of those from stage to stage. Others are of what all ranks do together."""
+        """Median latency in milliseconds from stage to stage, without those of collectives."""
         along = set(pairwise(self.placement.rank_of))
         found = [time for source, to, time in self.latencies if (source, to) in along or (to, source) in along]
         return statistics.median(found) if found else 0.0
@@ -117,10 +116,10 @@ class JobProfile:
 
     @cached_property
     def model(self) -> ModelLoads:
-        """Each layer as its stage's were measured, in milliseconds and bytes.
+        """Each layer as measured on its stage, in milliseconds and bytes.
 
-        What the first and the last stage take beyond as many layers of the others are the embedding and the output
-        layer. Where all ranks shared the output layer it is what S and T took together.
+        The embedding and the output layer are what the first and the last stage take beyond layers like those of the
+        others; under vocabulary parallelism the output layer is S and T together.
         """
         usual = self._usual
         loads = [_of_layers(stage, usual, end=at in self._ends) for at, stage in enumerate(self.stages)]
@@ -130,17 +129,17 @@ class JobProfile:
             last, kept = self._output_of_ranks()
         else:
             last = _beyond(self.stages[-1], loads[-1])
-            kept = last.held / 2  # in single precision, of which sharing it leaves half
+            kept = last.held / 2  # under vocabulary parallelism half of the single-precision logits
         return ModelLoads(Part(whole=first), tuple(layers), Part(whole=last), kept_for_output=(0.0, kept))
 
     @property
     def _ends(self) -> tuple[int, ...]:
-        """Stages that have more than layers."""
+        """Stages with an embedding or an output layer."""
         return (0,) if self.shares_vocabulary else (0, len(self.stages) - 1)
 
     @property
     def _usual(self) -> Load:
-        """A layer of the stages that have nothing else; without any, the least of either end."""
+        """An average layer of the stages that have nothing else; without any, the least of the first and the last."""
         inner = [stage for at, stage in enumerate(self.stages) if at not in self._ends and stage.layers]
         if inner:
             every = Load()
@@ -150,15 +149,15 @@ class JobProfile:
         return _least([_each(stage) for stage in self.stages if stage.layers])
 
     def _output_of_ranks(self) -> tuple[Load, float]:
-        """The output layer from its parts, and the bytes that wait for its weight gradient on all ranks."""
+        """The output layer from S and T, and the bytes that wait for its weight gradient on all ranks."""
         parts = [stage for stage in self.stages if Kind.S in stage.times]
         there, weights = (sum(stage.median(kind) for stage in parts) for kind in (Kind.S, Kind.T))
         return Load(there / 2, there / 2, weights), sum(stage.sizes[Share.VOCABULARY] for stage in parts)
 
     def costs(self, ranks: int) -> Costs:
-        """In milliseconds, for a pipeline of so many ranks; on the placement that was measured its stages' own times.
+        """Costs in milliseconds for a pipeline of so many ranks.
 
-        Hops are those measured where there are as many ranks, and all like the usual one where there are not.
+        Latencies are those measured where the number of ranks is the same, else the median.
         """
         mean, scale = self.model.mean, len(self.model.layers) / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in mean[:3])
@@ -177,7 +176,7 @@ class JobProfile:
         )
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """See :class:`.profile_facts.Profile`. What Megatron recomputed was not there when bytes were counted."""
+        """See :class:`.profile_facts.Profile`. Bytes were counted with Megatron's recompute on."""
         if not self.layer_bytes:
             return planned
         _, layer_input = self._again
@@ -191,7 +190,7 @@ class JobProfile:
         )
 
     def costs_like(self, planned: Costs) -> Costs:
-        """What was measured on this placement, in the form of the costs planned for."""
+        """Measured costs on this placement, in the form of ``planned``."""
         return replace(
             self.costs(self.placement.ranks),
             memory=None if planned.memory is None else self.memory(planned.memory),
@@ -199,7 +198,7 @@ class JobProfile:
         )
 
     def stage_costs(self, planned: Costs, decisions: Decisions) -> StageCosts:
-        """What the stages of this placement were measured to cost, with what was decided but for their own layers."""
+        """Measured costs of this placement's stages under ``decisions``, with the stages' own layers."""
         found = self.costs_like(planned).on(self.placement, replace(decisions, layers=self.layers))
         times = {
             kind: tuple(
@@ -212,7 +211,7 @@ class JobProfile:
 
     @property
     def _weight_share(self) -> float:
-        """What waits for W against what waits for I, of all layers, which may be little beside what the ends hold."""
+        """Bytes of all layers that wait for W over those that wait for I."""
         if not self.layer_bytes:
             return 1.0
         held = self.model.mean.held * len(self.model.layers)
@@ -220,7 +219,7 @@ class JobProfile:
 
     @property
     def _again(self) -> tuple[float, float]:
-        """How long a forward takes that is done again, against F, and what F leaves to it, against all."""
+        """Time of a recompute over F's, and the part of the activations that stays for it."""
         recomputed = [stage for stage in self.stages if stage.recomputed and Kind.R in stage.times]
         forwards = sum(stage.recomputed * stage.median(Kind.F) for stage in recomputed)
         if not forwards:
@@ -231,7 +230,7 @@ class JobProfile:
 
 
 def _all(stage: StageProfile) -> Load:
-    """Bytes count as one a layer where nobody counted them."""
+    """Load of a stage; its bytes are one a layer where not counted."""
     times = (stage.median(kind) for kind in (Kind.F, Kind.I, Kind.W))
     return Load(*times)._replace(held=stage.held or float(stage.layers))
 
@@ -246,7 +245,7 @@ def _least(loads: Sequence[Load]) -> Load:
 
 
 def _of_layers(stage: StageProfile, usual: Load, *, end: bool) -> Load:
-    """One layer of ``stage``: where it has an ``end``, at most the usual one, but for W, which is the layers' alone."""
+    """One layer of ``stage``. With an embedding or output layer (``end``) at most the usual one, except for W."""
     if not stage.layers:
         return Load()
     own = _each(stage)
@@ -256,7 +255,7 @@ def _of_layers(stage: StageProfile, usual: Load, *, end: bool) -> Load:
 
 
 def _beyond(stage: StageProfile, layer: Load) -> Load:
-    """What ``stage`` takes beyond its layers; its weight gradient, which comes with I, counted as one half of that."""
+    """Load of ``stage`` beyond its layers, half of its backward counted as the weight gradient, which runs in I."""
     more = _all(stage).plus(layer, -stage.layers)
     backward = max(0.0, more.input_grad) + max(0.0, more.weight_grad)
     return Load(max(0.0, more.forward), backward / 2, backward / 2, max(0.0, more.held))

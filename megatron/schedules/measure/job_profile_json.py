@@ -1,4 +1,4 @@
-"""A job's own cost profile as JSON: version 2 of what plans read as ``--costs FILE.json``."""
+"""A job's own cost profile as JSON: version 2 of cost files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.measure.profile_facts import MOST_LAYERS, FactsForm, RatesForm, written_facts
+from megatron.schedules.measure.profile_facts import MOST_LAYERS, CopyRates, FactsForm, written_facts
 from megatron.schedules.schedule.kind_forms import ByKind
 from megatron.schedules.schedule.kinds import Share
 from megatron.schedules.schedule.text_forms import PlacementForm
@@ -28,7 +28,7 @@ from megatron.schedules.utils.json_files import (
 
 VERSION = 2
 
-# The fields of a stage that say how large the parts of its activations are.
+# The field of each part of a stage's activations.
 _BYTES = {
     Share.WEIGHTS: "weight_bytes",
     Share.VOCABULARY: "vocabulary_bytes",
@@ -60,7 +60,7 @@ class StageForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(stage: StageProfile) -> StageForm:
-        """``stage`` as it is written."""
+        """``stage`` for the file."""
         return StageForm(
             layers=stage.layers,
             passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
@@ -71,7 +71,7 @@ class StageForm(Form, frozen=True, kw_only=True):
         )
 
     def stage(self) -> StageProfile:
-        """The same as planning has it."""
+        """The same as :class:`.StageProfile`."""
         return StageProfile(
             self.layers,
             {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
@@ -93,11 +93,11 @@ class JobProfileForm(FactsForm, frozen=True, kw_only=True):
     times_in: Literal["ms"] = "ms"
     stages: tuple[StageForm, ...]
     latencies: tuple[Hop, ...]
-    copy_gbps: RatesForm | UnsetType = UNSET
+    copy_gbps: CopyRates | UnsetType = UNSET
 
 
 def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) -> str:
-    """The profile as one JSON object; ``versions`` of packages and ``date`` go in too, for people."""
+    """Writes the profile as one JSON object; ``versions`` of packages and ``date`` are for people."""
     rates = profile.copy_gbps
     form = JobProfileForm(
         version=VERSION,
@@ -109,7 +109,7 @@ def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) ->
         replicas=profile.replicas,
         stages=tuple(map(StageForm.of, profile.stages)),
         latencies=profile.latencies,
-        copy_gbps=UNSET if rates is None else RatesForm(**rates._asdict()),
+        copy_gbps=UNSET if rates is None else rates,
         versions=versions,
         date=date,
     )
@@ -117,7 +117,7 @@ def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) ->
 
 
 def from_text(text: str) -> JobProfile:
-    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
     form = decode(text, JobProfileForm)
     placement = form.placement.placement("$.placement")
     check_length(form.stages, placement.stages, "$.stages", "stage of the placement")
@@ -130,7 +130,7 @@ def from_text(text: str) -> JobProfile:
         form.replicas,
         tuple(stage.stage() for stage in form.stages),
         form.latencies,
-        None if form.copy_gbps is UNSET else form.copy_gbps.rates(),
+        None if form.copy_gbps is UNSET else form.copy_gbps,
     )
     if sum(found.layers) != found.facts.layers:
         raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")

@@ -1,4 +1,4 @@
-"""What ranks measured of their passes, and the profile of the job that it comes to."""
+"""Turns the measurements of all ranks into the profile of the job."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 
 Timed = tuple[Pass, float, float]
-"""A pass, or a copy, and from when until when, in milliseconds."""
+"""A pass or a copy, its start and its end in milliseconds."""
 Change = tuple[Pass, float]
-"""A pass, and by how many bytes more is held after it."""
+"""A pass, and the bytes allocated more after it."""
 
 
 @dataclass(frozen=True)
 class RankMeasured:
-    """What one rank says of several iterations.
+    """Measurements of one rank over several iterations.
 
     Args:
         rank: in its pipeline.
-        times: by stage and kind; of O and L those of the copies.
-        bytes: by stage and kind, the change of a pass in the middle of all; ``held`` below has what F and R make
-            together.
-        held: by stage, bytes from F until I.
-        latencies: of its pipeline, as (from, to) -> milliseconds.
+        times: by stage and kind; O and L are the copies.
+        bytes: by stage and kind, the median change of a pass.
+        held: by stage, bytes from F to I, those that R makes included.
+        latencies: of its pipeline, (from, to) -> milliseconds.
     """
 
     rank: int
@@ -50,18 +49,18 @@ def rank_measured(
     changes: Sequence[Change],
     latencies: Mapping[tuple[int, int], float],
 ) -> RankMeasured:
-    """What ``rank`` says of all ``passes`` and ``copies`` that were timed, and of those that were counted."""
+    """Sums up the timed ``passes`` and ``copies`` of ``rank``, and its ``changes`` of memory."""
     took: dict[StageKind, list[float]] = defaultdict(list)
     computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
     for (stage, kind, _), start, end in (*computing, *copies):
         took[stage, kind].append(end - start)
     changed: dict[StageKind, list[float]] = defaultdict(list)
-    again = {(work.stage, work.microbatch): change for work, change in changes if KINDS[work.kind].spares}
+    recomputed = {(work.stage, work.microbatch): change for work, change in changes if KINDS[work.kind].spares}
     held: dict[int, list[float]] = defaultdict(list)
     for (stage, kind, m), change in changes:
         changed[stage, kind].append(change)
         if kind is Kind.F:
-            held[stage].append(change + again.get((stage, m), 0.0))
+            held[stage].append(change + recomputed.get((stage, m), 0.0))
     return RankMeasured(
         rank,
         {key: _measured(each) for key, each in took.items()},
@@ -78,12 +77,12 @@ def _measured(times: Sequence[float]) -> Measured:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a job was measured under.
+    """Conditions of a measurement.
 
     Args:
         facts: the model and the device.
-        schedule: what it ran.
-        costs, decisions: what that was planned for, and what was decided about its stages.
+        schedule: that ran.
+        costs, decisions: of its plan.
         iterations: the first and the last that were timed.
     """
 
@@ -95,11 +94,10 @@ class Conditions:
 
 
 def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
-    """The profile of a job, all of whose ranks were measured; the same from the same rows, in whatever order.
+    """Makes the profile of a job from the measurements of all its ranks, in any order.
 
-    A stage takes as long as on its slowest replica, for which all others wait, and holds what it does on the fullest. A
-    hop is that of the slowest pipeline. Where a backward was always whole, I and W are parts of it as in the costs that
-    were planned for.
+    A stage has the times of its slowest replica, for which all others wait, and the memory of the fullest. A latency is
+    that of the slowest pipeline. A backward that was never split is divided into I and W as in the plan's costs.
     """
     placement = under.schedule.placement
     replicas: dict[int, list[RankMeasured]] = defaultdict(list)
@@ -146,7 +144,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
 
 
 def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:
-    """Stages without a W of their own would leave to it as much as the others do, or as was ``planned``."""
+    """Sets the bytes that wait for W in stages that never split: as in the others, or as ``planned``."""
     seen = [stage for stage in stages if not stage.halved and stage.held]
     share = sum(stage.sizes[Share.WEIGHTS] for stage in seen) / sum(stage.held for stage in seen) if seen else planned
     return [
@@ -171,12 +169,12 @@ def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind
 
 
 def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:
-    """What a pass takes (sign 1) or gives back (-1) on the fullest of ``rows``; 0 where nobody counted."""
+    """Bytes that a pass allocates (sign 1) or frees (-1) on the fullest of ``rows``; 0 where not counted."""
     return max((sign * row.bytes.get(key, 0.0) for row in rows), default=0.0) + 0.0
 
 
 def _rates(stages: Sequence[StageProfile]) -> CopyRates | None:
-    """From all that was copied and how long that took."""
+    """Speed of copies, from all bytes copied and their time."""
     ways = (Resource.TO_HOST, Resource.FROM_HOST)
     copied = [stage for stage in stages if min(_moved(stage), *(_time(stage, way) for way in ways)) > 0]
     if not copied:
@@ -195,5 +193,5 @@ def _time(stage: StageProfile, way: Resource) -> float:
 
 
 def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
-    """For a model of which only the layers are known."""
+    """Even layers, for a model of which only their number is known."""
     return even(layers, placement.stages)

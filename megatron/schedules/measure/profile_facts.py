@@ -1,4 +1,4 @@
-"""What a cost profile says of the model and the device that were measured."""
+"""The model and the device of a cost profile."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ MOST_LAYERS = 10_000
 LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
 
 
-class CopyRates(NamedTuple):
+class CopyRates(Form, frozen=True, kw_only=False):
     """Copies between a device and its host, in 10**9 bytes a second: each way alone, and each of both at once."""
 
-    to_host: float
-    from_host: float
-    both_ways: float
+    to_host: Positive
+    from_host: Positive
+    both_ways: Positive
 
 
 class Facts(NamedTuple):
     """The model and how it was measured.
 
     Args:
-        device: what it was measured on.
+        device: name of the device.
         layers: decoder layers of the whole model.
-        hidden_size, heads, sequence_length, micro_batch_size, tensor_parallel, context_parallel: of it.
+        hidden_size, heads, sequence_length, micro_batch_size, tensor_parallel, context_parallel: sizes.
         vocabulary: words, padded; 0 where that is not known.
         dtype: of its numbers.
-        recompute: Megatron's ``--recompute-granularity`` it was measured with, whose forwards are a part of I.
-        name: what somebody calls the model.
+        recompute: Megatron's ``--recompute-granularity``, whose forwards are part of I.
+        name: of the model.
     """
 
     device: str
@@ -51,11 +51,11 @@ class Facts(NamedTuple):
 
 
 class Profile(Protocol):
-    """What measured something of a model, and says what plans need of it."""
+    """Measured costs of a model, as plans need them."""
 
     @property
     def facts(self) -> Facts:
-        """What was measured."""
+        """The model and the device."""
         ...
 
     @property
@@ -65,48 +65,37 @@ class Profile(Protocol):
 
     @property
     def layer_bytes(self) -> float:
-        """What a microbatch's activations take in an average decoder layer from F until I; 0 where nobody counted."""
+        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
         ...
 
     @property
     def copy_gbps(self) -> CopyRates | None:
-        """How fast activations go to the host and come back; None where that was not measured."""
+        """Speed of copies; None where not measured."""
         ...
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """Milliseconds to copy what half a rank's layers hold, one way; None where that was not measured."""
+        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
         ...
 
     def costs(self, ranks: int) -> Costs:
-        """In milliseconds, for a pipeline of so many ranks."""
+        """Costs in milliseconds for a pipeline of so many ranks."""
         ...
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """``planned`` with what was measured in place of what was reckoned."""
+        """``planned`` with measured bytes in place of estimated ones."""
         ...
 
 
 def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float | None:
-    """Milliseconds in which ``held`` bytes are copied one way, by the slower way; ``both_ways``: both are busy."""
+    """Milliseconds to copy ``held`` bytes one way, by the slower way; ``both_ways``: while the other way is busy."""
     if rates is None:
         return None
-    return 1e3 * held / (1e9 * min(rates if both_ways else rates[:2]))
-
-
-class RatesForm(Form, frozen=True, kw_only=True):
-    """:class:`CopyRates` in a profile."""
-
-    to_host: Positive
-    from_host: Positive
-    both_ways: Positive
-
-    def rates(self) -> CopyRates:
-        """The same as planning has it."""
-        return CopyRates(self.to_host, self.from_host, self.both_ways)
+    alone = min(rates.to_host, rates.from_host)
+    return 1e3 * held / (1e9 * (min(alone, rates.both_ways) if both_ways else alone))
 
 
 class ModelForm(Form, frozen=True, kw_only=True):
-    """A model in a profile. ``flags``, those it was built with, are for people."""
+    """A model in a profile; ``flags`` are for people."""
 
     layers: LayerCount
     hidden_size: Count
@@ -119,10 +108,7 @@ class ModelForm(Form, frozen=True, kw_only=True):
 
 
 class FactsForm(Form, frozen=True, kw_only=True):
-    """What every profile says; ``versions`` and ``date`` are for people.
-
-    A class of its own says what is measured, and of which version it is.
-    """
+    """Fields of every profile; ``versions`` and ``date`` are for people."""
 
     version: int
     device: Name
@@ -135,7 +121,7 @@ class FactsForm(Form, frozen=True, kw_only=True):
     date: Any = UNSET
 
     def facts(self) -> Facts:
-        """The same as planning has it."""
+        """The same as :class:`Facts`."""
         model = self.model
         return Facts(
             device=self.device,
@@ -154,7 +140,7 @@ class FactsForm(Form, frozen=True, kw_only=True):
 
 
 def written_facts(facts: Facts) -> dict[str, Any]:
-    """The fields of a :class:`FactsForm` that say ``facts``."""
+    """``facts`` as the fields of a :class:`FactsForm`."""
     every = facts._asdict()
     outside = {name: every.pop(name) for name in FactsForm.__struct_fields__ if name in every}
     return outside | {"model": ModelForm(**every)}

@@ -1,4 +1,4 @@
-"""A recorded run: one iteration as it happened, beside what was planned for it, as plain data and as a file."""
+"""A recorded run: one iteration as it happened and its plan, as plain data and as a file."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from megatron.schedules.utils.json_files import (
 from megatron.schedules.utils.printable import printable_name
 
 _VERSION = 1
-# Milliseconds by which the times of a rank may disagree, as clocks do and sums of rounded numbers.
+# Milliseconds by which times of a rank may disagree, for rounding.
 _APART = 1e-3
 
 Moment = Annotated[float, Meta(ge=-_APART, le=MOST)]
-"""Milliseconds since the first start of any pass, to which clocks were aligned."""
+"""Milliseconds since the first start of any pass."""
 Held = Annotated[float, Meta(ge=-MOST, le=MOST)]
-"""Bytes; fewer than before the iteration where that freed some."""
+"""Bytes; below zero where the iteration freed some."""
 Steps = tuple[tuple[float, float], ...]
-"""(time, what is held from then on), ascending."""
+"""(time, memory from then on), ascending."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Recorded:
     """One iteration, on one clock for all ranks.
 
     Args:
-        timeline: when each pass began, after what it waited for had come, and when it ended: milliseconds from the
-            first start of any. Its costs are the medians measured.
-        planned: the same schedule under the costs it was planned for, in the unit of those.
-        iteration: of the training run.
-        device: what it ran on.
-        held: by rank, bytes of activations over time in milliseconds; empty where they were not counted.
+        timeline: start of each pass, after all that it waited for had arrived, and its end, in milliseconds from the
+            first start of any. Its costs are the measured medians.
+        planned: the same schedule under the costs it was planned for, in their unit.
+        iteration: number in the training run.
+        device: name.
+        held: bytes of activations of each rank over time; empty where not counted.
     """
 
     timeline: Timeline
@@ -79,7 +79,7 @@ class RecordedForm(Form, frozen=True, kw_only=True):
 
 
 def to_text(recorded: Recorded) -> str:
-    """The recorded run as one JSON object."""
+    """Writes the recorded run as one JSON object."""
     timeline = recorded.timeline
     schedule = replace(timeline.schedule, name=printable_name(timeline.schedule.name))
     return encode(
@@ -99,16 +99,16 @@ def to_text(recorded: Recorded) -> str:
 
 
 def read_recorded(path: Path) -> Recorded:
-    """The recorded run in the file ``path``.
+    """Reads the recorded run in the file ``path``.
 
     Raises:
-        PlanError: in one line, what is wrong with the file.
+        PlanError: what is wrong with the file.
     """
     return read_file(path, "recorded", "recorded run", "--pipeline-measure writes such files", from_text)
 
 
 def from_text(text: str) -> Recorded:
-    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
     check_version(text, _VERSION)
     form = decode(text, RecordedForm)
     schedule = form.schedule.schedule("$.schedule")
@@ -135,7 +135,7 @@ def from_text(text: str) -> Recorded:
 
 
 def _check_passes(form: RecordedForm, schedule: Schedule) -> None:
-    """Raise :class:`.PlanError` where passes of a rank do not begin and end one after another."""
+    """Raises :class:`.PlanError` where passes of a rank overlap."""
     for name, rows in (("start", form.start), ("end", form.end)):
         check_length(rows, schedule.ranks, f"$.{name}", "rank")
         for rank, (row, order) in enumerate(zip(rows, schedule.order, strict=True)):

@@ -1,4 +1,4 @@
-"""Ranks that take longer than they did: told from the noise of single iterations, and from all growing slower alike."""
+"""Detects ranks, and links, that have become slow."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Slower than others by this, in so many logged iterations one after another.
+# A rank is slow by this factor against the others in so many logged iterations in a row.
 _SLOW = 1.2
 _TIMES = 3
-# The bubble is larger by this share of the time.
+# A larger bubble, as a share of the time.
 _MORE_IDLE = 0.05
-# A message takes so many times as long, and longer by this share of a usual pass.
-_SLOW_HOP, _OF_A_PASS = 1.5, 0.05
+# A link is slow by this factor and by this share of a usual pass.
+_SLOW_LINK, _OF_A_PASS = 1.5, 0.05
 
-Hops = Sequence[tuple[int, int, float]]
+Latencies = Sequence[tuple[int, int, float]]
 
 
 class Slow(NamedTuple):
@@ -22,7 +22,7 @@ class Slow(NamedTuple):
 
     Args:
         rank: of the pipeline.
-        ratio: how many times as long as before its passes take.
+        ratio: time of its passes over what it was before.
     """
 
     rank: int
@@ -30,15 +30,15 @@ class Slow(NamedTuple):
 
 
 class SlowWatch:
-    """Compares each rank's time for its passes with what it was: as profiled, or in the first iterations told of.
+    """Compares each rank's time with what it was: as profiled, or in the first iterations.
 
-    A rank that is slow is told once; after :meth:`expect`, or once it has been quick again, anew.
+    A slow rank is reported once, and again after :meth:`expect` or after it has recovered.
 
     Args:
         rank_of: by stage, its rank.
 
     Attributes:
-        since: what is compared with, in words.
+        since: the base of the comparison, in words.
     """
 
     def __init__(self, rank_of: Sequence[int]) -> None:
@@ -49,15 +49,15 @@ class SlowWatch:
         self._in_a_row = [0] * (max(rank_of) + 1)
 
     def expect(self, stages: Sequence[float]) -> None:
-        """From now on compare with ``stages``, as profiled."""
+        """Compares with ``stages``, as profiled, from now on."""
         self._before, self.since = self._by_rank(stages), "when it was profiled"
         self._in_a_row = [0] * len(self._in_a_row)
 
     def add(self, stages: Sequence[float]) -> list[Slow]:
-        """Those that have been slow for long enough by now.
+        """Returns the ranks that have just been slow for long enough.
 
         Args:
-            stages: by stage, how long all passes of an iteration took.
+            stages: time of all passes of each stage in an iteration.
         """
         now = self._by_rank(stages)
         if self._before is None:
@@ -82,18 +82,18 @@ class SlowWatch:
 
 
 class IdleWatch:
-    """Tells when the bubble has grown, against the first iterations told of: where no rank is slow messages may be."""
+    """Detects a bubble that has grown since the first iterations: if no rank is slow, messages may be."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._in_a_row = 0
 
     def expect(self) -> None:
-        """From now on compare with the iterations to come."""
+        """Compares with the iterations to come, from now on."""
         self._first, self._in_a_row = [], 0
 
     def add(self, bubble: float) -> bool:
-        """Whether it has been larger for long enough by now; told once."""
+        """Returns whether it has just been larger for long enough."""
         if len(self._first) < _TIMES:
             self._first.append(bubble)
             return False
@@ -102,16 +102,16 @@ class IdleWatch:
         return self._in_a_row == _TIMES
 
 
-def slow_links(before: Hops, now: Hops, usual_pass: float) -> list[tuple[int, int, float, float]]:
-    """Hops that have become slow: from, to, how long they take and how long they took.
+def slow_links(before: Latencies, now: Latencies, usual_pass: float) -> list[tuple[int, int, float, float]]:
+    """Finds links that have become slow: from, to, latency now and before.
 
     Args:
         before, now: from, to, and latency.
-        usual_pass: how long a pass takes, in the same unit: what is short beside it does not matter.
+        usual_pass: time of a pass in the same unit; much shorter latencies do not matter.
     """
     took = {(source, to): time for source, to, time in before}
     return [
         (source, to, time, took[source, to])
         for source, to, time in now
-        if time > max(_SLOW_HOP * took.get((source, to), time), took.get((source, to), time) + _OF_A_PASS * usual_pass)
+        if time > max(_SLOW_LINK * took.get((source, to), time), took.get((source, to), time) + _OF_A_PASS * usual_pass)
     ]

@@ -25,7 +25,7 @@ class Figures:
         peaks: peak activation memory of every rank, in microbatches' worth of one rank's activations.
         share: the worst rank's peak over what 1F1B holds once there are d microbatches: d, as in a memory limit.
         useful: share of the time in which an average rank computes what it had not computed before.
-        recomputed: share of the computing that does forwards again.
+        recomputed: share of the computing that is recompute.
         copying: share of the time for which the busiest copy channel copies.
         microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
     """
@@ -60,10 +60,10 @@ class Figures:
         return self.peaks.index(self.peak)
 
     @property
-    def relief(self) -> tuple[tuple[str, float], ...]:
-        """What there is to say of forwards done again and of copies, in few words: shares, and what of."""
-        again = (("done again", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
-        return again + ((("copying", self.copying),) if self.copying else ())
+    def savings(self) -> tuple[tuple[str, float], ...]:
+        """Shares of recompute and copies by name; empty without any."""
+        recomputed = (("recomputed", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
+        return recomputed + ((("copying", self.copying),) if self.copying else ())
 
 
 def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:

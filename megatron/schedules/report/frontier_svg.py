@@ -1,4 +1,4 @@
-"""The bubble against the activation memory as one self-contained SVG: a curve, what bounds it, and single schedules."""
+"""Bubble against activation memory as one self-contained SVG: a frontier, its bound, and single schedules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.schedules.report import palette
-from megatron.schedules.report.figures import number, ticks
-from megatron.schedules.report.letters import lines, width
-from megatron.schedules.report.markup import markup
+from megatron.schedules.report.figures import Figures, amount, number, ticks, title
+from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.table import Row
+from megatron.schedules.utils.errors import PlanError
 
 _WIDTH = 960
 _LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, 482
 _SIZE = 11.0
 _NEAR = 4.0  # points closer than this share a label
+_BEYOND = 1.1  # of the largest memory and bubble, so that no point lies on an edge
 # For the page, the grid, text, faint text, ours, others', and ours that do forwards again and that offload.
 _LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a", "#7a3e9d", "#16855c")
 _DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060", "#c79be6", "#5cc79a")
@@ -260,3 +262,26 @@ def _style() -> str:
 def _n(value: float) -> str:
     """A coordinate to a tenth of a pixel."""
     return f"{value:.1f}".rstrip("0").rstrip(".")
+
+
+def draw_comparison(rows: Sequence[Row], caption: str) -> str:
+    """Draw ``rows`` as points with labels; the caption says which of them have no plan.
+
+    Raises:
+        PlanError: where none of them has one.
+    """
+    found = {row.name: row.result for row in rows if isinstance(row.result, Figures)}
+    without = {row.name: row.result for row in rows if isinstance(row.result, str)}
+    if not found:
+        raise PlanError(f"no schedule can be drawn: {next(iter(without.values()), 'none was asked for')}")
+    marks = [Mark(title(name), "", each.peak, 1 - each.useful) for name, each in found.items()]
+    most = max(mark.memory for mark in marks), max(mark.bubble for mark in marks)
+    said = [caption]
+    if any(each.recomputed for each in found.values()):
+        said.append("Recompute counts as bubble.")
+    if without:
+        said.append(f"Without a plan: {', '.join(map(title, without))}.")
+    memory, bubble = (_BEYOND * each or 1.0 for each in most)
+    one = max(each.microbatch_bytes for each in found.values())
+    unit = f"microbatches of {amount(one)}" if one else "microbatches"
+    return draw_frontier((), marks, "Bubble against activation memory", " ".join(said), (memory, bubble), unit=unit)

@@ -1,6 +1,10 @@
-"""How much room words take: as in DejaVu Sans, which is as wide as any font that drawings are shown in."""
+"""Text in drawings: its width, as in DejaVu Sans, which is as wide as any font shown, and its form in SVG and HTML."""
 
 from __future__ import annotations
+
+from html import escape
+
+from megatron.schedules.utils.printable import printable
 
 # Widths over the size of the letters, rounded up; digits and most small letters have the usual one.
 _WIDTHS = {0.3: "'ijlIJ", 0.37: " ,./:;\\|f-", 0.42: "()[]t!r", 0.56: '"*_`sz?cL', 0.7: "AVBRXZCK", 0.79: "UHNDG&OQ"}
@@ -24,3 +28,8 @@ def lines(text: str, size: float, room: float) -> list[str]:
         else:
             found.append(word)
     return found
+
+
+def markup(text: str) -> str:
+    """``text`` as it stands in an element or an attribute of XML or HTML: printable, and with nothing of either's."""
+    return escape(printable(text))

@@ -12,8 +12,7 @@ from operator import sub
 from typing import Any
 
 from megatron.schedules.report.idle import Gap, phases
-from megatron.schedules.report.lanes import Lane, lanes
-from megatron.schedules.report.views import View, running
+from megatron.schedules.report.views import Lane, View, lanes, running
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.passes import Pass
 

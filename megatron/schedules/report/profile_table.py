@@ -1,4 +1,4 @@
-"""What a job measured of itself, in some ten lines, whatever the number of stages."""
+"""A job's own measurements in some ten lines, for any number of stages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
 
 def as_text(profile: JobProfile, recorded: Recorded) -> str:
-    """A table of kinds of passes, then hops, bytes and the bubble; no line end at its end.
+    """A table of kinds of passes, then latencies, bytes and the bubble; without a final line end.
 
-    The spread is that between the shortest and the longest tenth of a stage's passes, against their median.
+    The spread is the 90th less the 10th percentile of a stage's passes, over their median.
     """
     first, last = profile.iterations
     replicas = f", {profile.replicas} ranks for each stage" if profile.replicas > 1 else ""
@@ -31,7 +31,7 @@ def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
 
 
 def _assumed(profile: JobProfile, kind: Kind) -> bool:
-    """Whether no stage was seen to do it: a part of what was always whole."""
+    """Whether ``kind`` is part of a backward that no stage split."""
     return kind in PARTS and all(stage.halved for stage in profile.stages)
 
 
@@ -62,7 +62,7 @@ def _others(profile: JobProfile) -> str:
             f"{held.index(max(held))}; {percent(waiting, 0)} of it waits for W"
         )
     if profile.copy_gbps is not None:
-        said.append("copies run at {:.3g} GB/s out, {:.3g} back".format(*profile.copy_gbps[:2]))
+        said.append(f"copies run at {profile.copy_gbps.to_host:.3g} GB/s out, {profile.copy_gbps.from_host:.3g} back")
     return "; ".join(said)
 
 

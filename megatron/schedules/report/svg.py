@@ -19,9 +19,8 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.lanes import Lane, copied, lanes
-from megatron.schedules.report.letters import lines, width
-from megatron.schedules.report.markup import markup
+from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
@@ -161,19 +160,19 @@ class _Sheet:
         shares = [amount(found.peak_bytes)] * (found.peak_bytes > 0)
         shares += [f"{percent(found.share, 1)} of 1F1B's"] * (found.name != "1f1b")
         held = microbatches(found.peak) + (f" ({', '.join(shares)})" if shares else "")
-        name, relief = f"{title(found.name)} {label}".rstrip(), _relief(found)
+        name, savings = f"{title(found.name)} {label}".rstrip(), _savings(found)
         heading = (
             f'<tspan class="name">{markup(name)}</tspan>'
             f'<tspan class="faint" dx="12">bubble</tspan>'
             f'<tspan class="figure" dx="5">{percent(found.bubble, 1)}</tspan>'
             f'<tspan class="faint" dx="12">activation memory</tspan><tspan class="figure" dx="5">{held}</tspan>'
         )
-        said = " ".join(["bubble 00.0 %  activation memory", held, *(f"{what}  00.0 %" for what, _ in found.relief)])
-        if _BOLD * (width(name, 16) + width(said, 13)) > _WIDTH - 2 * _MARGIN and relief:
+        said = " ".join(["bubble 00.0 %  activation memory", held, *(f"{what}  00.0 %" for what, _ in found.savings)])
+        if _BOLD * (width(name, 16) + width(said, 13)) > _WIDTH - 2 * _MARGIN and savings:
             self.text(_MARGIN, self.y + 18, heading, "head")
             self.y += 20
-            heading, relief = relief, ""
-        self.text(_MARGIN, self.y + 18, heading + relief, "head")
+            heading, savings = savings, ""
+        self.text(_MARGIN, self.y + 18, heading + savings, "head")
         self.y += _HEADING
         self.rows(timeline)
         self.y += 8
@@ -307,7 +306,7 @@ class _Sheet:
         described = "; ".join(
             f"{title(each.name)} on {counted(each.ranks, 'rank')} with {counted(each.microbatches, 'microbatch')}: "
             f"bubble {percent(each.bubble, 1)}, activation memory {percent(each.share, 1)} of 1F1B"
-            + "".join(f", {name} {percent(share, 1)}" for name, share in each.relief)
+            + "".join(f", {name} {percent(share, 1)}" for name, share in each.savings)
             for each in self.found
         )
         return (
@@ -329,11 +328,11 @@ class _Sheet:
         )
 
 
-def _relief(found: Figures) -> str:
-    """What relief there is, in the heading."""
+def _savings(found: Figures) -> str:
+    """Recompute and copies, in the heading."""
     return "".join(
         f'<tspan class="faint" dx="9">{name}</tspan><tspan class="figure" dx="5">{percent(share, 1)}</tspan>'
-        for name, share in found.relief
+        for name, share in found.savings
     )
 
 

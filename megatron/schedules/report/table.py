@@ -45,7 +45,7 @@ _HEADINGS = (
 # Where any row has them.
 _PAGE = 78  # columns of a sentence below a table
 _BYTES = ("peak memory", "GiB")
-_RELIEF = (("done again", "of computing"), ("copying", "of the time"))
+_SAVINGS = (("recomputed", "of computing"), ("copying", "of the time"))
 
 
 def gib(size: float) -> str:
@@ -135,16 +135,16 @@ def _note(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
     """Headings in two lines, and the cells below them; a row without figures has its reason alone."""
     found = [row.result for row in rows if not isinstance(row.result, str)]
-    relief = any(each.relief for each in found)
+    saves = any(each.savings for each in found)
     parts = dict.fromkeys(part for row in rows for part in row.memory)
     in_bytes = not parts and any(each.peak_bytes for each in found)
-    heads = [*_HEADINGS[:4], *([_BYTES] if in_bytes else []), *_HEADINGS[4:], *(_RELIEF if relief else ())]
+    heads = [*_HEADINGS[:4], *([_BYTES] if in_bytes else []), *_HEADINGS[4:], *(_SAVINGS if saves else ())]
     heads += [(part, "GiB") for part in parts]
     heads += [("fits", "")] if any(row.fits is not None for row in rows) else []
-    return heads, [_cells(row, relief, in_bytes) for row in rows]
+    return heads, [_cells(row, saves, in_bytes) for row in rows]
 
 
-def _cells(row: Row, relief: bool, in_bytes: bool) -> list[str]:
+def _cells(row: Row, saves: bool, in_bytes: bool) -> list[str]:
     found = row.result
     if isinstance(found, str):
         return [printable_name(row.name), one_line(found)]
@@ -157,7 +157,7 @@ def _cells(row: Row, relief: bool, in_bytes: bool) -> list[str]:
         percent(found.share, 1),
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",
-        *([percent(found.recomputed, 1), percent(found.copying, 1)] if relief else []),
+        *([percent(found.recomputed, 1), percent(found.copying, 1)] if saves else []),
         *map(gib, row.memory.values()),
         *([] if row.fits is None else ["yes" if row.fits else "no"]),
     ]

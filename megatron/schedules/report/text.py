@@ -20,7 +20,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.lanes import Lane, copied, lanes
+from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -239,14 +239,14 @@ def _summary(found: Figures, reference: int) -> str:
         f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
         f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
-        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_relief(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
+        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_savings(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
     )
 
 
-def _relief(found: Figures) -> str:
-    again = (
-        f"done again   {percent(found.recomputed)} of computing; without it {percent(found.useful)} of the time is "
+def _savings(found: Figures) -> str:
+    recompute = (
+        f"recompute    {percent(found.recomputed)} of computing; without it {percent(found.useful)} of the time is "
         "useful\n"
     )
     copies = f"copying      {percent(found.copying)} of the time on the busiest copy channel\n"
-    return again * (found.recomputed > 0) + copies * (found.copying > 0)
+    return recompute * (found.recomputed > 0) + copies * (found.copying > 0)

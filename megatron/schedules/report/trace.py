@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron.schedules.report.idle import Gap, gaps
-from megatron.schedules.report.lanes import copied, lanes
-from megatron.schedules.report.views import View, running
+from megatron.schedules.report.views import View, copied, lanes, running
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.simulator import Timeline
 

@@ -1,4 +1,4 @@
-"""What is drawn below one another: timelines on one time axis, each with its label and what was held."""
+"""What is drawn: timelines on one time axis with labels and memory, each rank's time as lanes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import NamedTuple
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded, Steps
 from megatron.schedules.report.figures import number
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.simulator import Copy, Timeline
 
 PLANNED, MEASURED = "planned", "measured"
+_COPYING = (Resource.TO_HOST, Resource.FROM_HOST)
+_KINDS = {each: [kind for kind, row in KINDS.items() if row.resource is each] for each in _COPYING}
+Lane = Sequence[tuple[Pass, float, float]]
+"""What runs in it, from when until when, ascending; nothing that takes no time."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +118,18 @@ def extent(shown: Sequence[View]) -> float:
 def running(counts: Sequence[int]) -> list[int]:
     """Where each of several lists begins where they stand one after another; at the end, how many there are in all."""
     return [0, *accumulate(counts)]
+
+
+def lanes(timeline: Timeline, rank: int) -> list[Lane]:
+    """The lanes of ``rank``, that of computing first; there are as many on every rank."""
+    order, copies = timeline.schedule.order[rank], timeline.copies[rank] if timeline.copies else ()
+    computing = zip(order, timeline.start[rank], timeline.end[rank], strict=True)
+    channels = [[each for each in copies if each.work.kind in kinds] for kinds in copied(timeline)]
+    return [[each for each in lane if each[2] > each[1]] for lane in (computing, *channels)]
+
+
+def copied(timeline: Timeline) -> list[list[Kind]]:
+    """What each of a rank's lanes of copies is for: one a direction where both may run at once."""
+    if not any(timeline.copies):
+        return []
+    return [[kind for kinds in _KINDS.values() for kind in kinds]] if timeline.costs.one_way else list(_KINDS.values())

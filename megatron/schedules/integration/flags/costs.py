@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from megatron.schedules.estimate.build import Shape
 from megatron.schedules.estimate.model_build import with_model
-from megatron.schedules.estimate.shape import Shape
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, wrong_layers

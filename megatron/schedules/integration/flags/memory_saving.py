@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime.free_host_memory import available_host_bytes
 from megatron.schedules.schedule.costs import Costs

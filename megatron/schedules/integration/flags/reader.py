@@ -12,8 +12,7 @@ from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job import values
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import Batch, JobSpec, Model, StockFlags, StockLayers
+from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import AUTO, follows_costs, names_following_costs
 from megatron.schedules.planner.request import Request

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.shape import Shape
+from megatron.schedules.estimate.build import Shape
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.utils.errors import PlanError
 
