@@ -18,7 +18,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
-from megatron.schedules.integration.lengths.background import LengthsBeside, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
@@ -68,7 +68,7 @@ class ScheduleFunction:
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
         log: RunLog | None = None,
-        lengths: LengthsBeside | None = None,
+        lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
