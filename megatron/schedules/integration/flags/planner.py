@@ -21,6 +21,7 @@ from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.printable import counted
 
@@ -150,9 +151,7 @@ class Planner:
         Raises:
             ProgramError: where they would not end.
         """
-        programs = lower(schedule, request.costs_on(self.placement))
-        check(programs)
-        return programs
+        return _checked(schedule, request.costs_on(self.placement))
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
         """From now on train by ``schedule``, and plan other numbers of microbatches for the costs of ``request`` too.
@@ -178,9 +177,11 @@ class Planner:
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
         request = self._request
-        if forward_only:
-            return self.prove(request, all_forwards(self.placement, num_microbatches, request.costs, request.decisions))
-        return self.prove(request, self.schedule(num_microbatches))
+        if not forward_only:
+            schedule = self.schedule(num_microbatches)
+        else:
+            schedule = all_forwards(self.placement, num_microbatches, request.costs, request.decisions)
+        return _checked(schedule, request.costs_on(self.placement))
 
     def summary(self) -> str:
         """Lines about the plan: its bubble, what it holds, and what it was planned for."""
@@ -196,3 +197,10 @@ class Planner:
             *self._explanation.splitlines(),
         ]
         return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def _checked(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:
+    """The programs of all ranks, lowered and proved to end."""
+    programs = lower(schedule, costs)
+    check(programs)
+    return programs

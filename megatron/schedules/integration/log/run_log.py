@@ -66,7 +66,8 @@ class Logged(NamedTuple):
     def warnings(self) -> list[str]:
         """A line for each rank that has become slow."""
         return [
-            f"WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as {self.since}"
+            f"pipeline schedule: WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as "
+            f"{self.since}"
             for rank, ratio in self.slow
         ]
 
