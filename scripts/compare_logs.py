@@ -32,7 +32,7 @@ _BATCH = re.compile(r"global batch size: +(\d+)")
 _SEQUENCE = re.compile(r"^ *seq_length \.+ (\d+)\s*$")
 _VALIDATION = re.compile(rf"validation loss at .* on validation set .*\blm loss value: +{_NUMBER}")
 _PLAN = re.compile(
-    rf"pipeline schedule (\S+): .*planned bubble {_NUMBER} %.*planned peak activation memory {_NUMBER} %"
+    rf"pipeline schedule: (\S+)[:,] .*planned bubble {_NUMBER} %.*planned peak activation memory {_NUMBER} %"
 )
 _WORTH_SHOWING = re.compile(r"pipeline schedule\b.*: |validation loss at|no CUDA device here|\berror: ")
 _MEASURED = re.compile(r"pipeline schedule: peak activation memory measured: .*worst (\d+) bytes")

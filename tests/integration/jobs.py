@@ -157,16 +157,16 @@ def copied(
 def replanned(
     world: int,
     flags: Sequence[str],
-    names: Sequence[str] = (),
+    names: Sequence[str] | None = (),
     failing: int | None = None,
     standin_bytes: int = 0,
     slow_from: int | None = None,
 ) -> list[tuple[list[str], list[float], str]]:
     """For each rank the programs it ran in training, the losses it saw, and what it printed.
 
-    Planning again proposes the first of schedules ``names`` that does not run, or without them what a process finds
-    that is waited for; rank ``failing`` cannot prove its programs. Devices have ``standin_bytes`` for activations. The
-    last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
+    Planning again proposes the first of schedules ``names`` that does not run, without them what a process finds that
+    is waited for, and nothing where they are None. Rank ``failing`` cannot prove its programs. Devices have
+    ``standin_bytes`` for activations. The last rank's forwards take 40 ms longer from iteration ``slow_from`` on.
     """
     return run_ranks(world, _replanned, list(flags), names, failing, standin_bytes, slow_from)
 
@@ -391,12 +391,14 @@ def _held_and_estimated(
 
 
 def _replanned(
-    flags: list[str], names: Sequence[str], failing: int | None, standin_bytes: int, slow_from: int | None
+    flags: list[str], names: Sequence[str] | None, failing: int | None, standin_bytes: int, slow_from: int | None
 ) -> tuple[list[str], list[float], str]:
     os.environ[STANDIN_VARIABLE] = str(standin_bytes)
     seen, programs = _nothing_seen(), replanned_jobs.programs_run()
     _listen(seen)
-    if names:
+    if names is None:
+        replanned_jobs.never_plan()
+    elif names:
         replanned_jobs.propose_at_once(*names)
     else:
         replanned_jobs.wait_for_plans()

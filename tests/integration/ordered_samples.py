@@ -13,7 +13,7 @@ from megatron.training import training
 
 import pretrain_gpt
 from megatron.schedules.integration import hooks
-from megatron.schedules.integration.lengths.background import LengthsBeside, in_loaders_order
+from megatron.schedules.integration.lengths.background import BackgroundPlans, in_loaders_order
 from megatron.schedules.integration.lengths.prefetch import lengths_of, under
 
 
@@ -24,14 +24,14 @@ def note(seen: list[tuple[int, ...]]) -> None:
     order would be shorter.
     """
     hooks.attention_of = lambda args: (0.6, 0.75)
-    begin = LengthsBeside.begin
+    begin = BackgroundPlans.begin
 
     def noting(self: Any, iterators: Any, sizes: Any) -> Any:
         planned = begin(self, iterators, sizes)
         seen.append(tuple(range(sizes.microbatches)) if planned is None else planned.order)
         return planned
 
-    LengthsBeside.begin = noting
+    BackgroundPlans.begin = noting
 
 
 def put_in_place(orders: Sequence[Sequence[Sequence[int]]]) -> None:

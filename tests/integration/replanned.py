@@ -64,6 +64,11 @@ def wait_for_plans() -> None:
     Beside.poll = waited  # type: ignore[method-assign]
 
 
+def never_plan() -> None:
+    """No plan is ever made."""
+    Beside.poll = lambda self: None  # type: ignore[method-assign]
+
+
 def slow_from(iteration: int, seconds: float) -> None:
     """This rank's forwards take so much longer from ``iteration`` on."""
     forward = MegatronStages.forward

@@ -45,7 +45,7 @@ def test_without_a_launcher_as_on_a_login_node():
     assert done.returncode == 0, done.stderr[-4000:]
     text = done.stdout
     assert "dry run, nothing is started: 8 GPUs (as given), parallel: pipeline 2, data 4" in text
-    assert "pipeline schedule v-half: 2 ranks, 2 microbatches, planned bubble" in text
+    assert "pipeline schedule: v-half, 2 ranks, 2 microbatches, planned bubble" in text
     assert "activations as layers of transformer_engine keep them, attention in one kernel" in text
     assert "layers by stage: Ett|tt|tt|ttL" in text
     assert len(together(text)) == 2

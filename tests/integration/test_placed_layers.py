@@ -37,7 +37,7 @@ def said(megatron, *flags: str) -> str:
     job = [*MODEL, "--train-iters", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "4"]
     ((code, text), *_) = megatron("outputs", 4, [*job, "--pipeline-schedule", "v-half", *flags])
     assert code == 0, text
-    return next(line for line in text.splitlines() if line.startswith("planned for "))
+    return next(line for line in text.splitlines() if line.startswith("pipeline schedule: planned for "))
 
 
 def test_a_job_says_what_was_assumed(megatron, tmp_path: Path):

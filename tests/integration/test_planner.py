@@ -31,8 +31,8 @@ def summary(request: Request) -> str:
 def test_a_schedule_by_name_is_named():
     said = summary(Request("v-half", 4, 8))
     assert said == (
-        "pipeline schedule v-half: 4 ranks, 8 microbatches, planned bubble 9.4 %, "
-        "planned peak activation memory 75.0 % of 1F1B, beside 3 messages at most"
+        "pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, "
+        "planned peak activation memory 75.0 % of 1F1B, and 3 messages at most"
     )
 
 
@@ -47,7 +47,7 @@ def test_of_adaptive_both_the_limit_and_what_was_chosen_are_named(limit: float, 
     request = Request("adaptive", 4, 8, costs, memory_limit=limit, search_seconds=0.001, chunk_choices=(2,))
     assert plan(request).name == chosen
     assert summary(request).startswith(
-        f"pipeline schedule adaptive: {chosen}, within {limit} of 1F1B's memory: 4 ranks"
+        f"pipeline schedule: adaptive: {chosen}, within {limit} of 1F1B's memory, 4 ranks"
     )
 
 

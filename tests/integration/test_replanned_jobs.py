@@ -31,7 +31,8 @@ TOO_SOON = "pipeline schedule: the job does not plan again"
 
 def said(ranks: Any) -> list[str]:
     """What the first rank said of it."""
-    return re.findall(r"^(?:WARNING: .*plan.*|replanned: .*|pipeline memory limit: .*)$", ranks[0][2], re.MULTILINE)
+    lines = r"^pipeline schedule: (WARNING: .*plan.*|replanned: .*|memory limit: .*)$"
+    return re.findall(lines, ranks[0][2], re.MULTILINE)
 
 
 def switches(ranks: Any, iterations: int) -> set[tuple[int, ...]]:
@@ -81,7 +82,7 @@ def test_a_limit_that_is_measured_lets_the_next_plan_hold_more(megatron: Any, ea
     ranks = megatron("replanned", 2, [*ADAPTIVE, "--pipeline-memory-limit", "auto", *early], [], None, 300_000)
     first = re.search(r"adaptive, within ([\d.]+) of 1F1B's memory", ranks[0][2])
     limit, replanned = said(ranks)
-    found = re.match(r"pipeline memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
+    found = re.match(r"memory limit: ([\d.]+) of 1F1B's, for .* left on .* and ([\d.]+) MiB a", limit)
     assert first is not None and found is not None
     assert float(first[1]) < 0.6 < float(found[1])
     # Of 1F1B's two microbatches, up to the digits that are said.
@@ -139,6 +140,6 @@ def test_a_job_too_short_to_plan_again_says_so_when_it_begins(megatron: Any) -> 
 
 
 def test_a_job_that_ends_while_it_plans_says_so(megatron: Any, early: list[str]) -> None:
-    ranks = megatron("outputs", 2, [*NAMED, *early, "--pipeline-replan", "--train-iters", "6"])
-    assert [status for status, _ in ranks] == [0, 0]
-    assert "\npipeline schedule: the job ends with this iteration, before it has planned again\n" in ranks[0][1]
+    ranks = megatron("replanned", 2, [*NAMED, *early, "--pipeline-replan"], None)
+    assert "\npipeline schedule: the job ends with this iteration, before it has planned again\n" in ranks[0][2]
+    assert switches(ranks, 9) == {()}

@@ -14,7 +14,7 @@ W1121 torch/utils/cpp_extension.py:178] No CUDA runtime is found
 no CUDA device here: Megatron runs on the CPU through a stand-in
   seq_length ...................................... 128
   seq_length_other ................................ 7
-pipeline schedule v-half: 4 ranks, 8 microbatches, planned bubble 9.4 %, planned peak activation memory \
+pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, planned peak activation memory \
 75.0 % of 1F1B
 pipeline schedule: peak activation memory measured: rank 0 2.00 MiB, rank 1 1.00 MiB; worst 2097152 bytes
  [2026-01-02 03:04:05.678901] iteration        1/       3 | consumed samples:           16 | elapsed time \

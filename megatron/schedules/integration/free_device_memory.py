@@ -1,4 +1,4 @@
-"""How much more memory this rank's device has than a job has needed at most."""
+"""The memory that this rank's device has left beyond the most that the job has needed."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ def bytes_left(activations: float) -> float:
     """Bytes beyond the most that was held so far, less a margin; negative where more than that is held.
 
     Args:
-        activations: the most that this rank's activations have taken, by the plan. Read only where a CPU stands for
-            the device, which has $MEGATRON_SCHEDULES_STANDIN_BYTES for them.
+        activations: this rank's peak activation memory by the plan, bytes. Read only where a CPU replaces the device,
+            which has $MEGATRON_SCHEDULES_STANDIN_BYTES for them.
     """
     if standin.enabled():
         return (1 - _MARGIN) * standin_bytes() - activations
     free, total = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # what was given back since
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # freed since
     return float(free + unused - _MARGIN * total)
 
 
 def device_bytes() -> float | None:
-    """The memory of this rank's device; None where a CPU stands for it."""
+    """The memory of this rank's device, bytes; None where a CPU replaces it."""
     if standin.enabled():
         return None
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def can_be_measured() -> None:
-    """Refuse to measure where there is nothing to measure.
+    """Refuses to measure where there is nothing to measure.
 
     Raises:
-        PlanError: where a CPU stands for the device and nobody says what it has.
+        PlanError: where a CPU replaces the device and the environment does not say what it has.
     """
     if standin.enabled():
         standin_bytes()
 
 
 def standin_bytes() -> float:
-    """What a CPU that stands for a device has for activations.
+    """Bytes for activations of a CPU that replaces a device.
 
     Raises:
-        PlanError: where nobody says it.
+        PlanError: where the environment does not say it.
     """
     size = whole(os.environ.get(STANDIN_VARIABLE, ""))
     if size is None or size < 0:

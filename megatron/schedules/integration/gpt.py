@@ -42,9 +42,9 @@ _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test data as the flags say, on the ranks whose chunk ``vp_stage`` reads any.
+    """Makes training, validation and test data as the flags say, on ranks whose chunk ``vp_stage`` reads any.
 
-    Of packed sequences that is every chunk: its attention needs their bounds.
+    Every chunk reads packed sequences: its attention needs their bounds.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -67,7 +67,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """One chunk's forward on the next microbatch: its output, and the loss to make of it."""
+    """Runs one chunk's forward on the next microbatch; returns its output and the function of its loss."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -85,7 +85,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
 
 
 def _packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Where each of a sample's sequences begins and ends, as attention wants it; None where a sample is one sequence.
+    """Bounds of a sample's sequences, as attention reads them; None where a sample is one sequence.
 
     Args:
         batch: has ``cu_seqlens``, (1, sequence + 1): the bounds from 0 on, then the sample's end to the end; and
@@ -111,7 +111,7 @@ def _counts() -> dict[str, Any]:
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss summed over the tokens that count, their number, and both for the report.
+    """Returns the loss summed over the tokens that count, their number, and both for the report.
 
     Args:
         loss_mask: (microbatch, sequence), 1 where a token counts.

@@ -1,4 +1,4 @@
-"""Which of the libraries with kernels for GPUs, none of which is required, are here: one line at the start of a job."""
+"""Finds the optional libraries with GPU kernels: one line at the start of a job."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Library(NamedTuple):
-    """One that Megatron uses where it can be imported.
+    """A library that Megatron uses where it can be imported.
 
     Args:
-        name: as people call it.
-        modules: what Megatron imports of it at the top level; it is there if all of them are.
-        distribution: the name under which it is installed.
+        name: for people.
+        modules: top-level modules that Megatron imports; the library is installed if all of them are.
+        distribution: its name in the package index.
     """
 
     name: str
@@ -33,12 +33,12 @@ LIBRARIES = (
 
 
 def is_there(library: Library) -> bool:
-    """Whether it can be imported, as far as can be said without doing so, which takes seconds and a GPU."""
+    """Whether it can be imported. Does not import it, which takes seconds and a GPU."""
     return all(sys.modules.get(name) or find_spec(name) is not None for name in library.modules)
 
 
 def found(libraries: Sequence[Library] = LIBRARIES) -> str:
-    """One line on what is here, for a job's log."""
+    """A line about the libraries, for a job's log."""
     here = [library for library in libraries if is_there(library)]
     lacking = ", ".join(library.name for library in libraries if library not in here)
     said = f"pipeline schedule: found {', '.join(map(_with_version, here)) or 'none of the GPU libraries'}"

@@ -1,4 +1,4 @@
-"""When the data-parallel reduction of each bucket of gradients starts: as soon as its own gradients are complete."""
+"""Starts the data-parallel reduction of each bucket of gradients as soon as its own gradients are complete."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import Tensor
 
 
 class GradientReduction:
-    """Takes over from the hooks of Megatron's ``DistributedDataParallel`` when it starts to reduce a bucket.
+    """Decides, in place of the hooks of Megatron's ``DistributedDataParallel``, when the reduction of a bucket starts.
 
-    Stock starts one when each of its parameters has had a gradient in the last microbatch's backward. With a split
-    backward that comes in two passes, with passes of earlier microbatches between them. So the program says which pass
-    is a chunk's last (:meth:`completing`), and from its beginning on each bucket starts that misses no gradient. Of a
-    vocabulary that all ranks share, gradients have last passes of their own (:meth:`arriving`).
+    Stock starts it when each of the bucket's parameters has a gradient from the last microbatch's backward. A split
+    backward is two passes, with passes of earlier microbatches between them. So the program says which pass is a
+    chunk's last (:meth:`completing`). From its beginning on each bucket starts that misses no gradient. The gradients
+    of a vocabulary that all ranks share have last passes of their own (:meth:`arriving`).
 
-    Buckets start in stock's order, those that miss gradients longer after the others, and each after those before it.
-    So all data-parallel ranks start them alike, though experts may have got tokens on some ranks and none on others.
+    Buckets start in stock's order, and those that miss gradients longer start after the others. So all data-parallel
+    ranks start them alike, even where experts got tokens on some ranks only.
 
-    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a bucket that starts while another is under way keeps
-    all computing behind it waiting until that one is done. Then no more of them start in a pass than it takes to have
-    all started in the last.
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all computing waits behind a bucket that starts while
+    another is being reduced. Then buckets are spread evenly over the passes that are left.
 
     Args:
         chunks: this rank's model chunks.
-        overlapped: whether they are ``DistributedDataParallel`` with overlapped reduction; else nothing is done here.
+        overlapped: whether they are ``DistributedDataParallel`` with overlapped reduction; otherwise nothing is done.
     """
 
     def __init__(self, chunks: Sequence[Any], *, overlapped: bool) -> None:
@@ -48,7 +47,7 @@ class GradientReduction:
             group.is_first_batch = False  # in which stock would count hooks, and reduce again at the end
 
     def begin_pass(self) -> None:
-        """Before each pass: it may start buckets again."""
+        """Called before each pass: it may start buckets."""
         self._left = self._pace
         self._start()
 
@@ -59,13 +58,13 @@ class GradientReduction:
         passes_left: int,
         later: Collection[Tensor] = (),
     ) -> None:
-        """Before the last pass of a chunk that adds to its layers' gradients.
+        """Called before the last pass of a chunk that adds to its layers' gradients.
 
         Args:
             chunk: of this rank.
-            late: the parameters whose gradients it adds to; None for perhaps all.
+            late: the parameters whose gradients it may add to; None for all.
             passes_left: how many passes of this rank follow it.
-            later: those whose last gradients come later still: :meth:`arriving`.
+            later: those whose last gradients come in a later pass: :meth:`arriving`.
         """
         self._later.update(later)
         for group in sorted(self._groups[chunk], key=lambda group: not self._later.isdisjoint(group.params)):
@@ -78,22 +77,22 @@ class GradientReduction:
         self._start()
 
     def arriving(self, parameters: Collection[Tensor]) -> None:
-        """Before the pass that adds the last to the gradients of ``parameters``, where it is not that of the layers."""
+        """Called before the pass that completes the gradients of ``parameters``, where that is not the layers' last."""
         self._later.difference_update(parameters)
 
     def complete(self, chunk: int) -> None:
-        """After all of these passes, whether or not every parameter got a gradient."""
+        """Called after all of these passes, whether or not every parameter got a gradient."""
         for group in self._groups[chunk]:
             self._missing[group].clear()
         self._start()
 
     def finish(self) -> None:
-        """After the last pass: start what has not yet."""
+        """Starts the rest, after the last pass."""
         self._left = len(self._queue)
         self._start()
 
     def close(self) -> None:
-        """Give the buckets back to stock."""
+        """Returns the buckets to stock's hooks."""
         for group in chain(*self._groups):
             group.__dict__.pop("register_grad_ready", None)
 

@@ -9,7 +9,7 @@ Check = Callable[[], None]
 
 
 class LateChecks:
-    """Calls that are made at once, or, while a program runs, at its end and in the order in which they came."""
+    """Makes calls at once or, while a program runs, at its end and in the same order."""
 
     def __init__(self) -> None:
         self._waiting: list[Check] | None = None
@@ -21,7 +21,7 @@ class LateChecks:
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
-        """Collect what comes meanwhile; make the calls afterwards, unless an error ends it."""
+        """Collects the calls that come meanwhile; makes them afterwards, unless an error ends it."""
         waiting: list[Check] = []
         self._waiting = waiting
         try:
@@ -32,7 +32,7 @@ class LateChecks:
             check()
 
     def add(self, check: Check) -> None:
-        """Make the call, now or later."""
+        """Makes the call, now or later."""
         if self._waiting is None:
             check()
         else:

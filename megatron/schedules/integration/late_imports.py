@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 class TooEarlyError(Exception):
-    """A check needs Megatron, which is not imported yet: it is made again when it is."""
+    """A check needs Megatron, which is not imported yet; it is repeated when it is."""
 
 
 def after_megatron(name: str) -> ModuleType:

@@ -5,7 +5,7 @@ Hook: ``forward`` of each of these layers' instances. The embedding, what follow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
     """
     layers = decoder_layers(model_chunk)[:count]
     for layer in layers:
-        layer.__dict__["forward"] = _Forward(layer.forward, offloads)
+        layer.__dict__["forward"] = _through(layer.forward, offloads)
     return len(layers)
 
 
@@ -60,12 +60,11 @@ def forget_input(model_chunk: torch.nn.Module) -> None:
     get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
 
 
-class _Forward:
-    """Stands for one layer's ``forward``."""
+def _through(forward: Callable[..., Any], offloads: Offloads) -> Callable[..., Any]:
+    """``forward`` of one layer, whose saved tensors go through ``offloads``."""
 
-    def __init__(self, forward: Any, offloads: Offloads) -> None:
-        self._forward, self._offloads = forward, offloads
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        with offloads.saving():
+            return forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._offloads.saving():
-            return self._forward(*args, **kwargs)
+    return saving

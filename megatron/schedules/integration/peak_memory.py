@@ -58,3 +58,29 @@ class PeakReport:
         dist.all_gather_object(peaks, self.bytes, group=self._group)
         each = ", ".join(f"rank {rank} {peak / 2**20:.2f} MiB" for rank, peak in enumerate(peaks))
         self._say(f"pipeline schedule: peak activation memory measured: {each}; worst {max(peaks)} bytes")
+
+
+class PeakWatch:
+    """Watches the GPU allocator's maximum during calls, without resetting it: stock reports it too.
+
+    The maximum grows at least in the first iterations, whose peak is then known. Later calls that hold more are seen
+    too; calls that hold less are not.
+
+    Attributes:
+        bytes: the peak beyond what was held when the call began; None while the maximum has not grown.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+        self._counts = not standin.enabled()
+        self._allocated = self._most = 0
+
+    def begin(self) -> None:
+        """A call begins."""
+        if self._counts:
+            self._allocated, self._most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+    def end(self) -> None:
+        """The host has queued all work of the call."""
+        if self._counts and (most := torch.cuda.max_memory_allocated()) != self._most:
+            self.bytes = most - self._allocated

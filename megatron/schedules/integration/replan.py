@@ -62,9 +62,7 @@ class JobReplan:
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._function, self._profiler, self._iteration = planner, function, profiler, iteration
-        self._replanner = Replanner(
-            planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=print_rank_0
-        )
+        self._replanner = Replanner(planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=_say)
         self._profile: JobProfile | None = None
         self._slow, self._idle, self._end = slow, IdleWatch(), end
         self._measure = first_measurement(measured, begun) is not measured
@@ -74,9 +72,10 @@ class JobReplan:
     def boundary(self) -> None:
         """Before a training call looks for its program."""
         self._replanner.boundary()
-        if self._iteration() == self._end and (self._profile is None or self._replanner.under_way):
-            print_rank_0("pipeline schedule: the job ends with this iteration, before it has planned again")
-        if self._replanner.under_way:
+        last = self._iteration() == self._end
+        if last and (self._profile is None or self._replanner.under_way):
+            _say("the job ends with this iteration, before it has planned again")
+        if last or self._replanner.under_way:
             return
         profiler = self._function.profiler
         if profiler is not None and profiler.profile is not None and profiler.profile is not self._profile:
@@ -86,14 +85,15 @@ class JobReplan:
             self._function.profiler = self._profiler(_to_measure(self._iteration(), self._file))
 
     def logged(self, found: Logged) -> None:
-        """An iteration was logged, on all ranks: where somebody has become slow, have the job measured again."""
+        """An iteration was logged, on all ranks: where a rank or a link has become slow, the job measures again."""
         if self._profile is None or self._replanner.under_way:
             return
         idle = self._idle.add(found.measured.bubble)
         if idle and not found.slow:
             print_rank_last(
-                f"WARNING: the pipeline idles more than it did, {100 * found.measured.bubble:.1f} % of its time, and "
-                "no rank computes more slowly: messages are profiled anew"
+                "pipeline schedule: WARNING: the pipeline idles more than it did, "
+                f"{100 * found.measured.bubble:.1f} % of its time, and no rank computes more slowly: messages are "
+                "profiled anew"
             )
         self._measure = self._measure or bool(found.slow) or idle
 
@@ -104,7 +104,7 @@ class JobReplan:
         request = replace(self._planner.request, costs=costs, decisions=decisions)
         if before is not None:
             for source, to, time, earlier in slow_links(before.latencies, profile.latencies, _usual_pass(profile)):
-                print_rank_0(
+                _say(
                     f"WARNING: messages from pipeline rank {source} to {to} take {time:.2f} ms, and took "
                     f"{earlier:.2f} ms when they were profiled first"
                 )
@@ -117,7 +117,7 @@ class JobReplan:
         self._replanner.start(request)
 
     def _limit(self, request: Request, profile: JobProfile) -> float:
-        """The memory limit that what devices have left allows, as a fraction of 1F1B's: the least of all ranks."""
+        """The memory limit for what devices have left, as a fraction of 1F1B's: the least of all ranks."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         assert request.costs.memory is not None, "the job has a model"
         each = request.costs.memory.of_rank(request.ranks)
@@ -125,11 +125,15 @@ class JobReplan:
         left = bytes_left(peak * each)
         limit, tightest = reduced([(peak + left / each) / request.ranks, left], dist.ReduceOp.MIN)
         found = min(max(_rounded(limit), least_limit(request)), request.microbatches / request.ranks)
-        print_rank_0(
-            f"pipeline memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
+        _say(
+            f"memory limit: {found:.3g} of 1F1B's, for {amount(tightest)} left on the tightest rank and "
             f"{amount(each)} a microbatch"
         )
         return found
+
+
+def _say(line: str) -> None:
+    print_rank_0(f"pipeline schedule: {line}")
 
 
 def first_measurement(measured: Measured | None, begun: int) -> Measured:

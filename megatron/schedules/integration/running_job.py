@@ -16,7 +16,7 @@ from megatron.schedules.integration.flags.replan import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.late_checks import LateChecks
-from megatron.schedules.integration.lengths.background import LengthsBeside
+from megatron.schedules.integration.lengths.background import BackgroundPlans
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import Profiler
@@ -73,7 +73,7 @@ def begin(
         report_memory=measured is not None,
         observers=[ProfilerRanges()] if flags.profiles else (),
         log=log,
-        lengths=LengthsBeside(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
+        lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
         profiler=None if measured is None else profiler(measured),
     )
     if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):

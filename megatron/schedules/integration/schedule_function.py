@@ -18,7 +18,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
-from megatron.schedules.integration.lengths.background import LengthsBeside, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
@@ -68,7 +68,7 @@ class ScheduleFunction:
         report_memory: bool = False,
         observers: Sequence[Observer] = (),
         log: RunLog | None = None,
-        lengths: LengthsBeside | None = None,
+        lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
@@ -111,20 +111,15 @@ class ScheduleFunction:
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
         chunks, iterators = _listed(model), _listed(data_iterator)
-        config, sizes = get_model_config(chunks[0]), Sizes(num_microbatches, seq_length, micro_batch_size)
-        cp_size = parallel_state.get_context_parallel_world_size()
+        sizes, cp_size = Sizes(num_microbatches, seq_length, micro_batch_size), _context_parallel_size()
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
-        with _timed(config):
+        with _timed(get_model_config(chunks[0])):
             planned = None if forward_only else self._planned(iterators, sizes)
-            own = planned and planned.program
-            program = own or self._planner.program(num_microbatches, self._rank, forward_only=forward_only)
             with self._tracker.running():
-                message = sizes._replace(sequence=decoder_seq_length or seq_length)
-                stages = self._run(program, chunks, call, message, planned)
-                losses, tokens = self._on_last_rank(stages, config, forward_only=forward_only)
+                stages = self._run(chunks, call, sizes._replace(sequence=decoder_seq_length or seq_length), planned)
+                losses, tokens = self._on_last_rank(stages, chunks, forward_only=forward_only)
                 if not forward_only:
-                    _finish_gradients(chunks, config, tokens, pg_collection, force_all_reduce)
-                    self._end_measuring()
+                    self._finish(chunks, tokens, pg_collection, force_all_reduce)
         losses = losses if planned is None else in_loaders_order(losses, planned.order)
         return losses if self._rank == self._group.size() - 1 else []
 
@@ -148,15 +143,11 @@ class ScheduleFunction:
         return None if self._lengths is None else self._lengths.begin(iterators, sizes)
 
     def _run(
-        self,
-        program: Program,
-        chunks: Sequence[torch.nn.Module],
-        call: ScheduleCall,
-        message: Sizes,
-        planned: Planned | None,
+        self, chunks: Sequence[torch.nn.Module], call: ScheduleCall, message: Sizes, planned: Planned | None
     ) -> MegatronStages:
-        """All passes and messages of one call, measured and logged where it trains."""
-        config, training = get_model_config(chunks[0]), not call.forward_only
+        """Runs all passes and messages of one call, measured and logged where it trains."""
+        config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
+        program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
         measuring = self._begin_measuring(program, chunks) if training else Watching()
         deferred = self._model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
@@ -192,7 +183,13 @@ class ScheduleFunction:
         meter = self._peaks.begin(chunks)
         return Watching(meter=meter) if self.profiler is None else self.profiler.begin(program, chunks, meter)
 
-    def _end_measuring(self) -> None:
+    def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
+        """Finishes the gradients of a training call, and its measurements."""
+        config = get_model_config(chunks[0])
+        if config.finalize_model_grads_func is not None:
+            counted = tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
+            tied.sum_gradients(chunks)
         self._peaks.end()
         if self.profiler is not None:
             self.profiler.end()
@@ -205,9 +202,10 @@ class ScheduleFunction:
         return Exchange(self._messages.collective_group, spec.shape, words, spec.dtype, spec.device)
 
     def _on_last_rank(
-        self, stages: MegatronStages, config: Any, *, forward_only: bool
+        self, stages: MegatronStages, chunks: Sequence[torch.nn.Module], *, forward_only: bool
     ) -> tuple[list[Any], torch.Tensor]:
         """Losses and tokens where stock has them, wherever the last stage is."""
+        config = get_model_config(chunks[0])
         if self._planner.last_stage_rank == self._group.size() - 1:
             return stages.losses, stages.tokens
         losses, tokens = self._relay(stages.losses, stages.tokens)
@@ -235,31 +233,21 @@ def _timed(config: Any) -> Iterator[None]:
         config.timers("forward-backward").stop()
 
 
-def _finish_gradients(
-    chunks: Sequence[torch.nn.Module], config: Any, tokens: torch.Tensor, pg_collection: Any, force: Any
-) -> None:
-    if config.finalize_model_grads_func is None:
-        return
-    config.finalize_model_grads_func(
-        list(chunks),
-        tokens if config.calculate_per_token_loss else None,
-        pg_collection=pg_collection,
-        force_all_reduce=force,
-    )
-    tied.sum_gradients(chunks)
+def _context_parallel_size() -> int:
+    return int(parallel_state.get_context_parallel_world_size())
 
 
 def _watched(stall_seconds: float) -> PositionTracker:
-    """A place that ends this process where no pass finishes for so long."""
-    place = PositionTracker(_mark)
+    """A tracker that ends this process where no pass finishes for so long."""
+    tracker = PositionTracker(_mark)
     StallWatch(
-        place,
+        tracker,
         stall_seconds,
         global_rank=dist.get_rank(),
         advice=f"docs/gpu.md lists causes; where it is only slow, raise {FLAGS['stall_seconds']} ({stall_seconds:g})",
         in_thread=partial(torch.cuda.set_device, torch.cuda.current_device()),
     ).start()
-    return place
+    return tracker
 
 
 def _mark() -> torch.cuda.Event:

@@ -44,7 +44,7 @@ class Session:
 
     @property
     def loss_on_first_rank(self) -> bool:
-        """Whether the output layer is on the first rank rather than, as stock takes for granted, on the last."""
+        """Whether the output layer is on the first rank, and not on the last as stock assumes."""
         return self.planner is not None and self.planner.last_stage_rank == 0
 
     @property
@@ -63,7 +63,7 @@ class Session:
         return self.planner is not None and not self.planner.placement.looped
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
-        """Whether stock's answer about a stage would be wrong: it is asked about a chunk of a V."""
+        """Whether stock's answer about a stage would be wrong: the stage is a chunk of a V."""
         return self.loss_on_first_rank and (not ignore_virtual or self._running is not None)
 
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:

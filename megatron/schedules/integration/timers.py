@@ -1,4 +1,4 @@
-"""Stock's timers inside a program: events on the stream, read when somebody asks, and no wait for the device."""
+"""Stock's timers inside a program: events on the stream, read when stock reads the timer, without a wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from megatron.core.timers import Timer, Timers
 
 @contextmanager
 def events_in(timers: Any) -> Iterator[None]:
-    """Whatever timer is started meanwhile records events from then on, stock's own and those of the script.
+    """Makes every timer that is started meanwhile record events from then on, stock's own and the script's.
 
-    Stock's synchronise the whole device at each start and stop: twice in every pass under ``--timing-log-level 2``,
-    which then measures passes that overlap nothing any more. An event is the same moment of the same stream, for free.
+    Stock's timers synchronise the whole device at each start and stop: twice in every pass under
+    ``--timing-log-level 2``, which then measures passes without overlap. An event marks the same moment of the stream
+    without a wait.
 
     Args:
         timers: ``config.timers``, which may be None.
@@ -33,7 +34,7 @@ def events_in(timers: Any) -> Iterator[None]:
 
 
 class _EventTimers(Timers):
-    """Stock's group of timers, whose timers record events once they are asked for."""
+    """Stock's group of timers; each timer that it returns records events."""
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         timer = super().__call__(name, log_level)
@@ -44,7 +45,7 @@ class _EventTimers(Timers):
 
 
 class _EventTimer(Timer):
-    """Stock's timer, which keeps pairs of events until they are read; what has passed by then is added up early."""
+    """Stock's timer, which stores pairs of events until it is read, and adds up early those that have passed."""
 
     _spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]]
     _began: torch.cuda.Event

@@ -160,14 +160,14 @@ def _planned(spec: JobSpec, quiet: bool) -> PlannedJob:
     return PlannedJob(spec, plan.request, plan.schedule, said, why)
 
 
-def _made_within(asked: LimitedRequest, quiet: bool) -> Plan:
+def _made_within(limited: LimitedRequest, quiet: bool) -> Plan:
     """The plan; under a limit in GiB one that leaves room for as many messages as its ranks hold."""
-    room, plan = MESSAGES, made(asked.request, quiet)
-    while plan.request.schedule == "adaptive" and asked.limit is not None and asked.limit.size is not None:
+    room, plan = MESSAGES, made(limited.request, quiet)
+    while plan.request.schedule == "adaptive" and limited.limit is not None and limited.limit.size is not None:
         held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
         if held <= room:
             break
-        room, plan = held, made(asked.within(plan.request, held), quiet)
+        room, plan = held, made(limited.within(plan.request, held), quiet)
     return plan
 
 
@@ -184,12 +184,12 @@ def made(request: Request, quiet: bool = False) -> Plan:
     if request.schedule in ("adaptive", AUTO):
         if request.memory_limit is not None:
             limit_in_microbatches(request)  # refused before anything is announced
-        said = f"searches some {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
+        said = f"searches about {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
     else:
-        said = f"planned anew unless {plans_directory()} has the plan" if takes_long(request) else ""
-    what = f"pipeline schedule {request.schedule}"
+        said = f"is planned now, unless {plans_directory()} has the plan" if takes_long(request) else ""
+    what = f"pipeline schedule: {request.schedule}"
     if said and is_first() and not quiet:
-        sys.stdout.write(f"{what}: {printable(said)}\n")
+        sys.stdout.write(f"{what} {printable(said)}\n")
         sys.stdout.flush()
     with shown(what, None if quiet or not is_first() else sys.stdout) as progress:
         return make_plan(request, progress)

@@ -60,35 +60,30 @@ class _When(NamedTuple):
 _ALWAYS = _When(lambda job: True)
 _CHUNKS = _When(lambda job: job.schedule.placement.chunks > 1)
 _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
-_MOVED = _When(lambda job: not job.schedule.placement.looped)
+_OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and not job.schedule.placement.looped)
 _SPLIT = _When(lambda job: job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
 _RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
+_TWICE = _When(lambda job: _RECOMPUTE.holds(job) and job.spec.recompute.granularity == "full", _RECOMPUTE.words)
 _VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, f"with {FLAGS['shared_vocabulary']} ")
+_WORDS_IN_OLD_FORMAT = _When(
+    lambda job: _VOCABULARY.holds(job) and job.spec.stock.checkpoint_format == "torch", _VOCABULARY.words
+)
 
 
-_VALUES: dict[str, Callable[[JobSpec], object]] = {
-    "recompute_granularity": lambda spec: spec.recompute.granularity,
-    "ckpt_format": lambda spec: spec.stock.checkpoint_format,
-}
-
-
-def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "", value: object = None) -> _Rule:
-    """A rule against Megatron's argument ``name`` being set, or set to ``value``.
+def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "") -> _Rule:
+    """A rule against Megatron's argument ``name`` being set.
 
     Args:
         name: the argument's.
         why: the reason, and what to do.
         when: the rule holds.
         written: the flag, where it is not named after the argument.
-        value: the one value that the rule is against, of an argument in :data:`_VALUES`; None for any.
     """
-    written = written or "--" + name.replace("_", "-") + ("" if value is None else f" {value}")
+    written = written or "--" + name.replace("_", "-")
 
     def rule(job: _Job) -> str:
-        spec = job.spec
-        is_set = name in spec.stock.given if value is None else _VALUES[name](spec) == value
-        wrong = is_set and when.holds(job)
+        wrong = name in job.spec.stock.given and when.holds(job)
         return f"{when.words}does not work with {written}: {why}" if wrong else ""
 
     return rule
@@ -166,8 +161,8 @@ _RULES = (
     _flag(
         "recompute_granularity",
         f"both recompute whole layers; {_OUT}, or give selective",
-        _RECOMPUTE,
-        value="full",
+        _TWICE,
+        "--recompute-granularity full",
     ),
     _flag("cuda_graph_impl", _GRAPHS),
     _flag("enable_cuda_graph", _GRAPHS),
@@ -188,10 +183,15 @@ _RULES = (
         "ckpt_format",
         "it stores layers by their number on the rank, and a job with another schedule would take them for others; "
         f"{_OUT}, and checkpoints go from any schedule to any other",
-        _MOVED,
-        value="torch",
+        _OLD_FORMAT,
+        "--ckpt-format torch",
     ),
-    _flag("ckpt_format", f"it does not say which words a rank holds; {_OUT}", _VOCABULARY, value="torch"),
+    _flag(
+        "ckpt_format",
+        f"it does not say which words a rank holds; {_OUT}",
+        _WORDS_IN_OLD_FORMAT,
+        "--ckpt-format torch",
+    ),
     _words,
     _flag("hybrid_layer_pattern", f"hybrid models have other ends; {_ONE_OUT}", _VOCABULARY),
     _flag("sft", _ONE_SHAPE, _VOCABULARY),

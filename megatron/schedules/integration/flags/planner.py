@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megatron.schedules.integration.flags.check import PlannedJob, made
 from megatron.schedules.planner.adaptive import limit_in_microbatches
-from megatron.schedules.planner.forward_only import forward_only
+from megatron.schedules.planner.forward_only import forward_only as all_forwards
 from megatron.schedules.planner.microbatch_lengths import LengthsPlanner
 from megatron.schedules.planner.replanning import digest
 from megatron.schedules.planner.request import Request
@@ -21,30 +21,31 @@ from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
+from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.utils.printable import counted
 
 
 class Planner:
-    """Makes each plan once. Every rank plans for itself, or finds what another kept: planning is deterministic.
+    """Makes each plan once. Every rank plans for itself, or reads another's from the cache: planning is deterministic.
 
     Making one proves that the first plan's programs end, before there is any process group.
 
     Args:
-        asked: the request and the plan for the number of microbatches that the flags give.
+        job: the plan for the number of microbatches that the flags give.
     """
 
-    def __init__(self, asked: PlannedJob) -> None:
-        schedule = asked.schedule
-        # A run changes its microbatches, not where its stages live.
-        self._request = replace(asked.request, placement=schedule.placement)
+    def __init__(self, job: PlannedJob) -> None:
+        schedule = job.schedule
+        # A run changes its number of microbatches, not where its stages are.
+        self._request = replace(job.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool, int], Program] = {}
         self._timelines: dict[int, Timeline] = {}
-        self._microbatches = schedule.microbatches  # of the training call that was last
+        self._microbatches = schedule.microbatches  # of the last training call
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
-        self._assumed, self._explanation = asked.assumed, asked.explanation
+        self._assumed, self._explanation = job.assumed, job.explanation
         self.messages = tuple(program.messages_held for program in self._first_programs)  # at most, by rank
 
     @property
@@ -71,7 +72,9 @@ class Planner:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """What all ranks do for ``num_microbatches`` in training."""
-        return self._schedule(num_microbatches, False)
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = made(replace(self._request, microbatches=num_microbatches)).schedule
+        return self._schedules[num_microbatches]
 
     @property
     def last_stage_rank(self) -> int:
@@ -116,7 +119,7 @@ class Planner:
     def timeline_of(self, num_microbatches: int) -> Timeline:
         """The plan for so many microbatches, timed under the costs given."""
         if num_microbatches not in self._timelines:
-            schedule = self._schedule(num_microbatches, evaluating=False)
+            schedule = self.schedule(num_microbatches)
             self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
         return self._timelines[num_microbatches]
 
@@ -148,9 +151,7 @@ class Planner:
         Raises:
             ProgramError: where they would not end.
         """
-        programs = lower(schedule, request.costs_on(self.placement))
-        check(programs)
-        return programs
+        return _checked(schedule, request.costs_on(self.placement))
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
         """From now on train by ``schedule``, and plan other numbers of microbatches for the costs of ``request`` too.
@@ -171,36 +172,35 @@ class Planner:
         """
         request = self._request
         limit = limit_in_microbatches(request) if request.schedule == "adaptive" else None
-        base = self._schedule(num_microbatches, evaluating=False)
+        base = self.schedule(num_microbatches)
         return LengthsPlanner(base, replace(request.costs, attention=attention), limit, request.decisions)
 
     def _proved(self, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
-        schedule = self._schedule(num_microbatches, forward_only)
-        programs = lower(schedule, self._request.costs_on(self.placement))
-        check(programs)
-        return programs
-
-    def _schedule(self, num_microbatches: int, evaluating: bool) -> Schedule:
-        request = replace(self._request, microbatches=num_microbatches)
-        if evaluating:
-            return forward_only(self.placement, num_microbatches, request.costs, request.decisions)
-        if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = made(request).schedule
-        return self._schedules[num_microbatches]
+        request = self._request
+        if not forward_only:
+            schedule = self.schedule(num_microbatches)
+        else:
+            schedule = all_forwards(self.placement, num_microbatches, request.costs, request.decisions)
+        return _checked(schedule, request.costs_on(self.placement))
 
     def summary(self) -> str:
-        """What idles in the plan and what is held, in a line, and in another what it was planned for."""
+        """Lines about the plan: its bubble, what it holds, and what it was planned for."""
         timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
-        share = timeline.peak / d
-        name, asked = self.first.name, self._request
-        if asked.schedule == "adaptive":
-            name = f"adaptive: {name}, within {asked.memory_limit:.3g} of 1F1B's memory"
-        peak = self.peak_bytes(timeline)
-        return (
-            f"pipeline schedule {name}: {d} ranks, {counted(n, 'microbatch')}, "
-            f"planned bubble {100 * timeline.bubble:.1f} %, "
-            f"planned peak activation memory {100 * share:.1f} % of 1F1B{'' if peak is None else f', {amount(peak)}'}, "
-            f"beside {counted(max(self.messages), 'message')} at most"
-            + (f"\nplanned for {self._assumed}" if self._assumed else "")
-            + "".join(f"\npipeline schedule: {line}" for line in self._explanation.splitlines())
-        )
+        name, request, peak = self.first.name, self._request, self.peak_bytes(timeline)
+        if request.schedule == "adaptive":
+            name = f"adaptive: {name}, within {request.memory_limit:.3g} of 1F1B's memory"
+        lines = [
+            f"{name}, {d} ranks, {counted(n, 'microbatch')}, planned bubble {100 * timeline.bubble:.1f} %, "
+            f"planned peak activation memory {100 * timeline.peak / d:.1f} % of 1F1B"
+            f"{'' if peak is None else f', {amount(peak)}'}, and {counted(max(self.messages), 'message')} at most",
+            *([f"planned for {self._assumed}"] if self._assumed else []),
+            *self._explanation.splitlines(),
+        ]
+        return "\n".join(f"pipeline schedule: {line}" for line in lines)
+
+
+def _checked(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:
+    """The programs of all ranks, lowered and proved to end."""
+    programs = lower(schedule, costs)
+    check(programs)
+    return programs

@@ -1,4 +1,4 @@
-"""How a job is refused: one line for all its processes, and status 2 for each."""
+"""Refuses a job: one line for all its processes, and exit status 2 for each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NoReturn
 from megatron.schedules.integration.flags.environment import is_first
 from megatron.schedules.utils.errors import one_line
 
-# For a lower rank to say why. Importing Megatron takes ranks of a busy machine seconds more or less.
+# Seconds for a lower rank to print the reason: on a busy machine ranks differ by seconds in importing Megatron.
 _PATIENCE = 20.0
 _LOOK_EVERY = 0.05
 _RANKS = ("RANK", "SLURM_PROCID")
 _ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
-# What all processes of a job have alike, and no two jobs on a machine.
+# The same in all processes of a job, and different in two jobs on a machine.
 _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def refuse(message: str) -> NoReturn:
-    """End this process with status 2; the first rank says why, in one line.
+    """Ends this process with status 2; the first rank prints the reason in one line.
 
-    The others end after it: a launcher such as torchrun kills all ranks as soon as one has ended. Where only they
-    refuse, the lowest of them says why.
+    The others end after it: a launcher such as torchrun kills all ranks as soon as one has ended. Where only others
+    refuse, the lowest of them prints the reason.
     """
     if is_first() or not _said_by_another():
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(message)}\n")
@@ -33,12 +33,12 @@ def refuse(message: str) -> NoReturn:
 
 
 def _said_by_another() -> bool:
-    """Wait until the lower ranks have ended, which leaves nothing to be said; False where they go on."""
+    """Waits until the lower ranks have ended, which have printed the reason; False where they go on."""
     lower = _lower_ranks()
     # Where the first on this machine is not the first of the job, that runs on another one.
     local = next((os.environ[name] for name in _ON_THIS_MACHINE if name in os.environ), "0")
     elsewhere = not lower and local == "0"
-    end = time.monotonic() + _PATIENCE + len(lower)  # not all at once, where several wait in vain
+    end = time.monotonic() + _PATIENCE + len(lower)  # not all at the same time
     while time.monotonic() < end:
         if not elsewhere and not any(_environment(process) for process in lower):
             return True
@@ -63,7 +63,7 @@ def _lower_ranks() -> list[Path]:
 
 
 def _environment(process: Path) -> dict[str, str]:
-    """What ``process`` was started with; empty where it has ended, or is another user's."""
+    """The environment of ``process``; empty where it has ended, or is another user's."""
     try:
         entries = (process / "environ").read_text(errors="replace").split("\0")
     except OSError:

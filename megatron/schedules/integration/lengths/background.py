@@ -1,10 +1,10 @@
-"""Each iteration planned for the lengths of its microbatches, beside the iteration before it."""
+"""Plans each iteration for the lengths of its microbatches, in the background of the iteration before it."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
@@ -52,13 +52,13 @@ class Sizes(NamedTuple):
     rows: int
 
 
-class LengthsBeside:
+class BackgroundPlans:
     """Plans iterations ahead. Making one is collective over all ranks: it makes a group for each replica of the model.
 
-    While an iteration runs, a thread reads the samples of the next; the rank with the first stage tells all ranks of
-    its replica their lengths, over gloo, and each makes the same plan. The next iteration waits for it, should it not
-    be there: so all ranks run the same. Only the first has nothing to run beside. Where samples end, or there are more
-    or fewer microbatches than foreseen, lengths are told again, or the usual plan is run, on all ranks alike.
+    While an iteration runs, a thread reads the samples of the next. The rank with the first stage sends their lengths
+    to all ranks of its replica, over gloo, and each makes the same plan. The next iteration waits for it, so all ranks
+    run the same; only the first iteration has nothing to be planned behind. Where samples end, or there are more or
+    fewer microbatches than expected, lengths are sent again, or the usual plan runs, on all ranks alike.
 
     Args:
         planner: gives the usual plan.
@@ -70,12 +70,14 @@ class LengthsBeside:
         self._planner, self._attention = planner, attention
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         first, self._chunk = planner.placement.rank_of[0], planner.placement.chunk_of(0)
-        self._tells = self._rank == first and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._group, self._teller = _group(self._tells, timeout)
+        self._sends = self._rank == first and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._group, self._sender = _group(self._sends, timeout)
         self._of_size = cache(planner.for_lengths)
-        self._next: _Asked | None = None
+        self._thread = ThreadPoolExecutor(1, "plan for lengths")
+        self._next: Future[Planned | None] | None = None
+        self._sizes: Sizes | None = None
         self._now: Planned | None = None
-        self._said = False
+        self._reported = False
         compiled_climb()
 
     def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
@@ -90,33 +92,29 @@ class LengthsBeside:
         if get_rerun_state_machine().state not in _FIRST_RUN:
             return self._now
         read = [under(iterator) for iterator in iterators if iterator is not None]
-        asked, self._next = self._next, None
-        if asked is not None:
-            asked.wait()
-        if asked is None or asked.sizes != sizes:
-            asked = self._ask(iterators, read, sizes)
-            asked.wait()
-        self._now = asked.found
+        coming, self._next = self._next, None
+        self._now = None if coming is None else coming.result()
+        if coming is None or self._sizes != sizes:
+            self._now = self._start(iterators, read, sizes).result()
         if self._now is not None:
             for each in read:
                 each.hand_out(self._now.order)
-            self._next = self._ask(iterators, read, sizes)
-        self._say_once()
+            self._next = self._start(iterators, read, sizes)
+        self._report_once()
         return self._now
 
-    def _ask(self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: Sizes) -> _Asked:
-        telling = under(iterators[self._chunk]) if self._tells and iterators[self._chunk] is not None else None
-        return _Asked(lambda: self._plan(read, telling, sizes), sizes)
+    def _start(self, iterators: Sequence[Any], read: Sequence[ReadAhead], sizes: Sizes) -> Future[Planned | None]:
+        own = iterators[self._chunk] if self._sends else None
+        self._sizes = sizes
+        return self._thread.submit(self._plan, read, None if own is None else under(own), sizes)
 
-    def _plan(self, read: Sequence[ReadAhead], telling: ReadAhead | None, sizes: Sizes) -> Planned | None:
+    def _plan(self, read: Sequence[ReadAhead], own: ReadAhead | None, sizes: Sizes) -> Planned | None:
         n = sizes.microbatches
         for each in read:
             each.read(n)
-        told: list[Any] = [None]
-        if self._tells:
-            told = [_told(telling, n)]
-        dist.broadcast_object_list(told, self._teller, self._group, torch.device("cpu"))
-        (lengths,) = told
+        message: list[Any] = [_lengths(own, n) if self._sends else None]
+        dist.broadcast_object_list(message, self._sender, self._group, torch.device("cpu"))
+        (lengths,) = message
         if isinstance(lengths, str):
             raise ValueError(lengths)
         if lengths is None:
@@ -131,7 +129,7 @@ class LengthsBeside:
         return Planned(programs[self._rank], found.order, found.timeline, less)
 
     def _agree(self, found: LengthsPlan) -> None:
-        """All ranks of the replica have this plan.
+        """Checks that all ranks of the replica have this plan.
 
         Raises:
             RuntimeError: where one has another.
@@ -146,10 +144,10 @@ class LengthsBeside:
                 "numba or version of this package differ; give all the same"
             )
 
-    def _say_once(self) -> None:
-        if self._said:
+    def _report_once(self) -> None:
+        if self._reported:
             return
-        self._said = True
+        self._reported = True
         if self._now is None:
             said = "samples end within the first iteration: the usual plan is run"
         elif self._now.less > 0:
@@ -159,31 +157,7 @@ class LengthsBeside:
         print_rank_0(f"pipeline schedule: planned for lengths: {said}")
 
 
-class _Asked:
-    """A plan under way in a thread."""
-
-    def __init__(self, make: Any, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.found: Planned | None = None
-        self._error: BaseException | None = None
-        self._make = make
-        self._thread = threading.Thread(target=self._run, name="plan for lengths")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until it is there; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self.found = self._make()
-        except BaseException as error:  # told to the thread that waits
-            self._error = error
-
-
-def _told(read: ReadAhead | None, count: int) -> list[list[int]] | str | None:
+def _lengths(read: ReadAhead | None, count: int) -> list[list[int]] | str | None:
     """The lengths of the next ``count`` samples, what is wrong with them, or None where they end before."""
     if read is None:
         return "--pipeline-plan-lengths: the rank with the first stage reads no samples: leave the flag out"
@@ -203,14 +177,14 @@ def in_loaders_order(losses: Sequence[Any], order: Sequence[int]) -> list[Any]:
     return [loss for _, loss in sorted(zip(order, losses, strict=True), key=lambda pair: pair[0])]
 
 
-def _group(tells: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
-    """This rank's replica of the model, over gloo, and its rank that tells lengths; collective over all ranks."""
+def _group(sends: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
+    """This rank's replica of the model, over gloo, and its rank that sends lengths; collective over all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-    dist.all_gather_object(found, (tuple(mine), tells))
+    dist.all_gather_object(found, (tuple(mine), sends))
     groups = {
         ranks: parallel_state.create_group(list(ranks), timeout=timeout, backend="gloo", group_desc="LENGTHS")
         for ranks in sorted({ranks for ranks, _ in found})
     }
-    (teller,) = (rank for rank in mine if found[rank][1])
-    return groups[tuple(mine)], teller
+    (sender,) = (rank for rank in mine if found[rank][1])
+    return groups[tuple(mine)], sender

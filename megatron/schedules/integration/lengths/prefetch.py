@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class ReadAhead:
-    """What lies under stock's iterator of one chunk. What else one asks is the original's to answer.
+    """Lies under stock's iterator of one chunk. All other attributes are the original's.
 
-    Stock's iterator repeats what it has handed out where an iteration is run again; so it must not see what is only
-    read ahead.
+    Stock's iterator repeats what it has handed out where an iteration is run again. So it must not see samples that
+    are only read ahead.
 
     Args:
         samples: what is read.
@@ -28,7 +28,7 @@ class ReadAhead:
         self._reading = threading.Lock()
 
     def read(self, count: int) -> list[Any]:
-        """The next ``count`` after those that are being handed out; fewer at the end. They stay to be handed out."""
+        """Returns the next ``count`` after those that are being handed out; fewer at the end. Takes none of them."""
         with self._reading:
             while len(self._read) < count:
                 try:
@@ -38,7 +38,7 @@ class ReadAhead:
             return [self._read[at] for at in range(min(count, len(self._read)))]
 
     def hand_out(self, order: Sequence[int]) -> None:
-        """Hand out, next, the next ``len(order)``: the one that ``order`` says first, first; fewer as they come."""
+        """Hands out the next ``len(order)`` samples in that order; in their own, where there are fewer."""
         missing = len(self.read(len(order))) < len(order)
         with self._reading:
             if not missing:
@@ -59,7 +59,7 @@ class ReadAhead:
 
 
 def under(iterator: Any) -> ReadAhead:
-    """What lies under ``iterator``, put there the first time.
+    """Returns what lies under ``iterator``; puts it there the first time.
 
     Raises:
         ValueError: where it is not stock's.
@@ -75,7 +75,7 @@ def under(iterator: Any) -> ReadAhead:
 
 
 def lengths_of(sample: Any) -> list[int]:
-    """The lengths of the sequences of one microbatch as it comes from the data loader.
+    """Lengths of the sequences of one microbatch as the data loader gives it.
 
     Args:
         sample: has ``cu_seqlens``, (rows, bounds): where each row's sequences begin and end, the last bound to the end;

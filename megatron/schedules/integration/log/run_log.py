@@ -1,4 +1,4 @@
-"""Bubble, peak and slowest stage of each logged iteration: measured on all ranks, added to stock's line and writers."""
+"""Bubble, peak and slowest stage of each logged iteration, measured on all ranks, for stock's line and writers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.log.memory import PeakWatch
+from megatron.schedules.integration.peak_memory import PeakWatch
 from megatron.schedules.measure.iteration_summary import (
     Iteration,
     RankTimes,
@@ -30,14 +30,15 @@ _GIB = 2**30
 
 
 class Logged(NamedTuple):
-    """What a logged iteration came to.
+    """One logged iteration.
 
     Args:
-        measured, planned: both; stages' times in milliseconds and in the unit of the plan's costs.
-        peak: bytes on the rank that held most; None where nothing counted them.
-        planned_peak: bytes by the model's arithmetic; None where its sizes are not known.
-        slowest_rank: of the pipeline, that of the slowest stage.
-        slow: ranks that have become slow by now.
+        measured: stages' times in milliseconds.
+        planned: stages' times in the unit of the plan's costs.
+        peak: activation bytes of the worst rank; None where nothing counted them.
+        planned_peak: the same by the model's arithmetic; None where its sizes are not known.
+        slowest_rank: the pipeline rank of the slowest stage.
+        slow: ranks that have become slow.
         since: when those were quicker.
     """
 
@@ -50,7 +51,7 @@ class Logged(NamedTuple):
     since: str = ""
 
     def words(self) -> str:
-        """What is added to stock's line."""
+        """The addition to stock's line."""
         measured, planned = self.measured, self.planned
         stage, beyond = measured.slowest
         held = [] if self.peak is None else [amount(self.peak)]
@@ -65,12 +66,13 @@ class Logged(NamedTuple):
     def warnings(self) -> list[str]:
         """A line for each rank that has become slow."""
         return [
-            f"WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as {self.since}"
+            f"pipeline schedule: WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as "
+            f"{self.since}"
             for rank, ratio in self.slow
         ]
 
     def scalars(self) -> dict[str, float]:
-        """What writers get, by name; bytes in GiB."""
+        """Values for writers, by name; bytes in GiB."""
         found = {
             "pipeline/bubble": self.measured.bubble,
             "pipeline/planned-bubble": self.planned.bubble,
@@ -89,10 +91,10 @@ def _above(share: float) -> str:
 
 
 class RunLog:
-    """Records the iterations that stock will log, and says what they came to when it does.
+    """Records the iterations that stock will log, and describes them when it does.
 
-    Nothing waits for the device: what is said is of the last iteration that all of it has passed. Stock itself waits
-    for the device before it logs, so that is the logged one.
+    Nothing waits for the device: the last iteration that the device has finished is described. Stock itself waits for
+    the device before it logs, so that is the logged one.
 
     Args:
         planner: knows what was planned.
@@ -114,11 +116,11 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """A training call is about to run; who is to hear of its actions.
+        """A training call is about to run; returns the observers of its actions.
 
         Args:
             program: of this rank.
-            planned: how, where this iteration has a plan of its own.
+            planned: the iteration's own plan; None where it has none.
         """
         self._recording = self._due()
         self._calls += 1
@@ -130,7 +132,7 @@ class RunLog:
         return (self._recorder,)
 
     def end(self) -> None:
-        """It has run well, as far as the host can tell."""
+        """The host has queued all of it."""
         if self._recording:
             self._recorder.end()
         self._peak.end()
@@ -145,7 +147,7 @@ class RunLog:
             self._within = False
 
     def logged(self, counted: int) -> Logged | None:
-        """What the iteration came to that is being logged; collective. None outside of stock's log, or with no record.
+        """The iteration that is being logged; collective. None outside of stock's log, and without a record.
 
         Args:
             counted: bytes of activations that were counted on this rank, 0 where none were.
