@@ -22,17 +22,17 @@ ANY = "any"
 
 HEAD = """# Compatibility
 
-Which features of Megatron work under which schedule. Each was trained under the six schedules of the table, and by stock
-Megatron's own 1F1B with the same flags. Compared are losses, to 1e-6 in fp32, and gradients or weights, to the bit if the
-arithmetic is the same. The test in the last column says what exactly. The tests run on CPUs over gloo;
+Which features of Megatron work under which schedule. Each was trained under the six schedules of the table, and by
+stock Megatron's own 1F1B with the same flags. Compared are losses, to 1e-6 in fp32, and gradients or weights, to the
+bit if the arithmetic is the same. The test in the last column says what exactly. The tests run on CPUs over gloo;
 `scripts/run_compatibility.sh` writes this page from their results.
 
 - `1f1b`, `eager-1f1b`, `zb-2p` and `1f1b-v` are not in the table. Their placements and kinds of passes are those of
   schedules that are.
-- Dropout draws the same masks as stock if layers are on the same ranks (`zb-1p`), and other masks otherwise. Then losses are
-  compared roughly, and a resumed job to the bit.
-- Context parallelism, multi-latent attention and packed samples need Transformer Engine's attention. Here both sides use one
-  in plain torch.
+- Dropout draws the same masks as stock if layers are on the same ranks (`zb-1p`), and other masks otherwise. Then
+  losses are compared roughly, and a resumed job to the bit.
+- Context parallelism, multi-latent attention and packed samples need Transformer Engine's attention. Here both sides
+  use one in plain torch.
 
 """
 

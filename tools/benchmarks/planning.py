@@ -155,28 +155,28 @@ def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
     return f"""\
 # Benchmarks of the planner
 
-How short the plans of `adaptive` are within a memory limit, compared with other projects' schedules, proved optima and our
-schedules by name; and how long planning takes. [How it works](adaptive.md).
+How short the plans of `adaptive` are within a memory limit, compared with other projects' schedules, proved optima and
+our schedules by name; and how long planning takes. [How it works](adaptive.md).
 
 - {datetime.date.today()}, {_machine()}; `{command}`
 - Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to
-  {default_seconds(64, 512):.0f} for 64 and 512, if nothing else is said. It is counted in scheduled passes, so the bubbles
-  are equal on every machine. The times are not.
-- bubble = 1 - computing / makespan. Memory is the worst rank's activation memory in microbatches; 1F1B holds d. d ranks, n
-  microbatches. Costs are F,I,W,LATENCY over half a rank's layers.
+  {default_seconds(64, 512):.0f} for 64 and 512, if nothing else is said. It is counted in scheduled passes, so the
+  bubbles are equal on every machine. The times are not.
+- bubble = 1 - computing / makespan. Memory is the worst rank's activation memory in microbatches; 1F1B holds d. d
+  ranks, n microbatches. Costs are F,I,W,LATENCY over half a rank's layers.
 
 ## Other projects' schedules
 
 {_sources(peers.data)}
 
-Each schedule, size and costs is a row. A row is met if our bubble and our peak memory are not larger (to the four digits that
-are known of theirs). One simulator times all of them.
+Each schedule, size and costs is a row. A row is met if our bubble and our peak memory are not larger (to the four
+digits that are known of theirs). One simulator times all of them.
 
 {peers.section()}
 ## Where memory is scarce
 
-Memory up to {table.LOW_MEMORY:g} d, costs C and D. For each amount of memory that one of them needs, ours is compared with
-the best of all within it.
+Memory up to {table.LOW_MEMORY:g} d, costs C and D. For each amount of memory that one of them needs, ours is compared
+with the best of all within it.
 
 {peers.low_memory()}
 ## Optimal makespans
@@ -186,23 +186,24 @@ d = 4, n = 8, compared with a constraint solver for a V with two chunks. Ours ma
 {table.optima(cells.optima, kept.find)}
 ## The frontier
 
-d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search. "No less than" is a lower bound on the bubble of any schedule.
+d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search. "No less than" is a lower bound on the bubble of any
+schedule.
 
 ![Bubble against activation memory](images/frontier.svg)
 
 {table.curve(curve, float(d)) if curve else "Nothing was measured."}
 ## With recompute and offload
 
-The same size and costs, with recompute or with copies of activations to host memory. "0.5" says that a copy one way takes
-half as long as all computing of the same layers. The figures are the share of the iteration time that is not useful
-computing: idle time and recompute (without recompute this is the bubble). In brackets: the share of the layers that is
-recomputed or offloaded.
+The same size and costs, with recompute or with copies of activations to host memory. "0.5" says that a copy one way
+takes half as long as all computing of the same layers. The figures are the share of the iteration time that is not
+useful computing: idle time and recompute (without recompute this is the bubble). In brackets: the share of the layers
+that is recomputed or offloaded.
 
 {table.saved(cells.saved, curve, kept.find)}
 ## Random sizes and costs
 
-d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, unequal stages (half of them also of unequal memory), and any memory
-limit up to 1.25.
+d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, unequal stages (half of them also of unequal memory), and any
+memory limit up to 1.25.
 
 {table.lots(lots)}
 ## Planning time
