@@ -22,13 +22,17 @@ ANY = "any"
 
 HEAD = """# Compatibility
 
-Which features of Megatron work under which schedule. Each was trained under the six schedules of the table, and by
+Which features of Megatron work under which schedule. Each was trained under the schedules in the table, and by
 stock Megatron's own 1F1B with the same flags. Compared are losses, to 1e-6 in fp32, and gradients or weights, to the
 bit if the arithmetic is the same. The test in the last column says what exactly. The tests run on CPUs over gloo;
 `scripts/run_compatibility.sh` writes this page from their results.
 
-- `1f1b`, `eager-1f1b`, `zb-2p` and `1f1b-v` are not in the table. Their placements and kinds of passes are those of
-  schedules that are.
+- Six of the ten schedules by name are in the table. For a feature it matters where the stages are, and whether the
+  backward is split. The six have every kind: one chunk per rank (`zb-1p`), two in a V (`v-min`, `v-half`, `v-zb`) and
+  four in a zigzag (`adaptive`) with a split backward, and two interleaved chunks with a whole one
+  (`interleaved-1f1b`). `1f1b` and `eager-1f1b` have the stages of `zb-1p` and a whole backward, `1f1b-v` has those of
+  `v-zb` and a whole backward. `zb-2p` differs from `zb-1p` only in the order of passes. `auto` runs one of the ten.
+- `test_same_result.py` trains all ten with tensor, sequence and data parallelism and with the distributed optimizer.
 - Dropout draws the same masks as stock if layers are on the same ranks (`zb-1p`), and other masks otherwise. Then
   losses are compared roughly, and a resumed job to the bit.
 - Context parallelism, multi-latent attention and packed samples need Transformer Engine's attention. Here both sides
