@@ -118,3 +118,27 @@ def test_every_room_that_needs_no_torch_is_in_the_api_reference(site: Path) -> N
 def test_the_glossary_explains_every_kind_of_pass() -> None:
     page = (DOCS / "glossary.md").read_text()
     assert [kind for kind in Kind if f"\n| **{kind.value}** | " not in page] == []
+
+
+@pytest.mark.parametrize(
+    "term",
+    ["stage", "chunk", "microbatch", "iteration time, makespan", "bubble", "span bubble", "activation memory"],
+)
+def test_the_glossary_explains_what_tables_are_headed(term: str) -> None:
+    assert f"\n| **{term}** | " in (DOCS / "glossary.md").read_text()
+
+
+def test_sections_come_in_the_order_that_a_newcomer_needs() -> None:
+    """From the first job to the reference; each section opens with the page that its readers look for."""
+    assert re.findall(r":caption: (.*)", (DOCS / "index.md").read_text()) == [
+        "Start",
+        "Memory",
+        "MoE and long context",
+        "Large vocabularies",
+        "Measuring",
+        "SLURM",
+        "Troubleshooting",
+        "How it works",
+        "Results",
+        "Reference",
+    ]

@@ -47,14 +47,14 @@ def test_the_page_names_the_extra(extra: str) -> None:
     assert f'`pip install --no-build-isolation ".[{extra}]"`' in [how for _, how in ROWS.values()]
 
 
-def test_of_transformer_engine_the_part_for_torch_is_asked_for_from_the_version_that_can_be_split() -> None:
+def test_transformer_engine_comes_for_torch_and_in_a_version_that_can_be_split() -> None:
     asked = only("te")
     assert (asked.name, asked.extras) == ("transformer-engine", {"pytorch"})
     assert floor(asked) == OLDEST
     assert ROWS["Transformer Engine"][0] == f"{OLDEST} or newer"
 
 
-def test_flash_attn_ends_where_transformer_engine_passes_it_over() -> None:
+def test_flash_attn_is_no_newer_than_transformer_engine_accepts() -> None:
     """Most Transformer Engines go on without a word where a version is above their last, by a post-release too."""
     asked = only("flash-attn")
     assert asked.name == "flash-attn"
@@ -63,12 +63,12 @@ def test_flash_attn_ends_where_transformer_engine_passes_it_over() -> None:
     assert not any(asked.specifier.contains(later) for later in ("2.8.3.post1", "2.8.4", "3.0"))
 
 
-def test_apex_is_not_asked_of_the_package_index() -> None:
+def test_apex_is_not_installed_from_the_package_index() -> None:
     """What it has under that name is another project's."""
     assert "apex" not in {requirement.name for asked in EXTRAS.values() for requirement in asked}
 
 
-def test_training_asks_for_a_torch_whose_backward_starts_from_an_edge() -> None:
+def test_training_requires_a_torch_whose_backward_starts_from_an_edge() -> None:
     (torch,) = (requirement for requirement in EXTRAS["megatron"] if requirement.name == "torch")
     assert floor(torch) == "2.7"
     assert "torch 2.7 or newer," in PAGE

@@ -20,29 +20,30 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCHEDULES = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "interleaved-1f1b")
 ANY = "any"
 
-HEAD = """# What works with what
+HEAD = """# Compatibility
 
-Every feature of Megatron's below was trained under the schedules in the table and by stock Megatron's own 1F1B with
-the same flags, and compared: losses to 1e-6 in fp32, gradients or weights equal to the bit where the arithmetic is
-the same. Written by `scripts/run_compatibility.sh` from the tests, which say what exactly is compared; the tests run
-on CPUs over gloo. Dropout draws the masks of stock where layers lie as in stock's run (`zb-1p`), and others
-elsewhere: there losses are compared roughly, and a resumed job to the bit. Context parallelism, multi-latent
-attention and packed samples need Transformer Engine's attention, for which both sides have one in plain torch here.
+Which features of Megatron work under which schedule. Each was trained under the schedules in the table, and by
+stock Megatron's own 1F1B with the same flags. Compared are losses, to 1e-6 in fp32, and gradients or weights, to the
+bit if the arithmetic is the same. The test in the last column says what exactly. The tests run on CPUs over gloo;
+`scripts/run_compatibility.sh` writes this page from their results.
 
-Six of the ten named schedules are in the table. What a feature meets of a schedule is where its stages are, and
-whether it splits the backward into I and W. Of these the six have every kind: one chunk a rank (`zb-1p`), two chunks
-in a V (`v-min`, `v-half`, `v-zb`) and four in a zigzag (`adaptive`), all with a split backward, and two interleaved
-chunks with a whole one (`interleaved-1f1b`). The other four combine the same: `1f1b` and `eager-1f1b` have the stages
-of `zb-1p` and a whole backward, `1f1b-v` those of `v-zb` and a whole backward, and `zb-2p` differs from `zb-1p` in
-the order of its passes alone. `test_same_result.py` trains all ten with tensor, sequence and data parallelism and
-with the distributed optimizer. `auto` runs one of the ten.
+- Six of the ten schedules by name are in the table. For a feature it matters where the stages are, and whether the
+  backward is split. The six have every kind: one chunk per rank (`zb-1p`), two in a V (`v-min`, `v-half`, `v-zb`) and
+  four in a zigzag (`adaptive`) with a split backward, and two interleaved chunks with a whole one
+  (`interleaved-1f1b`). `1f1b` and `eager-1f1b` have the stages of `zb-1p` and a whole backward, `1f1b-v` has those of
+  `v-zb` and a whole backward. `zb-2p` differs from `zb-1p` only in the order of passes. `auto` runs one of the ten.
+- `test_same_result.py` trains all ten with tensor, sequence and data parallelism and with the distributed optimizer.
+- Dropout draws the same masks as stock if layers are on the same ranks (`zb-1p`), and other masks otherwise. Then
+  losses are compared roughly, and a resumed job to the bit.
+- Context parallelism, multi-latent attention and packed samples need Transformer Engine's attention. Here both sides
+  use one in plain torch.
 
 """
 
 GPU_HEAD = """
 ## Needs a GPU
 
-Not run by these tests, for want of kernels on a CPU:
+Not run by these tests, because there are no kernels for CPUs:
 
 """
 

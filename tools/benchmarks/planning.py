@@ -153,61 +153,62 @@ def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
     d, n, name = _DRAWN
     drawn_costs = table.costs_text(peers.data["costs"][name])
     return f"""\
-# How good adaptive schedules are
+# Benchmarks of the planner
 
-What `adaptive` finds within a memory limit, against other projects' schedules, proved optima, and our own schedules by
-name; and how long it takes. [How it works](adaptive.md).
+How short the plans of `adaptive` are within a memory limit, compared with other projects' schedules, proved optima and
+our schedules by name; and how long planning takes. [How it works](adaptive.md).
 
 - {datetime.date.today()}, {_machine()}; `{command}`
 - Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to
-  {default_seconds(64, 512):.0f} for 64 and 512, where nothing else is said. It is counted in passes scheduled: the
-  figures come out the same on every machine, the times do not.
-- bubble = 1 - work / makespan, from time 0 to the last end; memory: microbatches' worth of a rank's activations on the
-  worst rank, where 1F1B holds d; d ranks, n microbatches; costs are F,I,W,COMM over half a rank's layers.
+  {default_seconds(64, 512):.0f} for 64 and 512, if nothing else is said. It is counted in scheduled passes, so the
+  bubbles are equal on every machine. The times are not.
+- bubble = 1 - computing / makespan. Memory is the worst rank's activation memory in microbatches; 1F1B holds d. d
+  ranks, n microbatches. Costs are F,I,W,LATENCY over half a rank's layers.
 
 ## Other projects' schedules
 
 {_sources(peers.data)}
 
-Every schedule, size and costs is a row. It is met where ours has a bubble no larger (to the four digits that are kept
-of theirs) and a peak no larger. All are timed by one simulator.
+Each schedule, size and costs is a row. A row is met if our bubble and our peak memory are not larger (to the four
+digits that are known of theirs). One simulator times all of them.
 
 {peers.section()}
 ## Where memory is scarce
 
-Memory up to {table.LOW_MEMORY:g} d, costs C and D: for each amount of memory that any of them needs, ours against the
-best of all within it.
+Memory up to {table.LOW_MEMORY:g} d, costs C and D. For each amount of memory that one of them needs, ours is compared
+with the best of all within it.
 
 {peers.low_memory()}
 ## Optimal makespans
 
-d = 4, n = 8, against a constraint solver on a V placement with two chunks. Ours may use four, and then be shorter.
+d = 4, n = 8, compared with a constraint solver for a V with two chunks. Ours may use four, and can then be shorter.
 
 {table.optima(cells.optima, kept.find)}
 ## The frontier
 
-d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search; "no less than" is a lower bound on any schedule's bubble.
+d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search. "No less than" is a lower bound on the bubble of any
+schedule.
 
 ![Bubble against activation memory](images/frontier.svg)
 
 {table.curve(curve, float(d)) if curve else "Nothing was measured."}
 ## With recompute and offload
 
-The same size and costs. Less time than `adaptive` alone takes is gained by doing forwards again, or by copying
-activations to the host and back; "0.5" says that a copy one way takes half as long as all the computing of the same
-layers. Lost: the share of the time that is no useful computing, so idle or spent on forwards done again (without
-these it is the bubble). In brackets: how much of the layers is done again, or offloaded.
+The same size and costs, with recompute or with copies of activations to host memory. "0.5" says that a copy one way
+takes half as long as all computing of the same layers. The figures are the share of the iteration time that is not
+useful computing: idle time and recompute (without recompute this is the bubble). In brackets: the share of the layers
+that is recomputed or offloaded.
 
 {table.saved(cells.saved, curve, kept.find)}
-## Sizes and costs drawn by lot
+## Random sizes and costs
 
-d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, every 1/(4d) of the model of another length, half of them of
-another memory too, and any memory limit up to 1.25.
+d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, unequal stages (half of them also of unequal memory), and any
+memory limit up to 1.25.
 
 {table.lots(lots)}
 ## Planning time
 
-On one core, with the schedules by name that it starts from; costs `{drawn_costs}`.
+On one core, including the schedules by name that the search starts from; costs `{drawn_costs}`.
 
 {table.times(cells.times, kept.find)}"""
 
@@ -225,7 +226,7 @@ def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) ->
     caption = f"1F1B holds {d}. Beyond the edges: {', '.join(beyond)}"
     if saved:
         caption += (
-            f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
+            f". Recompute counts as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
             "Each curve shows the best plan found for a limit or a smaller one; with recompute or offload, plans "
             "without count too."
         )

@@ -219,8 +219,8 @@ def lots(results: Sequence[Result]) -> str:
         f"{len(results)} problems, every plan valid. Over the memory limit: **{len(outside)}**. Longer than the best "
         f"schedule by name within the same memory:\n**{len(worse)}** of the {len(with_name)} where one fits.\n\n"
         f"An iteration takes **{percent(sum(gains) / max(1, len(gains)), 1)} less time on average** than under that "
-        f"one ({percent(max(gains, default=0.0), 1)} at most), and is\n{percent(sum(over) / len(over), 1)} longer on "
-        "average than the lower bound.\n"
+        f"schedule ({percent(max(gains, default=0.0), 1)} at most), and is\n{percent(sum(over) / len(over), 1)} longer "
+        "on average than the lower bound.\n"
     )
 
 
