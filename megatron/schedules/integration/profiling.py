@@ -1,9 +1,8 @@
-"""A job that measures itself: what its passes take and hold, gathered over all ranks into one profile.
+"""Measures times and memory of a job's passes, and gathers them over all ranks into one profile.
 
-Who wants to know gets at it so: hooks.py makes one :class:`Profiler` where ``--pipeline-measure DIR:A-B`` is
-given and hands it to the :class:`.schedule_function.ScheduleFunction`, whose ``profiler`` it is (``session.function
-.profiler``; None without the flag). The schedule function tells it of each training call's begin and end. From the end
-of the call of iteration B on ``profile`` and ``recorded`` are there, on every rank; before that both are None.
+hooks.py makes a :class:`Profiler` for ``--pipeline-measure DIR:A-B`` and passes it to the
+:class:`.schedule_function.ScheduleFunction`, which calls it at the begin and end of each training call. After iteration
+B ``profile`` and ``recorded`` are there, on every rank.
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.output_files import write_text
 
-# Hops are the median over a few iterations, whose passes all ranks of a pipeline tell each other: so many at most.
+# Latencies are medians over a few iterations, whose passes all ranks of a pipeline exchange: at most so many.
 _MOST_ITERATIONS, _MOST_PASSES = 4, 200_000
 
 
 class Watching(NamedTuple):
-    """Who looks on at a training call that is measured.
+    """What observes a training call.
 
     Args:
-        observers: told of every action.
-        copies: told of the copies of O and L.
-        meter: counts activations tensor by tensor; None where nobody does.
+        observers: notified of every action.
+        copies: notified of the copies of O and L.
+        meter: counts activations tensor by tensor, if not None.
     """
 
     observers: Sequence[Observer] = ()
@@ -71,7 +70,7 @@ class Watching(NamedTuple):
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One iteration of one rank that was timed, by its own clock."""
+    """One timed iteration of one rank, by its own clock."""
 
     number: int
     schedule: Schedule
@@ -80,43 +79,43 @@ class _Iteration:
 
 
 class Profiler:
-    """Measures the training calls of iterations A to B: bytes in A, times after it, and gathers them at the end of B.
+    """Measures the training calls of iterations A to B: bytes in A, times after it; gathers them at the end of B.
 
     Args:
         planner: of the job.
-        args: Megatron's; those at the time of the calls.
-        asked: which iterations.
+        args: Megatron's; read at each call.
+        measured: which iterations.
 
     Attributes:
-        profile: of the whole job, the same on all ranks, once it is known.
-        recorded: iteration B of this rank's pipeline, on one clock, once it is known.
+        profile: of the whole job, the same on all ranks; None until the end of B.
+        recorded: iteration B of this rank's pipeline, on one clock; None until the end of B.
     """
 
-    def __init__(self, planner: Planner, args: Any, asked: Measured) -> None:
+    def __init__(self, planner: Planner, args: Any, measured: Measured) -> None:
         self.profile: JobProfile | None = None
         self.recorded: Recorded | None = None
-        self._planner, self._args, self._asked = planner, args, asked
+        self._planner, self._args, self._measured = planner, args, measured
         self._recorder = Recorder(StreamClock())
         self._numbers: list[tuple[int, Schedule]] = []
         self._bytes: ByteCounter | None = None
         self._late = False
 
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
-        """A training call begins, of the iteration that ``args`` say.
+        """A training call begins.
 
         Args:
-            program: what this rank will do.
+            program: of this rank.
             chunks: its model.
-            meter: of somebody else who counts in this call.
+            meter: already counts in this call, if not None.
         """
-        number, (first, last) = self._number, self._asked.timed
-        if number > self._asked.counted and self._bytes is None and not self._late:
+        number, (first, last) = self._number, self._measured.timed
+        if number > self._measured.counted and self._bytes is None and not self._late:
             self._late = True
             print_rank_0(
-                f"pipeline schedule: nothing is profiled: the job is at iteration {number} already, and "
-                f"{FLAGS['measure']} begins with {self._asked.counted}"
+                f"pipeline schedule: nothing is measured: the job is already at iteration {number}, and "
+                f"{FLAGS['measure']} begins with {self._measured.counted}"
             )
-        if number == self._asked.counted:
+        if number == self._measured.counted:
             if standin.enabled() and meter is None:
                 meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
             self._bytes = ByteCounter(torch.cuda.memory_allocated if meter is None else lambda: meter.current)
@@ -128,12 +127,12 @@ class Profiler:
         return Watching([self._recorder], self._recorder, meter)
 
     def end(self) -> None:
-        """The call has ended. After the last that is timed what all ranks have measured is gathered.
+        """A training call has ended. After the last timed one, gathers the measurements of all ranks.
 
-        Then, and once in a job, the host waits for the device; no program is under way, and all that peers wait for
-        has been given to it.
+        Only then the host waits for the device, once in a job, while no program runs and the device has been given all
+        that other ranks wait for.
         """
-        number, (first, last) = self._number, self._asked.timed
+        number, (first, last) = self._number, self._measured.timed
         if self._bytes is None or not first <= number <= last or self.profile is not None:
             return
         self._recorder.end()
@@ -143,14 +142,14 @@ class Profiler:
 
     @property
     def _number(self) -> int:
-        """That of the iteration under way, as stock will log it."""
+        """Number of the current iteration, as stock will log it."""
         return int(self._args.curr_iteration) + 1
 
     def _taken(self) -> list[_Iteration]:
         found = []
         for number, schedule in self._numbers:
             spans = self._recorder.take()
-            assert spans is not None, "the device has done all that it was given"
+            assert spans is not None, "the device is idle"
             passes = [_placed(span) for span in spans]
             found.append(_Iteration(number, schedule, passes, [*self._recorder.copies]))
         self._numbers = []
@@ -174,23 +173,23 @@ class Profiler:
         rows: list[RankMeasured | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, measured)
         costs, decisions, schedule = self._planner.costs, self._planner.decisions, iterations[-1].schedule
-        under = Conditions(_facts(self._args), schedule, costs, decisions, self._asked.timed)
+        under = Conditions(_facts(self._args), schedule, costs, decisions, self._measured.timed)
         self.profile = profile_of([row for row in rows if row is not None], under)
         self.recorded = _recorded([of[-1] for of, _ in told], [dict(each) for _, each in told], self.profile, under)
         print_rank_0(as_text(self.profile, self.recorded))
-        if self._asked.file is not None and dist.get_rank() == 0:
+        if self._measured.file is not None and dist.get_rank() == 0:
             self._save(self.profile)
-        if self._asked.timeline is not None and dist.get_rank() == 0:
-            print_rank_0(saved_timeline(self.recorded, self._asked.timeline))
+        if self._measured.timeline is not None and dist.get_rank() == 0:
+            print_rank_0(saved_timeline(self.recorded, self._measured.timeline))
 
     def _save(self, profile: JobProfile) -> None:
-        file = self._asked.file
+        file = self._measured.file
         assert file is not None
         versions = {name: version(name) for name in ("torch", "megatron-core")}
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))
-        except OSError as error:  # hours of training are worth more
+        except OSError as error:  # not a reason to lose hours of training
             said = f"the costs could not be written to {file}: {error.strerror}"
         else:
             said = f"costs written to {file}, for --pipeline-costs"
@@ -198,13 +197,13 @@ class Profiler:
 
 
 def _placed(span: Span) -> Timed:
-    """A pass's times; where it copies both are the moment when computing goes on, as in every timeline."""
+    """Returns a pass's times; both times of a copy are when computing goes on, as in every timeline."""
     work, start, end = span
     return work, start if KINDS[work.kind].resource is Resource.COMPUTE else end, end
 
 
 def _times(ranks: Sequence[_Iteration]) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of one iteration, by rank."""
+    """Returns starts and ends of one iteration, by rank."""
     starts, ends = ([[each[at] for each in rank.passes] for rank in ranks] for at in (1, 2))
     return starts, ends  # type: ignore[return-value]
 
@@ -215,7 +214,7 @@ def _recorded(
     profile: JobProfile,
     under: Conditions,
 ) -> Recorded:
-    """One iteration of a pipeline on one clock."""
+    """Returns one iteration of a pipeline on one clock."""
     schedule = ranks[0].schedule
     start, end, shifts = aligned(schedule, *_times(ranks))
     copies = tuple(
