@@ -101,7 +101,7 @@ def test_relief_has_a_cell_for_each_limit_and_a_row_in_the_table():
     assert limits[0] == limits[1] == limits[2] and limits[0][0] == 0.125
     assert saved["offload, 0.5"][0].copy == pytest.approx((1 + 1.1 + 0.75) / 2)
     small = {
-        heading: [Cell("relief", 2, 6, "1,1.1,0.75,0.05", 0.5, 0.1, again=not copy, copy=copy)]
+        heading: [Cell("memory_saving", 2, 6, "1,1.1,0.75,0.05", 0.5, 0.1, again=not copy, copy=copy)]
         for heading, copy in (("recompute", 0.0), ("offload", 0.7))
     }
     results = {str(cell): measure(cell) for cells in small.values() for cell in cells}

@@ -78,17 +78,17 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
         curve=curve,
         saved={
             heading: [
-                Cell("relief", d, n, costs[name], limit, again=again, copy=copy)
+                Cell("memory_saving", d, n, costs[name], limit, again=again, copy=copy)
                 for limit in _RELIEVED[:: 4 if quick else 1]
             ]
-            for heading, again, copy in _reliefs(peers["costs"][name], quick)
+            for heading, again, copy in _savings(peers["costs"][name], quick)
         },
         lots=[Cell("random", seed=seed) for seed in range(12 if quick else 60)],
         times=timed,
     )
 
 
-def _reliefs(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
+def _savings(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
     """What may be done: in words, whether forwards again, and how long half a rank's activations are copied."""
     copies = {part: part * sum(costs[:3]) for part in (_COPIES[-1:] if quick else _COPIES)}
     offloads = [(_offload(part), False, time) for part, time in copies.items()]

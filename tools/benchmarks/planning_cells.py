@@ -29,11 +29,11 @@ class Cell:
     """One measurement.
 
     Args:
-        kind: ``frontier`` (a ladder of memory limits), ``relief`` (one limit, with recompute or offload), ``random``
-            (one plan of a problem drawn by lot) or ``time``.
+        kind: ``frontier`` (a ladder of memory limits), ``memory_saving`` (one limit, with recompute or offload),
+            ``random`` (one plan of a random problem) or ``time``.
         ranks, microbatches: the size; of a random problem they follow from the seed.
         costs: F,I,W,COMM.
-        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``relief``, ``time``).
+        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``memory_saving``, ``time``).
         seconds: how long to search, in nominal seconds; 0 for the default.
         seed: of a random problem.
         again: whether forwards may be done again.
@@ -93,7 +93,7 @@ def _frontier(cell: Cell) -> Result:
     return {"rungs": rungs, "named": [_figures(timeline, unit) for timeline in named]}
 
 
-def _relief(cell: Cell) -> Result:
+def _memory_saving(cell: Cell) -> Result:
     """One plan with what is done again and what is offloaded chosen for it."""
     costs = replace(Costs.parse(cell.costs), copy=cell.copy)
     asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
@@ -166,7 +166,7 @@ def _warm_up() -> None:
 
 _MEASURES: dict[str, Callable[[Cell], Result]] = {
     "frontier": _frontier,
-    "relief": _relief,
+    "memory_saving": _memory_saving,
     "random": _random,
     "time": _time,
 }
