@@ -33,7 +33,7 @@ _PEERS = Path(__file__).with_name("peers.json")
 _DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
 # Memory limits with recompute and offload, of 1F1B's memory: those of the frontier without, one each half microbatch; a
 # quick run takes every fourth one. A copy one way takes so much of the computing of the same layers.
-_RELIEVED, _COPIES = tuple(step / (2 * _DRAWN[0]) for step in range(2, 2 * _DRAWN[0] + 1)), (0.25, 0.5)
+_LIMITS, _COPIES = tuple(step / (2 * _DRAWN[0]) for step in range(2, 2 * _DRAWN[0] + 1)), (0.25, 0.5)
 _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 
 
@@ -78,10 +78,10 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
         curve=curve,
         saved={
             heading: [
-                Cell("memory_saving", d, n, costs[name], limit, again=again, copy=copy)
-                for limit in _RELIEVED[:: 4 if quick else 1]
+                Cell("memory_saving", d, n, costs[name], limit, recompute=recompute, copy=copy)
+                for limit in _LIMITS[:: 4 if quick else 1]
             ]
-            for heading, again, copy in _savings(peers["costs"][name], quick)
+            for heading, recompute, copy in _savings(peers["costs"][name], quick)
         },
         lots=[Cell("random", seed=seed) for seed in range(12 if quick else 60)],
         times=timed,
@@ -89,7 +89,7 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
 
 
 def _savings(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
-    """What may be done: in words, whether forwards again, and how long half a rank's activations are copied."""
+    """Returns what is allowed: a heading, whether to recompute, and how long half a rank's activations are copied."""
     copies = {part: part * sum(costs[:3]) for part in (_COPIES[-1:] if quick else _COPIES)}
     offloads = [(_offload(part), False, time) for part, time in copies.items()]
     return [("recompute", True, 0.0), *offloads, (f"both, {_COPIES[-1]:g}", True, copies[_COPIES[-1]])]
@@ -193,13 +193,13 @@ d = {d}, n = {n}, costs `{drawn_costs}`, by seconds of search; "no less than" is
 {table.curve(curve, float(d)) if curve else "Nothing was measured."}
 ## With recompute and offload
 
-The same size and costs. Less time than `adaptive` alone takes is gained by doing forwards again, or by copying
-activations to the host and back; "0.5" says that a copy one way takes half as long as all the computing of the same
-layers. Lost: the share of the time that is no useful computing, so idle or spent on forwards done again (without
-these it is the bubble). In brackets: how much of the layers is done again, or offloaded.
+The same size and costs. `adaptive` may also recompute forwards, or offload activations to the host; "0.5" says that a
+copy one way takes half as long as all the computing of the same layers. Lost: the share of the time without useful
+computing, idle or spent on recomputed forwards (without recompute it is the bubble). In brackets: the share of the
+layers that is recomputed, or offloaded.
 
 {table.saved(cells.saved, curve, kept.find)}
-## Sizes and costs drawn by lot
+## Random sizes and costs
 
 d from 2 to 24, n from 1 to 3d, costs in ratios up to 3, every 1/(4d) of the model of another length, half of them of
 another memory too, and any memory limit up to 1.25.
@@ -225,7 +225,7 @@ def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) ->
     caption = f"1F1B holds {d}. Beyond the edges: {', '.join(beyond)}"
     if saved:
         caption += (
-            f". Forwards done again count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
+            f". Recomputed forwards count as bubble; a copy one way takes {_COPIES[-1]:g} of the computing. "
             "Each curve shows the best plan found for a limit or a smaller one; with recompute or offload, plans "
             "without count too."
         )

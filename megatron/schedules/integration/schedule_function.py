@@ -291,7 +291,7 @@ class ScheduleFunction:
     def _watching(self, profiled: Watching | None, offloads: Offloads | None) -> list[Observer]:
         """Who is told of this call's actions; and of its copies."""
         if offloads is not None:
-            offloads.watch = None if profiled is None else profiled.copies
+            offloads.copies.watch = None if profiled is None else profiled.copies
         return [*self._observers, *(() if profiled is None else profiled.observers)]
 
     def _begun_offloads(

@@ -8,13 +8,13 @@ allocates memory, and the copy back begins; I waits for that. So no memory is fr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
-from megatron.schedules.runtime.copies import Copies, CopyWatch
+from megatron.schedules.runtime.copies import Copies
 from megatron.schedules.runtime.host_buffers import HostMemory
 from megatron.schedules.runtime.saved_tensors import OffloadedForward
 from megatron.schedules.runtime.weight_gradients import Key
@@ -35,25 +35,17 @@ class Offloads:
         advice: what a reader of an error can do, put at its end.
 
     Attributes:
+        copies: as above.
         meter: also counts what is on the device; None (usual in training) counts nothing.
     """
 
     def __init__(self, copies: Copies, advice: str = "offload less") -> None:
         self.meter: ActivationMeter | None = None
-        self._copies, self._advice = copies, advice
+        self.copies, self._advice = copies, advice
         self._memory = HostMemory(copies.allocate)
         # An attribute, neither thread-local nor context-local: see WeightGradients.
         self._open: OffloadedForward | None = None
         self._forwards: dict[Key, OffloadedForward] = {}
-
-    @property
-    def watch(self) -> CopyWatch | None:
-        """Notified of each copy; None (usual) for nobody."""
-        return self._copies.watch
-
-    @watch.setter
-    def watch(self, watch: CopyWatch | None) -> None:
-        self._copies.watch = watch
 
     @property
     def host_bytes(self) -> int:
@@ -72,7 +64,7 @@ class Offloads:
             OffloadError: there is too little host memory, or a copy cannot begin.
         """
         key = stage, microbatch
-        self._open = forward = OffloadedForward(self._copies, self.meter)
+        self._open = forward = OffloadedForward(self.copies, self.meter)
         try:
             yield
         finally:
@@ -86,14 +78,9 @@ class Offloads:
                 forward.copy_out(block)
         self._forwards[key] = forward
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """Surrounds a part of the forward whose activations are offloaded; does nothing outside :meth:`forward`."""
-        if self._open is None:
-            yield
-            return
-        with self._open.saving():
-            yield
+        return nullcontext() if self._open is None else self._open.saving()
 
     def offload(self, stage: int, microbatch: int) -> None:
         """O: the device waits for the copy's end, then what was copied is freed.
@@ -130,8 +117,8 @@ class Offloads:
         if forward.back is not None:
             with self._named((stage, microbatch), f"the copy of {_mib(forward.bytes)} from the host failed"):
                 forward.back.wait()
-        if self.watch is not None:
-            self.watch.arrived()
+        if self.copies.watch is not None:
+            self.copies.watch.arrived()
         del self._forwards[stage, microbatch]
 
     def assert_empty(self) -> None:

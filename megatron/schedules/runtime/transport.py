@@ -1,4 +1,4 @@
-"""Transport: messages between pipeline ranks over torch.distributed, a process group for each direction.
+"""Messages between pipeline ranks over torch.distributed, with a process group for each direction.
 
 Collectives of all ranks of a pipeline go over a group of their own (:mod:`.collectives`).
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,37 +18,6 @@ from torch import Tensor
 
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
 from megatron.schedules.runtime.program import Channel
-
-
-class Transport(Protocol):
-    """Messages of one run of one rank. Each directed pair of ranks is a channel that keeps its order."""
-
-    def send(self, peer: int, tensor: Tensor) -> None:
-        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
-
-        The tensor has no graph behind it. Its storage must not be written to any more; it is kept alive as long as
-        needed.
-
-        Raises:
-            ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
-        """
-        ...
-
-    def receive(self, peer: int) -> Pending:
-        """Posts the receive of the next message from pipeline rank ``peer``; returns at once."""
-        ...
-
-    def collective(self, chain: Chain) -> Pending:
-        """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
-
-        Args:
-            chain: this rank's part; runs once, after those posted before it.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Waits until every send and every collective has completed; raises what one of them raised."""
-        ...
 
 
 class MessageSpec(NamedTuple):
@@ -234,8 +203,10 @@ def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
             )
 
 
-class GroupTransport(Transport):
-    """The messages of one run over :class:`Channels`; make a new one for each run, it costs next to nothing.
+class Transport:
+    """The messages of one run of one rank, over :class:`Channels`; make a new one for each run, it costs little.
+
+    Each directed pair of ranks is a channel that keeps its order.
 
     A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones are freed
     while the run goes on. gloo reports nothing of a send before it is waited for, so there all stay until
@@ -268,10 +239,10 @@ class GroupTransport(Transport):
         self._spec = spec
         self._collectives = collectives
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._shapes: GroupTransport | None = None
+        self._shapes: Transport | None = None
         if shapes is not None:
             sizes = MessageSpec((len(spec.shape),), torch.int64, torch.device("cpu"))
-            self._shapes = GroupTransport(shapes, sizes)
+            self._shapes = Transport(shapes, sizes)
 
     @property
     def unfinished(self) -> int:
@@ -279,6 +250,14 @@ class GroupTransport(Transport):
         return len(self._sends)
 
     def send(self, peer: int, tensor: Tensor) -> None:
+        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
+
+        The tensor has no graph behind it. Its storage must not be written to any more; it is kept alive as long as
+        needed.
+
+        Raises:
+            ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
+        """
         shape, dtype, _ = self._spec
         fits = tensor.shape == shape if self._shapes is None else tensor.dim() == len(shape)
         if not fits or tensor.dtype != dtype:
@@ -292,16 +271,22 @@ class GroupTransport(Transport):
         self._sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
+        """Posts the receive of the next message from pipeline rank ``peer``; returns at once, but for ``shapes``."""
         shape = self._spec.shape if self._shapes is None else self._shapes.receive(peer).wait().tolist()
         buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
         return _Arriving(self._channels.incoming[peer].receive(buffer), buffer, self._spec.device)
 
     def collective(self, chain: Chain) -> Pending:
+        """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
+
+        ``chain`` is this rank's part; it runs once, after those posted before it.
+        """
         if self._collectives is None:
             self._collectives = collectives_on(self._spec.device)
         return self._collectives.post(chain)
 
     def finish(self) -> None:
+        """Waits until every send and every collective has completed; raises what one of them raised."""
         if self._shapes is not None:
             self._shapes.finish()
         if self._collectives is not None:

@@ -9,8 +9,8 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,10 +49,9 @@ def enable() -> None:
     # Before anything is replaced: at import torch's compiler records torch's own functions.
     import megatron.training  # noqa: F401
 
-    for name, replacement in _TORCH_CUDA.items():
+    for name, replacement in (_TORCH_CUDA | _TORCH_CUDA_RANDOM).items():
         setattr(torch.cuda, name, replacement)
     for name, replacement in _TORCH_CUDA_RANDOM.items():
-        setattr(torch.cuda, name, replacement)
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
     adam.enable()
@@ -69,19 +68,21 @@ def _called_by_megatron() -> bool:
     return isinstance(name, str) and name.startswith("megatron.") and not name.startswith("megatron.schedules.")
 
 
+def _none(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
 class _Stream:
     """A stream without work: what runs on the CPU is done when the call returns."""
 
     cuda_stream = 0
     device = torch.device("cpu")
+    wait_stream = wait_event = synchronize = _none
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, *args: Any) -> None: ...
-
-    def wait_event(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -96,15 +97,13 @@ class _Stream:
 
 
 class _Event:
+    wait = synchronize = _none
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
 
     def record(self, *args: Any) -> None:
         self._time = time.perf_counter()
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -122,53 +121,29 @@ class _Properties:
     total_memory = 1 << 34
 
 
-@contextmanager
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
-def _none(*args: Any, **kwargs: Any) -> None: ...
-
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 _MEMORY_STATISTICS = (
-    "allocated_bytes.all.current",
-    "allocated_bytes.all.peak",
-    "reserved_bytes.all.current",
-    "reserved_bytes.all.peak",
-    "allocation.all.current",
-    "active_bytes.all.peak",
-    "num_alloc_retries",
+    *(f"{what}_bytes.all.{when}" for what in ("allocated", "reserved") for when in ("current", "peak")),
+    *("allocation.all.current", "active_bytes.all.peak", "num_alloc_retries"),
 )
+_DO_NOTHING = ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_peak_memory_stats")
+_ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
 
 _TORCH_CUDA: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_DO_NOTHING, _none),
+    **dict.fromkeys(_ZERO, _zero),
     "is_available": lambda: _called_by_megatron(),
     "device_count": lambda: 1 if _called_by_megatron() else 0,
     "current_device": lambda: "cpu",
-    "set_device": _none,
-    "device": _nothing,
-    "synchronize": _none,
-    "empty_cache": _none,
-    "ipc_collect": _none,
+    "device": lambda *args, **kwargs: nullcontext(),
     "Stream": _Stream,
     "Event": _Event,
     "stream": lambda stream: stream or _Stream(),
     "current_stream": _Stream,
     "default_stream": _Stream,
-    "set_stream": _none,
     "is_current_stream_capturing": lambda: False,
     "get_device_properties": lambda *args: _Properties(),
     "get_device_capability": lambda *args: (8, 0),
     "get_device_name": lambda *args: "CPU",
-    "memory_allocated": _zero,
-    "max_memory_allocated": _zero,
-    "memory_reserved": _zero,
-    "max_memory_reserved": _zero,
-    "device_memory_used": _zero,
-    "reset_peak_memory_stats": _none,
     "memory_stats": lambda *args: dict.fromkeys(_MEMORY_STATISTICS, 0),
     "mem_get_info": lambda *args: (1 << 34, 1 << 34),
 }
@@ -222,14 +197,10 @@ def _replace_in_megatron() -> None:
         dataset_utils.compile_helpers = _none
 
 
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
-
-
 def _on_cpu(value: Any) -> Any:
-    return "cpu" if _is_cuda(value) else value
+    """Returns the CPU in place of a CUDA device; other values as they are."""
+    name = value.type if isinstance(value, torch.device) else value
+    return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
 
 
 # For random numbers that a machine with a GPU draws on the CPU; the default generator here stands for the GPU's.
@@ -250,8 +221,8 @@ class OnTheCpu(TorchFunctionMode):
             return _type(func, args, kwargs)
         if func is torch.Tensor.to:
             args = tuple(map(_on_cpu, args))
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": "cpu"}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
