@@ -56,15 +56,7 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
     """Sends what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
 
     For microbatches without O, and in evaluation, nothing changes. A layer that is recomputed as a whole saves only its
-    input, outside its forward; that stays on the device.
-
-    Args:
-        model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        offloads: of the rank.
-        count: of the chunk's layers; None for all.
-
-    Returns:
-        The number of layers.
+    input, outside its forward; that stays on the device. Returns the number of layers; ``count`` None means all.
     """
     layers = decoder_layers(model_chunk)[:count]
     for layer in layers:

@@ -77,23 +77,18 @@ def make_channels(
 ) -> Channels:
     """Makes a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
-    Each direction has its own group because NCCL runs the messages between two ranks of one group one after another in
-    the order issued, both directions together, each waiting for its partner: two ranks that both send and then receive
-    would hang.
+    Each direction has its own group: NCCL runs the messages between two ranks of one group one after another, both
+    directions together, each waiting for its partner, so two ranks that both send and then receive would hang. One
+    number goes over every channel, because NCCL makes a communicator at the first message and blocks the host until
+    both ends are there. Pairs that share no rank do so at once.
 
-    One number goes over every channel before it is used. NCCL makes a communicator at the first message and blocks the
-    host until both ends are there; in a run the first receive is posted before passes that its sender waits for. Pairs
-    that share no rank exchange theirs at once, so this takes no longer in a long pipeline.
-
-    Every process makes every group, though it is a member of few. Torch counts groups to name them. It can be told to
-    ask only the members (``use_local_synchronization``), but then counts those of the process, and stock makes more on
-    some ranks than on others.
+    Every process makes every group, though it is a member of few: torch counts groups to name them.
 
     Args:
         pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every process.
         channels: as :func:`.program.channels_of` gives them; the same on every process.
         backend: ``gloo`` or ``nccl``; the default group's where None.
-        timeout: how long a receive or a send may take before it raises; torch's default where None.
+        timeout: of a receive or a send; torch's default where None.
         options: makes a new ``pg_options`` for each group.
         new_group: as ``torch.distributed.new_group``.
 
@@ -130,18 +125,8 @@ def make_collective_group(
 ) -> dist.ProcessGroup:
     """Makes a process group of each whole pipeline, for its collectives; every process must call it.
 
-    Torch orders its ranks by their global numbers, whatever the pipeline's order. The ranks add up a number before the
-    group is used, which makes NCCL's communicator.
-
-    Args:
-        pipelines, backend, timeout, options, new_group: as for :func:`make_channels`.
-
-    Returns:
-        The group of this process's pipeline.
-
-    Raises:
-        ValueError: this process is not in exactly one pipeline.
-        RuntimeError: the group's sum is wrong.
+    Torch orders its ranks by their global numbers. They add up a number, which makes NCCL's communicator. Arguments
+    and errors as for :func:`make_channels`. Returns the group of this process's pipeline.
     """
     mine = _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
@@ -206,26 +191,19 @@ def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
 class Transport:
     """The messages of one run of one rank, over :class:`Channels`; make a new one for each run, it costs little.
 
-    Each directed pair of ranks is a channel that keeps its order.
-
-    A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones are freed
-    while the run goes on. gloo reports nothing of a send before it is waited for, so there all stay until
-    :meth:`finish`. gloo takes tensors in host memory only: those of another device are copied there first.
-
-    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so far, a
-    receive's ``wait`` makes the current stream wait, and storage returns to the current stream's pool only once its
+    Each directed pair of ranks is a channel that keeps its order. A send is posted and not waited for; its tensor stays
+    alive until the send has completed. gloo reports that only where it is waited for, so there all stay until
+    :meth:`finish`, and it copies tensors to host memory first. On NCCL a send waits for what the current stream has
+    queued, a receive's ``wait`` makes the current stream wait, and storage returns to that stream's pool once its
     message has completed. A posted receive occupies a few multiprocessors until its message comes.
-
-    With ``shapes`` each message may have any shape with the spec's number of dimensions. The shape is sent before the
-    tensor, between hosts: a sender's host knows it long before its GPU has the tensor, and no GPU has to stop for a
-    receiver's host to read it. So a rank's host waits where it posts a receive, for the host that posts the send; the
-    checker (:mod:`.checker`) has proved that this ends.
 
     Args:
         channels: this process's groups.
         spec: shape, dtype and device of every message of this run.
         collectives: runs collectives; by the spec's device where None.
-        shapes: groups of the backend gloo for the same channels, where shapes are not known beforehand.
+        shapes: groups of the backend gloo for the same channels. With them each message may have any shape with the
+            spec's number of dimensions: hosts send the shape ahead of the tensor. So a host waits where it posts a
+            receive; the checker (:mod:`.checker`) has proved that this ends.
     """
 
     def __init__(
@@ -252,8 +230,7 @@ class Transport:
     def send(self, peer: int, tensor: Tensor) -> None:
         """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
 
-        The tensor has no graph behind it. Its storage must not be written to any more; it is kept alive as long as
-        needed.
+        The tensor has no graph behind it, and nothing may write to its storage any more.
 
         Raises:
             ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
