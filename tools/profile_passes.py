@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
         assert chunk.again and chunk.input_bytes is not UNSET and made.copy_gbps
         again, left = 1e3 * chunk.again.median, chunk.input_bytes / 2**20
-        print(f"done again, their forward takes {again:.3g} ms and is left {left:.1f} MiB")
+        print(f"recomputed, their forward takes {again:.3g} ms and keeps {left:.1f} MiB")
         rates = made.copy_gbps
         ways = f"{rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"
         print(f"copies: {ways}")

@@ -2,27 +2,40 @@
 
 A tensor counts as the device's unless it was made in host memory: by a factory without a ``device``, or from tensors
 that were. What a GPU itself says of the same programs: ``scripts/run_gpu_tests.sh``.
+
+Torch has no function mode active inside a backward, so the detector enters itself there again: round the backwards of
+Python's autograd functions, and round each read of a tensor that a hook may make.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-_READS = {
-    getattr(Tensor, name)
-    for name in (
-        *("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__repr__", "__array__"),
-        *("nonzero", "masked_select", "unique", "unique_consecutive", "is_nonzero", "equal", "allclose", "bincount"),
-    )
-} | {torch.nonzero, torch.masked_select, torch.unique, torch.equal, torch.allclose, torch.is_nonzero, torch.bincount}
+from megatron.schedules.integration.cpu import standin
+
+_READING_METHODS = (
+    *("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__repr__", "__array__"),
+    *("nonzero", "masked_select", "unique", "unique_consecutive", "is_nonzero", "equal", "allclose", "bincount"),
+)
+_READS = {getattr(Tensor, name) for name in _READING_METHODS} | {
+    torch.nonzero,
+    torch.masked_select,
+    torch.unique,
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
+    torch.bincount,
+}
 _FROM_PYTHON = {torch.tensor, torch.as_tensor}
 _FACTORIES = _FROM_PYTHON | {
     *(torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.eye, torch.linspace, torch.rand),
@@ -43,7 +56,7 @@ class SyncDetector(TorchFunctionMode):
         self._host: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, getattr(func, "stock", func)
         tensors = list(_tensors((args, kwargs)))
         on_host = bool(tensors) and all(tensor in self._host for tensor in tensors)
         result = func(*args, **kwargs)
@@ -92,6 +105,27 @@ class SyncDetector(TorchFunctionMode):
 
         return made
 
+    def in_backward(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """``apply`` of a Python autograd function's node, with the modes that are active outside of a backward."""
+
+        def applied(*args: Any) -> Any:
+            with standin.OnTheCpu() if standin.enabled() else nullcontext(), self:
+                return apply(*args)
+
+        return applied
+
+    def in_hooks(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that reads a tensor, noted where no mode is active as well."""
+
+        def reading(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._len_torch_function_stack():
+                return read(*args, **kwargs)
+            with self:
+                return read(*args, **kwargs)
+
+        reading.stock = read  # type: ignore[attr-defined]
+        return reading
+
     def waits(self, *args: Any, **kwargs: Any) -> None:
         """Stands for what waits by its name: ``synchronize``."""
         self._note("synchronize waits for the device")
@@ -104,17 +138,15 @@ def detected() -> Iterator[SyncDetector]:
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", lambda: _Cuda("cpu")),
         (torch, "get_rng_state", detector.in_host_memory(torch.get_rng_state)),
+        (BackwardCFunction, "apply", detector.in_backward(BackwardCFunction.apply)),
         *((owner, "synchronize", detector.waits) for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream)),
+        *((Tensor, name, detector.in_hooks(getattr(Tensor, name))) for name in _READING_METHODS),
     ]
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, stand_in in replaced:
-        setattr(owner, name, stand_in)
-    try:
-        with detector:
-            yield detector
-    finally:
-        for owner, name, stock in kept:
-            setattr(owner, name, stock)
+    with ExitStack() as stack:
+        for owner, name, replacement in replaced:
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(detector)
+        yield detector
 
 
 def _is_device(device: Any) -> bool:

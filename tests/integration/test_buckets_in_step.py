@@ -13,7 +13,7 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program, channels_of
-from megatron.schedules.runtime.transport import GroupTransport
+from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.kinds import Kind
 from tests.planner.made_schedules import NAMED
 from tests.runtime.strict_wires import Device, Rendezvous, Waiting, strict_channels
@@ -110,7 +110,7 @@ def test_replicas_do_not_wait_for_each_other_for_ever(
             channels = strict_channels(channels_of(placement), devices, PATIENCE_S)
             for program, device, own in zip(programs, devices, channels, strict=True):
                 stages = Bucketed(program, device, meetings)
-                jobs.append((program, stages, WaitingForBuckets(stages, device), GroupTransport(own, SPEC)))
+                jobs.append((program, stages, WaitingForBuckets(stages, device), Transport(own, SPEC)))
 
         def carry_out(number: int, jobs: list[Any] = jobs) -> None:
             program, stages, waiting, transport = jobs[number]

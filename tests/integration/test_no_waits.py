@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,38 @@ def on_device(*numbers: float) -> torch.Tensor:
     return torch.zeros(len(numbers), device=DEVICE)
 
 
+class Reading(torch.autograd.Function):
+    """Calls ``read`` with the gradient, in the backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, read):  # type: ignore[no-untyped-def]
+        ctx.read = read
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        ctx.read(gradient)
+        return gradient, None
+
+
+def in_backward(read: Callable[[torch.Tensor], object]) -> None:
+    """``read`` in the backward of an autograd function."""
+    Reading.apply(on_device(1).requires_grad_(), read).sum().backward()
+
+
+def in_a_hook(read: Callable[[torch.Tensor], object]) -> None:
+    """``read`` in a hook of a leaf, where torch has no function mode at all."""
+    leaf = on_device(1).requires_grad_()
+    leaf.register_post_accumulate_grad_hook(lambda each: (read(each), None)[1])
+    leaf.sum().backward()
+
+
 WAITS = {
+    "item in a backward": lambda: in_backward(lambda gradient: gradient.item()),
+    "copy a number to the device in a backward": lambda: in_backward(lambda _: torch.tensor(1.0, device=DEVICE)),
+    "pick by a mask in a backward": lambda: in_backward(lambda gradient: gradient[gradient > 1]),
+    "bool in a hook": lambda: in_a_hook(lambda leaf: bool(leaf.grad > 0)),
+    "item in a hook": lambda: in_a_hook(lambda leaf: leaf.grad.item()),
     "item": lambda: on_device(1).item(),
     "tolist": lambda: on_device(1, 2).tolist(),
     "bool": lambda: bool(on_device(1) > 0),
@@ -67,6 +99,9 @@ WAITS = {
     "of an event": lambda: torch.cuda.Event.synchronize(None),
 }
 FREE = {
+    "make there in a backward": lambda: in_backward(lambda gradient: gradient + torch.zeros(1, device=DEVICE)),
+    "read in host memory in a backward": lambda: in_backward(lambda _: torch.zeros(2).sum().item()),
+    "make there in a hook": lambda: in_a_hook(lambda leaf: leaf.grad.add_(1)),
     "read in host memory": lambda: torch.zeros(2).sum().item(),
     "copy behind the host": lambda: torch.zeros(2).to(DEVICE, non_blocking=True),
     "take as it is": lambda: torch.as_tensor(on_device(1), device=DEVICE),

@@ -26,7 +26,7 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Program, channels_of
 from megatron.schedules.runtime.recorder import HostClock, Recorder
 from megatron.schedules.runtime.replanner import Replanner
-from megatron.schedules.runtime.transport import GroupTransport
+from megatron.schedules.runtime.transport import Transport
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
@@ -80,7 +80,7 @@ def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any
         stages = _Stages(passes, plans.program)
         begin = begin_together()
         recorder.begin()
-        run(plans.program, stages, GroupTransport(_channels(channels_of(first.placement)), _SPEC), [recorder])
+        run(plans.program, stages, Transport(_channels(channels_of(first.placement)), _SPEC), [recorder])
         recorder.end()
         taken.append((begin, time.monotonic()))
         ran.append(plans.running is first)

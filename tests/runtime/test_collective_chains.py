@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.schedules.runtime.collectives import SideStream, Worker, collectives_on
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_collective_group
+from megatron.schedules.runtime.transport import Channels, MessageSpec, Transport, make_collective_group
 from tests.ranks import run_ranks
 from tests.waiting import until
 
@@ -68,7 +68,7 @@ def test_what_a_chain_gives_has_no_history_and_is_let_go_of_once_it_is_taken():
 
 def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
     before = workers()
-    transport = GroupTransport(Channels({}, {}, CPU), SPEC)
+    transport = Transport(Channels({}, {}, CPU), SPEC)
     transport.finish()
     assert workers() == before
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
 
 def test_a_run_that_is_given_up_leaves_no_thread():
     before = workers()
-    transport = GroupTransport(Channels({}, {}, CPU), SPEC)
+    transport = Transport(Channels({}, {}, CPU), SPEC)
     transport.collective(lambda: None)
     del transport
     gc.collect()
@@ -89,7 +89,7 @@ def test_a_run_that_is_given_up_leaves_no_thread():
 
 def test_messages_of_any_shape_go_with_collectives_too():
     none = Channels({}, {}, CPU)
-    transport = GroupTransport(none, SPEC, shapes=none)
+    transport = Transport(none, SPEC, shapes=none)
     assert transport.collective(lambda: torch.ones(3)).wait().sum() == 3
     transport.finish()
 

@@ -14,7 +14,7 @@ from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
-from megatron.schedules.runtime.transport import GroupTransport, MessageSpec
+from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.schedule.costs import Costs
 from tests.planner.made_schedules import NAMED, REAL
 from tests.runtime.random_schedules import forwards_of, random_schedule
@@ -100,7 +100,7 @@ def ends(
     """Whether ``programs``, a thread for each rank of each replica, come to their end."""
     placement = programs[0].placement
     reductions = {stage: Rendezvous(replicas, patience) for stage in range(placement.stages)}
-    ranks: dict[int, tuple[Program, Waiting, GroupTransport]] = {}
+    ranks: dict[int, tuple[Program, Waiting, Transport]] = {}
     for replica in range(replicas):
         devices = [Device(waits=waits) for _ in programs]
         tensors = strict_channels(channels_of(placement), devices, patience)
@@ -108,8 +108,8 @@ def ends(
         shapes = strict_channels(channels_of(placement), [Device(waits=False) for _ in programs], patience)
         for rank, program in enumerate(programs):
             stages = Waiting(MarkedStages(placement.last_stage, varied=varied), devices[rank], reductions)
-            fixed = GroupTransport(tensors[rank], SPEC, StrictRunner(all_ranks, devices[rank]))
-            transport = GroupTransport(tensors[rank], SPEC, shapes=shapes[rank]) if varied else fixed
+            fixed = Transport(tensors[rank], SPEC, StrictRunner(all_ranks, devices[rank]))
+            transport = Transport(tensors[rank], SPEC, shapes=shapes[rank]) if varied else fixed
             ranks[replica * len(programs) + rank] = program, stages, transport
 
     errors = errors_in_threads(list(ranks), lambda number: run(*ranks[number]))

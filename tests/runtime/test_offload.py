@@ -394,6 +394,6 @@ def test_who_waits_for_a_copy_says_so(action: str, says: str):
     tracker.begin(program)
     tracker.reach(next(each for each in program.instructions if str(each.action) == action))
     watch = StallWatch(tracker, 10.0, global_rank=0, advice="")
-    line = next(line for _ in range(20) if (line := watch.look(1.0)))
+    line = next(line for _ in range(60) if (line := watch.look(1.0)))
     assert f"in {action}, which" in line and says in line
     assert ("copies" in line) == ("copies" in says)

@@ -168,7 +168,7 @@ def test_copies_have_times_of_their_own_and_who_waits_for_one_does_not_compute()
 
     def body(program: Program, transport: Transport) -> None:
         recorder, offloads = recorders[program.rank], Offloads(ThreadCopies(9.6e-6, pace=pace))
-        offloads.watch = recorder
+        offloads.copies.watch = recorder
         recorder.begin()
         run(program, OffloadingStages(program, offloads), transport, [recorder])
         recorder.end()

@@ -19,8 +19,8 @@ from megatron.schedules.runtime.program import (
     channels_of,
 )
 from megatron.schedules.runtime.transport import (
-    GroupTransport,
     MessageSpec,
+    Transport,
     make_channels,
     make_collective_group,
 )
@@ -168,7 +168,7 @@ def _gloo_body(schedules: list[Schedule]) -> list[tuple[list, dict]]:
     for schedule in schedules:
         program = lowered(schedule)[dist.get_rank()]
         stages = SharingStages(program, gather)
-        run(program, stages, GroupTransport(channels, spec))
+        run(program, stages, Transport(channels, spec))
         gradients = [g.numpy() for g in stages.gradients() if g is not None]
         found.append((gradients, {m: loss.numpy() for m, loss in stages.losses.items()}))
     return found
@@ -193,7 +193,7 @@ def _breaking_body(schedule: Schedule, op: Op, patience: float) -> None:
     if dist.get_rank() == 1:
         _failing(stages, op)
     spec = MessageSpec(SHAPE, torch.float64, torch.device("cpu"))
-    run(program, stages, GroupTransport(channels, spec, Worker(patience)))
+    run(program, stages, Transport(channels, spec, Worker(patience)))
 
 
 @pytest.mark.parametrize(("op", "patience"), [(Op.EMBED, 0.5), (Op.SUM, 10 * HANGS_S)])

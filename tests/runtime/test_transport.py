@@ -21,7 +21,7 @@ from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel, channels_of
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels, rounds
+from megatron.schedules.runtime.transport import Channels, MessageSpec, Transport, make_channels, rounds
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from tests.ranks import outcomes_of, run_ranks
@@ -46,7 +46,7 @@ def _run_all(schedules: list[Schedule], rank: int, channels: Channels) -> list[t
         placement = schedule.placement
         program = lower(schedule)[rank]
         stages = PlainStages(placement.stages_of(rank), placement.last_stage)
-        run(program, stages, GroupTransport(channels, SPEC))
+        run(program, stages, Transport(channels, SPEC))
         gradients = {s: [g.numpy() for g in grads] for s, grads in stages.gradients().items()}
         found.append((gradients, {m: loss.item() for m, loss in stages.losses.items()}))
     return found
@@ -153,7 +153,7 @@ def test_every_process_is_told_of_all_groups_in_one_order():
 def _order_body() -> list[float]:
     """Each side posts both sends before either receives: nothing may wait for the other direction."""
     rank = dist.get_rank()
-    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), ONE)
+    transport = Transport(make_channels([[0, 1]], BOTH_WAYS), ONE)
     for k in range(8):
         transport.send(1 - rank, torch.full((4,), float(10 * rank + k)))
     pending = [transport.receive(1 - rank) for _ in range(8)]
@@ -171,7 +171,7 @@ def _dtypes_body() -> list[bool]:
     channels = make_channels([[0, 1]], BOTH_WAYS)
     same = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        transport = GroupTransport(channels, MessageSpec((5, 3), dtype, CPU))
+        transport = Transport(channels, MessageSpec((5, 3), dtype, CPU))
         tensor = torch.arange(15.0).to(dtype).view(3, 5).t()  # not contiguous
         pending = transport.receive(1 - rank)
         transport.send(1 - rank, tensor)
@@ -185,7 +185,7 @@ def test_any_dtype_and_layout():
 
 
 def _mismatch_body() -> str:
-    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), ONE)
+    transport = Transport(make_channels([[0, 1]], BOTH_WAYS), ONE)
     try:
         transport.send(1 - dist.get_rank(), torch.zeros(5))
     except ValueError as error:
@@ -200,7 +200,7 @@ def test_a_message_unlike_the_agreed_one_is_refused():
 def _lifetime_body() -> tuple[int, int, bool]:
     """Rank 0 drops its tensors at once and makes others while rank 1 has posted nothing yet."""
     spec = MessageSpec((1000,), torch.float32, CPU)
-    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), spec)
+    transport = Transport(make_channels([[0, 1]], BOTH_WAYS), spec)
     right = True
     if dist.get_rank() == 0:
         for k in range(10):
@@ -247,7 +247,7 @@ class FakeEnd:
 
 def test_completed_sends_are_let_go_of_in_order_while_running():
     works = [FakeWork() for _ in range(4)]
-    transport = GroupTransport(Channels({1: FakeEnd(works)}, {}, CPU), ONE)
+    transport = Transport(Channels({1: FakeEnd(works)}, {}, CPU), ONE)
     storages = []
     held = []
     for _ in works:
@@ -267,7 +267,7 @@ def test_completed_sends_are_let_go_of_in_order_while_running():
 def _overlap_body() -> bool:
     """Were a send to wait for its receive, or a transfer for who waits for it, a barrier would never be reached."""
     spec = MessageSpec((1 << 20,), torch.float32, CPU)
-    transport = GroupTransport(make_channels([[0, 1]], BOTH_WAYS), spec)
+    transport = Transport(make_channels([[0, 1]], BOTH_WAYS), spec)
     right = True
     if dist.get_rank() == 0:
         for k in range(4):
@@ -310,7 +310,7 @@ def _breaking_body(schedule: Schedule, broken: int, how: str, seconds: float) ->
     Breaking.how = how
     stages = kind(placement.stages_of(rank), placement.last_stage)
     try:
-        run(lower(schedule)[rank], stages, GroupTransport(channels, SPEC))
+        run(lower(schedule)[rank], stages, Transport(channels, SPEC))
     except RuntimeError:
         _store().set("given up", str(rank))
         raise
@@ -353,7 +353,7 @@ def _forward_only_body(schedules: list[Schedule]) -> list[dict[int, float]]:
     for schedule in schedules:
         placement = schedule.placement
         stages = PlainStages(placement.stages_of(rank), placement.last_stage)
-        run(lower(schedule)[rank], stages, GroupTransport(channels, SPEC))
+        run(lower(schedule)[rank], stages, Transport(channels, SPEC))
         found.append({m: loss.item() for m, loss in stages.losses.items()})
     return found
 

@@ -13,7 +13,7 @@ from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Channel
-from megatron.schedules.runtime.transport import Channels, GroupTransport, MessageSpec, make_channels
+from megatron.schedules.runtime.transport import Channels, MessageSpec, Transport, make_channels
 from megatron.schedules.schedule.schedule import Schedule
 from tests.ranks import run_ranks
 from tests.runtime.plain_stages import PlainStages, without_pipeline
@@ -30,9 +30,9 @@ def gloo_channels() -> tuple[Channels, Channels]:
     return make_channels([world], pairs), make_channels([world], pairs, backend="gloo")
 
 
-def variable_transport() -> GroupTransport:
+def variable_transport() -> Transport:
     channels, shapes = gloo_channels()
-    return GroupTransport(channels, SPEC, shapes=shapes)
+    return Transport(channels, SPEC, shapes=shapes)
 
 
 def _run_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
@@ -41,7 +41,7 @@ def _run_body(schedules: list[Schedule]) -> list[tuple[dict, dict]]:
     for schedule in schedules:
         placement = schedule.placement
         stages = PlainStages(placement.stages_of(rank), placement.last_stage, varied=True)
-        run(lower(schedule)[rank], stages, GroupTransport(channels[0], SPEC, shapes=channels[1]))
+        run(lower(schedule)[rank], stages, Transport(channels[0], SPEC, shapes=channels[1]))
         gradients = {s: [None if g is None else g.numpy() for g in gs] for s, gs in stages.gradients().items()}
         found.append((gradients, {m: loss.item() for m, loss in stages.losses.items()}))
     return found

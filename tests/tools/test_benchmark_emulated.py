@@ -68,7 +68,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
         assert row["seconds"] > 0.95 * 8 * 2.85 * 0.002
         assert row["simulated_seconds_without_latency"] <= row["simulated_seconds"]
         assert 1 <= row["memory"] <= 2.5
-        assert 0 <= row["hop_seconds"] <= 0.001 and 0 <= row["hop_seconds_beforehand"] <= 0.001
+        assert 0 <= row["latency_seconds"] <= 0.001 and 0 <= row["latency_seconds_beforehand"] <= 0.001
     assert len(claims(rows)) == 2  # of a size that the claims about V-ZB, V-Half and adaptive are not about
     assert "ours v-zb" in section(rows)
 
@@ -76,12 +76,12 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
 def test_what_is_relieved_runs_and_holds_what_is_planned(job):
     _, rows, _, _ = job
     stock = [row for row in rows if row["engine"] == "megatron-core"]
-    ours = {(row["schedule"], row["relief"]): row for row in rows if row["engine"] == "ours"}
-    assert [row["relief"] for row in stock] == list(saving.STOCK)
-    # Less than one microbatch's: without relief nothing runs.
+    ours = {(row["schedule"], row["memory_saving"]): row for row in rows if row["engine"] == "ours"}
+    assert [row["memory_saving"] for row in stock] == list(saving.STOCK)
+    # Less than one microbatch's: without memory saving nothing runs.
     expected = [("v-zb", "nothing"), *(("adaptive 0.375", saved) for saved in ("R", "O, L", "R, O, L"))]
     assert list(ours) == expected
-    assert ours["adaptive 0.375", "R"]["again"] > 0 and ours["adaptive 0.375", "O, L"]["offloaded"] > 0
+    assert ours["adaptive 0.375", "R"]["recomputed"] > 0 and ours["adaptive 0.375", "O, L"]["offloaded"] > 0
     for row in rows:
         assert row["seconds"] > 0.95 * 4 * 5.7 * 0.002 and row["simulated_seconds"] > 0
     for row in ours.values():
@@ -140,8 +140,8 @@ def row(engine: str, schedule: str, seconds: float, memory: float, error: float 
         "high": seconds,
         "simulated_seconds": seconds,
         "simulated_seconds_without_latency": seconds,
-        "hop_seconds": 0.0003,
-        "hop_seconds_beforehand": 0.0004,
+        "latency_seconds": 0.0003,
+        "latency_seconds_beforehand": 0.0004,
         "error": error,
         "speedup_over_stock_1f1b": 2.6 / seconds,
         "memory": memory,

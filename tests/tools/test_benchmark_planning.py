@@ -94,29 +94,31 @@ def test_lots_count_what_goes_wrong():
     assert "**1** of the 3 where one fits" in said
 
 
-def test_relief_has_a_cell_for_each_limit_and_a_row_in_the_table():
+def test_memory_saving_has_a_cell_for_each_limit_and_a_row_in_the_table():
     saved = benchmark_planning.cells_of(PEERS, quick=True).saved
     assert list(saved) == ["recompute", "offload, 0.5", "both, 0.5"]
     limits = [[cell.up_to for cell in cells] for cells in saved.values()]
     assert limits[0] == limits[1] == limits[2] and limits[0][0] == 0.125
     assert saved["offload, 0.5"][0].copy == pytest.approx((1 + 1.1 + 0.75) / 2)
     small = {
-        heading: [Cell("relief", 2, 6, "1,1.1,0.75,0.05", 0.5, 0.1, again=not copy, copy=copy)]
+        heading: [Cell("memory_saving", 2, 6, "1,1.1,0.75,0.05", 0.5, 0.1, recompute=not copy, copy=copy)]
         for heading, copy in (("recompute", 0.0), ("offload", 0.7))
     }
     results = {str(cell): measure(cell) for cells in small.values() for cell in cells}
     assert all(found["within"] and found["peak"] <= 1 + 1e-9 for found in results.values())
-    again, offload = results.values()
-    assert again["copying"] == 0 == offload["recomputed"]
-    assert again["useful"] * again["makespan"] == pytest.approx(6 * 2 * 2.85), "the same work, whatever is done again"
+    recompute, offload = results.values()
+    assert recompute["copying"] == 0 == offload["recomputed"]
+    assert recompute["useful"] * recompute["makespan"] == pytest.approx(6 * 2 * 2.85), (
+        "the same work, whatever is recomputed"
+    )
     assert offload["useful"] == pytest.approx(1 - offload["bubble"])
     alone = {4.0: {"rungs": [rung(1, 0.3)], "named": []}}
     said = table.saved(small, alone, lambda cell: results[str(cell)])
     assert "| memory | of 1F1B's | without | recompute | offload |" in said
-    assert f"| 1 | 50.0 % | 30.00 % | {100 * (1 - again['useful']):.2f} % " in said
+    assert f"| 1 | 50.0 % | 30.00 % | {100 * (1 - recompute['useful']):.2f} % " in said
 
 
-def test_the_drawing_has_curves_of_relief(tmp_path):
+def test_the_drawing_has_curves_of_memory_saving(tmp_path):
     cells = benchmark_planning.cells_of(PEERS, quick=True)
     kept = benchmark_planning.Kept(tmp_path / "kept.jsonl")
     for heading, useful in (("recompute", 0.7), ("offload, 0.5", 0.9)):
@@ -133,7 +135,7 @@ def test_the_drawing_has_curves_of_relief(tmp_path):
     assert "with recompute" not in without and 'class="again"' not in without
 
 
-def test_curves_of_relief_are_measured_at_every_limit_of_the_curve_without():
+def test_curves_of_memory_saving_are_measured_at_every_limit_of_the_curve_without():
     cells = benchmark_planning.cells_of(PEERS, quick=False)
     for row in cells.saved.values():
         ranks, n = row[0].ranks, row[0].microbatches

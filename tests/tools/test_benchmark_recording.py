@@ -29,12 +29,12 @@ def test_ranks_get_one_clock_and_their_figures_are_those_of_what_they_told():
     assert row["worst_pass_error"] == -0.02
     assert row["ratio"]["median"] == pytest.approx(1.1)
     assert row["aligned_length_over_wall"]["median"] == pytest.approx(1)
-    assert row["hop_ms"]["median"] == pytest.approx(0.5)
+    assert row["latency_ms"]["median"] == pytest.approx(0.5)
 
 
 def test_a_run_is_recorded():
     row = recording.row(REQUEST, repetitions=2, unit=0.005)
-    for name in ("without_s", "recorded_s", "ratio", "hop_ms", "aligned_length_over_wall"):
+    for name in ("without_s", "recorded_s", "ratio", "latency_ms", "aligned_length_over_wall"):
         assert all(math.isfinite(value) for value in row[name].values()), name
     # Sleeping passes are never shorter than all of one rank's.
     assert min(row["without_s"]["low"], row["recorded_s"]["low"]) > 0.9 * 4 * 3 * 0.005

@@ -107,7 +107,10 @@ def test_rows_come_from_another_process(capfd):
 def test_relieved_plans_have_their_own_verdicts():
     def claims(times: float, said: float) -> list[Claim]:
         held = [memory_saving.Held(2, round(2000 * times), 1.5, said, 1500)] * 4
-        rows = [memory_row("1f1b", 4, peaks(4), peaks(4)), memory_saving.relief_row("0.5", "offload", 1000, held)]
+        rows = [
+            memory_row("1f1b", 4, peaks(4), peaks(4)),
+            memory_saving.memory_saving_row("0.5", "offload", 1000, held),
+        ]
         assert "| 50.0% | " in memory.section(rows)
         device, host = memory.claims(rows)[-2:]
         assert "every rank holds what is planned" in device.text and "host memory" in host.text

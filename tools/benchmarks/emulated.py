@@ -73,7 +73,7 @@ def _setting(d: int, n: int, text: str, repetitions: int, say: Say) -> Iterator[
     latency = _fitted_latency(found, spreads, costs)
     say(f"{name}: P2P latency is {latency * 1e3:.2f} ms as fitted to ours")
     setting = {"pipeline_size": d, "microbatches": n, "costs": text, "repetitions": repetitions}
-    setting |= {"hop_seconds": latency, "hop_seconds_beforehand": beforehand}
+    setting |= {"latency_seconds": latency, "latency_seconds_beforehand": beforehand}
     for one, spread in zip(found, spreads, strict=True):
         yield _row(one, spread, costs, setting) | {"speedup_over_stock_1f1b": round(spreads[0].per(spread), 4)}
 
@@ -94,7 +94,7 @@ def _expected(found: Sequence[Contestant], costs: Costs) -> float:
 
 def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, Any]) -> dict[str, Any]:
     on_stages = costs.on(one.schedule.placement)
-    expected = simulated(one.schedule, on_stages, setting["hop_seconds"])
+    expected = simulated(one.schedule, on_stages, setting["latency_seconds"])
     seconds, low, high = (round(value, 4) for value in spread)
     return {
         "engine": one.engine,

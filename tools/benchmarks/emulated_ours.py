@@ -18,8 +18,8 @@ from megatron.schedules.runtime.program import COLLECTIVES, Channel, Op, Program
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.transport import (
     Channels,
-    GroupTransport,
     MessageSpec,
+    Transport,
     make_channels,
     make_collective_group,
 )
@@ -39,7 +39,7 @@ def start(programs: Sequence[Program], passes: Passes, observers: Sequence[Obser
 
 def carry_out(program: Program, stages: Stages, observers: Sequence[Observer] = ()) -> None:
     """``program`` once, on these stages and our own transport."""
-    run(program, stages, GroupTransport(_channels(channels_of(program.placement)), _SPEC), observers)
+    run(program, stages, Transport(_channels(channels_of(program.placement)), _SPEC), observers)
 
 
 def settle(

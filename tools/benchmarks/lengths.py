@@ -165,7 +165,7 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
             "microbatches": n,
             "drawn": drawn,
             "repetitions": repetitions,
-            "hop_seconds": latency,
+            "latency_seconds": latency,
             "seconds": round(spread.median, 4),
             "low": round(spread.low, 4),
             "high": round(spread.high, 4),

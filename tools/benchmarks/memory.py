@@ -183,7 +183,7 @@ def section(rows: Sequence[Row]) -> str:
 
 
 def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    return [row for row in rows if "relief" not in row], [row for row in rows if "relief" in row]
+    return [row for row in rows if "memory_saving" not in row], [row for row in rows if "memory_saving" in row]
 
 
 _HOW = """\

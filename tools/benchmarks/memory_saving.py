@@ -17,7 +17,7 @@ RANKS = 4
 LIMITS = ("0.125", "0.25", "0.375", "0.5")
 # Milliseconds, and the 10**9 bytes a second at which a copy one way takes about a quarter of the computing.
 _COSTS, _GBPS = "10,11,7.5,0.5", "0.25"
-RELIEFS = {
+MEMORY_SAVINGS = {
     "recompute": ["--pipeline-save-memory", "recompute"],
     "offload": ["--pipeline-save-memory", f"offload={_GBPS}"],
     "both": ["--pipeline-save-memory", f"both={_GBPS}"],
@@ -54,18 +54,18 @@ def measure(model: Sequence[str], one: int, quick: bool, say: Say) -> Iterator[R
     from tools.benchmarks.emulated_ranks import run_ranks
 
     for limit in LIMITS[1:2] if quick else LIMITS:
-        for relief in list(RELIEFS)[:2] if quick else RELIEFS:
-            say(f"memory: {relief} within {limit} on {RANKS} ranks")
-            found = run_ranks(RANKS, partial(_train, model, limit, relief), 300)
-            yield relief_row(limit, relief, one, found)
+        for memory_saving in list(MEMORY_SAVINGS)[:2] if quick else MEMORY_SAVINGS:
+            say(f"memory: {memory_saving} within {limit} on {RANKS} ranks")
+            found = run_ranks(RANKS, partial(_train, model, limit, memory_saving), 300)
+            yield memory_saving_row(limit, memory_saving, one, found)
 
 
-def relief_row(limit: str, relief: str, one: int, found: Sequence[Held]) -> dict[str, Any]:
+def memory_saving_row(limit: str, memory_saving: str, one: int, found: Sequence[Held]) -> dict[str, Any]:
     """Each rank's bytes against planned microbatches times the bytes of one."""
     planned = [round(rank.planned * one) for rank in found]
     errors = [rank.full / plan - 1 for rank, plan in zip(found, planned, strict=True)]
     return {
-        "relief": relief,
+        "memory_saving": memory_saving,
         "limit": float(limit),
         "pipeline_size": len(found),
         "microbatches": 2 * len(found),
@@ -74,12 +74,12 @@ def relief_row(limit: str, relief: str, one: int, found: Sequence[Held]) -> dict
         "measured_bytes": [rank.full for rank in found],
         "worst_error": max(errors, key=abs),
         "planned_host_bytes": [round(rank.blocks * one) for rank in found],
-        "said_host_bytes": round(max(rank.said for rank in found)),
+        "reported_host_bytes": round(max(rank.said for rank in found)),
         "host_bytes": [rank.host for rank in found],
     }
 
 
-def _train(model: Sequence[str], limit: str, relief: str) -> Held:
+def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
     """One iteration of training on this rank."""
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def _train(model: Sequence[str], limit: str, relief: str) -> Held:
     shape = f"--pipeline-model-parallel-size {RANKS} --global-batch-size {2 * RANKS} --pipeline-schedule adaptive"
     flags = f"--pipeline-memory-limit {limit} --pipeline-costs {_COSTS}"
     os.environ[SEARCH_VARIABLE] = "1"
-    sys.argv = ["pretrain_gpt.py", *model, *shape.split(), *flags.split(), *RELIEFS[relief]]
+    sys.argv = ["pretrain_gpt.py", *model, *shape.split(), *flags.split(), *MEMORY_SAVINGS[memory_saving]]
     pretrain_gpt.main()
     return seen[0]
 
@@ -123,7 +123,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         )
     ]
     offloaded = [row for row in rows if any(row["host_bytes"])]
-    if off := {_named(row): row["said_host_bytes"] / max(row["host_bytes"]) - 1 for row in offloaded}:
+    if off := {_named(row): row["reported_host_bytes"] / max(row["host_bytes"]) - 1 for row in offloaded}:
         name = max(off, key=lambda name: abs(off[name]))
         found.append(
             Claim(
@@ -141,17 +141,17 @@ def section(rows: Sequence[Row]) -> str:
         f"With recompute, offload ({_GBPS} GB/s) or both, `adaptive` on four ranks within a fraction of 1F1B's memory: "
         "measured device memory over planned, on the rank that is furthest off, and KiB on the host that takes most."
     )
-    reliefs = list(dict.fromkeys(str(row["relief"]) for row in rows))
-    found = {(row["limit"], row["relief"]): row for row in rows}
+    savings = list(dict.fromkeys(str(row["memory_saving"]) for row in rows))
+    found = {(row["limit"], row["memory_saving"]): row for row in rows}
     table = []
     for limit in dict.fromkeys(row["limit"] for row in rows):
-        at = [found.get((limit, relief)) for relief in reliefs]
+        at = [found.get((limit, memory_saving)) for memory_saving in savings]
         device = ["" if row is None else f"{row['worst_error']:+.1%}" for row in at]
         host = ["" if row is None else f"{max(row['host_bytes']) / 1024:.0f}" for row in at]
         table.append([f"{limit:.1%}", *device, *host])
-    heads = [f"{what}, {relief}" for what in ("device", "host") for relief in reliefs]
+    heads = [f"{what}, {memory_saving}" for what in ("device", "host") for memory_saving in savings]
     return f"{how}\n\n{markdown_table(['within', *heads], table)}"
 
 
 def _named(row: Row) -> str:
-    return f"{row['relief']} within {row['limit']:.1%}"
+    return f"{row['memory_saving']} within {row['limit']:.1%}"

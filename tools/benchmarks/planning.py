@@ -33,7 +33,7 @@ _PEERS = Path(__file__).with_name("peers.json")
 _DRAWN = (8, 32, "C")  # size and costs of the frontier that is shown
 # Memory limits with recompute and offload, of 1F1B's memory: those of the frontier without, one each half microbatch; a
 # quick run takes every fourth one. A copy one way takes so much of the computing of the same layers.
-_RELIEVED, _COPIES = tuple(step / (2 * _DRAWN[0]) for step in range(2, 2 * _DRAWN[0] + 1)), (0.25, 0.5)
+_LIMITS, _COPIES = tuple(step / (2 * _DRAWN[0]) for step in range(2, 2 * _DRAWN[0] + 1)), (0.25, 0.5)
 _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 
 
@@ -78,18 +78,18 @@ def cells_of(peers: table.Json, quick: bool) -> Cells:
         curve=curve,
         saved={
             heading: [
-                Cell("relief", d, n, costs[name], limit, again=again, copy=copy)
-                for limit in _RELIEVED[:: 4 if quick else 1]
+                Cell("memory_saving", d, n, costs[name], limit, recompute=recompute, copy=copy)
+                for limit in _LIMITS[:: 4 if quick else 1]
             ]
-            for heading, again, copy in _reliefs(peers["costs"][name], quick)
+            for heading, recompute, copy in _savings(peers["costs"][name], quick)
         },
         lots=[Cell("random", seed=seed) for seed in range(12 if quick else 60)],
         times=timed,
     )
 
 
-def _reliefs(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
-    """What may be done: in words, whether forwards again, and how long half a rank's activations are copied."""
+def _savings(costs: Sequence[float], quick: bool) -> list[tuple[str, bool, float]]:
+    """Returns what is allowed: a heading, whether to recompute, and how long half a rank's activations are copied."""
     copies = {part: part * sum(costs[:3]) for part in (_COPIES[-1:] if quick else _COPIES)}
     offloads = [(_offload(part), False, time) for part, time in copies.items()]
     return [("recompute", True, 0.0), *offloads, (f"both, {_COPIES[-1]:g}", True, copies[_COPIES[-1]])]

@@ -29,14 +29,14 @@ class Cell:
     """One measurement.
 
     Args:
-        kind: ``frontier`` (a ladder of memory limits), ``relief`` (one limit, with recompute or offload), ``random``
-            (one plan of a problem drawn by lot) or ``time``.
+        kind: ``frontier`` (a ladder of memory limits), ``memory_saving`` (one limit, with recompute or offload),
+            ``random`` (one plan of a random problem) or ``time``.
         ranks, microbatches: the size; of a random problem they follow from the seed.
         costs: F,I,W,COMM.
-        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``relief``, ``time``).
+        up_to: the largest memory limit, in microbatches (``frontier``) or of 1F1B's (``memory_saving``, ``time``).
         seconds: how long to search, in nominal seconds; 0 for the default.
         seed: of a random problem.
-        again: whether forwards may be done again.
+        recompute: whether forwards may be recomputed.
         copy: how long the activations of half a rank's layers take to the host, one way; 0 where they stay.
     """
 
@@ -47,14 +47,14 @@ class Cell:
     up_to: float = 0.0
     seconds: float = 0.0
     seed: int = 0
-    again: bool = False
+    recompute: bool = False
     copy: float = 0.0
 
     def __str__(self) -> str:
         if self.kind == "random":
             return f"random {self.seed}"
         budget = f" in {self.seconds:g} s" if self.seconds else ""
-        budget += " with recompute" * self.again + (f" with copies of {self.copy:g}" if self.copy else "")
+        budget += " with recompute" * self.recompute + (f" with copies of {self.copy:g}" if self.copy else "")
         return f"{self.kind} d={self.ranks} n={self.microbatches} costs={self.costs} up to {self.up_to:g}{budget}"
 
 
@@ -93,12 +93,12 @@ def _frontier(cell: Cell) -> Result:
     return {"rungs": rungs, "named": [_figures(timeline, unit) for timeline in named]}
 
 
-def _relief(cell: Cell) -> Result:
-    """One plan with what is done again and what is offloaded chosen for it."""
+def _memory_saving(cell: Cell) -> Result:
+    """One plan, with the recomputed and the offloaded layers chosen for it."""
     costs = replace(Costs.parse(cell.costs), copy=cell.copy)
     asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
-    asked = replace(asked, recompute=cell.again, offload=cell.copy > 0, search_seconds=seconds)
+    asked = replace(asked, recompute=cell.recompute, offload=cell.copy > 0, search_seconds=seconds)
     request = save_memory(asked)
     schedule = plan(request)
     timeline, savings = simulate(schedule, request.costs_on(schedule.placement)), request.decisions.mean_savings
@@ -166,7 +166,7 @@ def _warm_up() -> None:
 
 _MEASURES: dict[str, Callable[[Cell], Result]] = {
     "frontier": _frontier,
-    "relief": _relief,
+    "memory_saving": _memory_saving,
     "random": _random,
     "time": _time,
 }

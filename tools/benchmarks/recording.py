@@ -78,7 +78,7 @@ def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
         "recorded_s": Spread.of(recorded)._asdict(),
         "ratio": Spread.of([b / a for a, b in zip(without, recorded, strict=True)])._asdict(),
         "worst_pass_error": max(errors, key=abs),
-        "hop_ms": Spread.of(list(links.values()))._asdict(),
+        "latency_ms": Spread.of(list(links.values()))._asdict(),
         "aligned_length_over_wall": Spread.of([a / b for a, b in zip(lengths, recorded, strict=True)])._asdict(),
     }
 

@@ -37,7 +37,7 @@ SEARCH_SECONDS: float | None = None
 
 SIZES = ((4, 16), (8, 16))
 LIMITS = (0.25, 0.375)
-RELIEFS = {"nothing": (False, False), "R": (True, False), "O, L": (False, True), "R, O, L": (True, True)}
+MEMORY_SAVINGS = {"nothing": (False, False), "R": (True, False), "O, L": (False, True), "R, O, L": (True, True)}
 _REPETITIONS = 3
 
 # A layer of 4096 units and 32 heads, 2048 tokens long: an 8B model's.
@@ -61,10 +61,10 @@ def setting(d: int, n: int, limits: Sequence[float], repetitions: int, say: Say)
     """The rows of one size."""
     from tools.benchmarks.saving_ranks import peaks, timed  # Megatron, which --help need not wait for
 
-    say(f"relief: planning for {d} ranks, {n} microbatches")
+    say(f"memory saving: planning for {d} ranks, {n} microbatches")
     entries = [*_stocks(d, n), *_ours(d, n, limits)]
     expected = sum(simulated(each.order, each.costs, 0.0) for each in entries)
-    say(f"relief: {d} ranks, {n} microbatches: counting bytes, then about {expected * repetitions:.0f} s")
+    say(f"memory saving: {d} ranks, {n} microbatches: counting bytes, then about {expected * repetitions:.0f} s")
     held = peaks(entries, 4 * expected + 120)
     spreads = [Spread.of(each) for each in timed(entries, repetitions, 4 * expected * repetitions + 180)]
     ours = [
@@ -85,18 +85,18 @@ def _row(entry: Entry, spread: Spread, latency: float) -> dict[str, Any]:
     return {
         "engine": entry.engine,
         "schedule": entry.schedule,
-        "relief": entry.relief,
+        "memory_saving": entry.memory_saving,
         "limit": entry.limit,
         "pipeline_size": entry.order.ranks,
         "microbatches": entry.order.microbatches,
-        "hop_seconds": latency,
+        "latency_seconds": latency,
         "seconds": seconds,
         "low": low,
         "high": high,
         "simulated_seconds": round(expected, 4),
         "error": round(spread.median / expected - 1, 4),
         "planned_bytes": [round(peak * RANK_BYTES) for peak in peaks],
-        "again": entry.again,
+        "recomputed": entry.recomputed,
         "offloaded": entry.offloaded,
         "emulated": {"milliseconds": 1e3 * UNIT_S, "mebibytes": RANK_BYTES / 2**20, "layers": STOCK_LAYERS},
     }
@@ -110,7 +110,7 @@ def _in_seconds(costs: Costs) -> Costs:
 def _stocks(d: int, n: int) -> Iterator[Entry]:
     from tools.benchmarks.saving_ranks import start_stock
 
-    for relief, (granularity, modules, layers) in STOCK.items():
+    for memory_saving, (granularity, modules, layers) in STOCK.items():
         args = _WIDE.trained(
             recompute_granularity=granularity,
             recompute_method="uniform",
@@ -129,15 +129,15 @@ def _stocks(d: int, n: int) -> Iterator[Entry]:
         )
         order = make_plan(Request("1f1b", d, n, costs)).schedule
         start = partial(start_stock, order.placement, n, RANK_BYTES, RANK_BYTES // STOCK_LAYERS)
-        again, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
-        yield Entry("megatron-core", "1F1B", relief, None, order, seconds, again, 0.0, start)
+        recomputed, seconds = costs.stock_recompute, _in_seconds(costs).on(order.placement)
+        yield Entry("megatron-core", "1F1B", memory_saving, None, order, seconds, recomputed, 0.0, start)
 
 
 def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
     yield _of_ours(Request("v-zb", d, n, COSTS), "nothing")
     computing = COSTS.forward + COSTS.input_grad + COSTS.weight_grad
     for limit in limits:
-        for relief, (recompute, offload) in RELIEFS.items():
+        for memory_saving, (recompute, offload) in MEMORY_SAVINGS.items():
             costs = replace(COSTS, copy=ONE_WAY * computing if offload else 0.0)
             asked = Request(
                 "adaptive",
@@ -150,10 +150,10 @@ def _ours(d: int, n: int, limits: Sequence[float]) -> Iterator[Entry]:
                 offload=offload,
             )
             if limit >= least_limit(asked):
-                yield _of_ours(asked, relief)
+                yield _of_ours(asked, memory_saving)
 
 
-def _of_ours(asked: Request, relief: str) -> Entry:
+def _of_ours(asked: Request, memory_saving: str) -> Entry:
     from tools.benchmarks.saving_ranks import start_ours
 
     plan = make_plan(asked)
@@ -161,8 +161,8 @@ def _of_ours(asked: Request, relief: str) -> Entry:
     start = start_ours(order, plan.costs, RANK_BYTES)
     name = request.schedule if request.memory_limit is None else f"{request.schedule} {request.memory_limit:g}"
     on_stages = replace(request, costs=_in_seconds(request.costs)).costs_on(order.placement)
-    again, offloaded = (plan.decisions.mean_savings.get(each, 0.0) for each in ("recomputed", "offloaded"))
-    return Entry("ours", name, relief, request.memory_limit, order, on_stages, again, offloaded, start)
+    recomputed, offloaded = (plan.decisions.mean_savings.get(each, 0.0) for each in ("recomputed", "offloaded"))
+    return Entry("ours", name, memory_saving, request.memory_limit, order, on_stages, recomputed, offloaded, start)
 
 
-PART = Part("relief", "Recompute and offload", measure, claims, section)
+PART = Part("memory-saving", "Recompute and offload", measure, claims, section)

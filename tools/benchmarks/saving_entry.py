@@ -17,20 +17,20 @@ class Entry(NamedTuple):
     """Who takes part.
 
     Args:
-        engine, schedule, relief: whose, which order, and what gives memory back.
+        engine, schedule, memory_saving: name, order, and how memory is saved.
         limit: of 1F1B's memory; None where none was asked for.
         order: for the simulator.
         costs: in seconds.
-        again, offloaded: the part of all forwards that is recomputed, and of all activations that is offloaded.
+        recomputed, offloaded: the part of all forwards that is recomputed, and of all activations that is offloaded.
         start: called on each rank, with what counts its tensors if anything does; gives what runs one iteration.
     """
 
     engine: str
     schedule: str
-    relief: str
+    memory_saving: str
     limit: float | None
     order: Schedule
     costs: StageCosts
-    again: float
+    recomputed: float
     offloaded: float
     start: Callable[[Passes, ActivationMeter | None], Callable[[], None]]

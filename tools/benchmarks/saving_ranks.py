@@ -1,4 +1,4 @@
-"""How entries of the relief benchmark run on their ranks, timed or counted. Importing this imports Megatron."""
+"""How entries of the memory saving benchmark run on their ranks, timed or counted. Importing this imports Megatron."""
 
 from __future__ import annotations
 

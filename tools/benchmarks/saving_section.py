@@ -43,8 +43,8 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
         f"{off[name]:+.1%} at worst ({name})",
         verdict(abs(off[name]) <= WITHIN_BYTES),
     )
-    saved = [row for row in ours if row["limit"] is not None and row["relief"] != "nothing"]
-    full = {_size(row): row for row in rows if row["relief"] == "full recompute"}
+    saved = [row for row in ours if row["limit"] is not None and row["memory_saving"] != "nothing"]
+    full = {_size(row): row for row in rows if row["memory_saving"] == "full recompute"}
     slowest = max(saved, key=lambda row: row["seconds"] / full[_size(row)]["seconds"])
     ratio = slowest["seconds"] / full[_size(slowest)]["seconds"]
     yield Claim(
@@ -52,11 +52,11 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
         f"{ratio:.3f} x at worst ({_named(slowest)})",
         verdict(ratio < 1),
     )
-    times = {(_size(row), row["limit"], row["relief"]): row["seconds"] for row in saved}
+    times = {(_size(row), row["limit"], row["memory_saving"]): row["seconds"] for row in saved}
     both = {
         _named(row): row["seconds"] / min(times[_size(row), row["limit"], each] for each in ("R", "O, L")) - 1
         for row in saved
-        if row["relief"] == "R, O, L"
+        if row["memory_saving"] == "R, O, L"
     }
     name = max(both, key=both.__getitem__)
     yield Claim(
@@ -75,11 +75,11 @@ def _size(row: Row) -> tuple[int, int]:
 
 
 def _who(row: Row) -> tuple[str, str, str]:
-    return row["engine"], row["schedule"], row["relief"]
+    return row["engine"], row["schedule"], row["memory_saving"]
 
 
 def _named(row: Row) -> str:
-    return f"{row['schedule']}, {_SAVING.get(row['relief'], row['relief'])}, d={row['pipeline_size']}"
+    return f"{row['schedule']}, {_SAVING.get(row['memory_saving'], row['memory_saving'])}, d={row['pipeline_size']}"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -90,9 +90,9 @@ def _table(rows: Sequence[Row]) -> str:
     named = [f"d={d}" for d, _ in sizes]
     heads = ["", "memory saving", *(f"time, {each}" for each in named), *(f"memory, {each}" for each in named)]
     table = []
-    for engine, schedule, relief in dict.fromkeys(_who(row) for row in rows):
-        at = [found.get((size, engine, schedule, relief)) for size in sizes]
+    for engine, schedule, memory_saving in dict.fromkeys(_who(row) for row in rows):
+        at = [found.get((size, engine, schedule, memory_saving)) for size in sizes]
         times = ["" if row is None else f"{row['seconds'] / base[_size(row)]:.3f}" for row in at]
         memory = ["" if row is None else f"{row['held']:.1%}" for row in at]
-        table.append([f"{engine} {schedule}", _SAVING.get(relief, relief), *times, *memory])
+        table.append([f"{engine} {schedule}", _SAVING.get(memory_saving, memory_saving), *times, *memory])
     return markdown_table(heads, table).strip()

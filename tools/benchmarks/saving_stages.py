@@ -38,7 +38,7 @@ def start(
         meter: counts what is held; None where nobody asks.
     """
     program = programs[dist.get_rank()]
-    stages = ReliefStages(passes, program, rank_bytes, meter)
+    stages = MemorySavingStages(passes, program, rank_bytes, meter)
 
     def run() -> None:
         carry_out(program, stages)
@@ -47,7 +47,7 @@ def start(
     return run
 
 
-class ReliefStages(Stages):
+class MemorySavingStages(Stages):
     """The stages of one rank; what their forwards keep is held to the end of W, as far as nothing relieves it."""
 
     def __init__(self, passes: Passes, program: Program, rank_bytes: int, meter: ActivationMeter | None) -> None:

@@ -114,7 +114,7 @@ def _time_engine(rounds: int) -> list[Row]:
     from megatron.schedules.runtime.engine import run
     from megatron.schedules.runtime.lowering import lower
     from megatron.schedules.runtime.program import channels_of
-    from megatron.schedules.runtime.transport import GroupTransport, MessageSpec, make_channels
+    from megatron.schedules.runtime.transport import MessageSpec, Transport, make_channels
 
     plans = [plan(Request(schedule, _RANKS, 4 * _RANKS)) for schedule in _SCHEDULES]
     channels = make_channels([range(_RANKS)], {channel for made in plans for channel in channels_of(made.placement)})
@@ -124,7 +124,7 @@ def _time_engine(rounds: int) -> list[Row]:
     ]
     for _ in range(_WARM_UP + rounds):
         for _, program, message, engine, process in settings:
-            transport = GroupTransport(channels, MessageSpec(tuple(message.shape), message.dtype, message.device))
+            transport = Transport(channels, MessageSpec(tuple(message.shape), message.dtype, message.device))
             stages: Any = _Idle(message)
             dist.barrier()
             # The clock of this thread stands still while it waits for a message, and while other ranks have the core.

@@ -34,19 +34,13 @@ Measured as in "Throughput", 40 ms where the cost is 1, 8 ranks, costs F,I,W 1,1
 output layer that takes as long as 2.74 of them, as in Llama-3-8B; for stock's flag it has 31. Times are relative to the
 work of an average rank: 1 is no bubble. Activation memory is relative to 1F1B's."""
 
-_ENDS = {
-    "even layers": "even layers",
-    "layers placed": "layer partition",
-    "vocabulary shared": "vocabulary parallelism",
-}
-
 
 class _Entry(NamedTuple):
     """A contestant, its costs in seconds, and how its layers and its output layer lie."""
 
     contestant: Contestant
     costs: StageCosts
-    ends: str
+    output_layer: str
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
@@ -90,19 +84,19 @@ def _entries(n: int) -> list[_Entry]:
         "--account-for-loss-in-pipeline-split": Request("1f1b", _RANKS, n, _costs(_LAYERS - 1), decisions=account),
     }
     found = []
-    for ends, request in stock.items():
+    for output_layer, request in stock.items():
         contestant = stocks("1F1B", plan(request))
-        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), ends))
+        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), output_layer))
     auto = partition_layers(Request("adaptive", _RANKS, n, even, memory_limit=1.0))
-    requests = [(f"adaptive {auto.memory_limit:g}", auto, "layers placed")]
+    requests = [(f"adaptive {auto.memory_limit:g}", auto, "layer partition")]
     for name in ("1f1b", "v-half", "v-zb"):
-        requests.append((name, Request(name, _RANKS, n, shared), "vocabulary shared"))
+        requests.append((name, Request(name, _RANKS, n, shared), "vocabulary parallelism"))
     for limit in (0.5, 0.625, 1.0):
         asked = Request("adaptive", _RANKS, n, shared, memory_limit=limit)
-        requests.append((f"adaptive {limit:g}", asked, "vocabulary shared"))
-    for name, request, ends in requests:
+        requests.append((f"adaptive {limit:g}", asked, "vocabulary parallelism"))
+    for name, request, output_layer in requests:
         contestant = of_ours(name, request)
-        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), ends))
+        found.append(_Entry(contestant, request.costs_on(contestant.schedule.placement), output_layer))
     return found
 
 
@@ -113,10 +107,10 @@ def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int
     return {
         "engine": entry.contestant.engine,
         "schedule": entry.contestant.name,
-        "ends": entry.ends,
+        "output_layer": entry.output_layer,
         "microbatches": n,
         "repetitions": repetitions,
-        "hop_seconds": latency,
+        "latency_seconds": latency,
         "seconds": round(spread.median, 4),
         "low": round(spread.low, 4),
         "high": round(spread.high, 4),
@@ -133,8 +127,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     worst = max((row for row in emulated if row["engine"] == "ours"), key=lambda row: abs(row["error"]))
     of_the_simulator = Claim(
         f"With a large vocabulary our schedules take the simulated time, within {_WITHIN:.0%}",
-        f"{worst['error']:+.1%} at worst ({worst['schedule']}, {_ENDS.get(worst['ends'], worst['ends'])}, "
-        f"n={worst['microbatches']})",
+        f"{worst['error']:+.1%} at worst ({worst['schedule']}, {worst['output_layer']}, n={worst['microbatches']})",
         verdict(abs(worst["error"]) <= _WITHIN),
     )
     return [of_the_simulator, *vocabulary_job.claims(jobs)]
@@ -153,14 +146,21 @@ def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def _table(rows: Sequence[Row]) -> str:
     """A line for each schedule, a column for each number of microbatches."""
     numbers = list(dict.fromkeys(row["microbatches"] for row in rows))
-    found = {(row["engine"], row["schedule"], row["ends"], row["microbatches"]): row for row in rows}
+    found = {(row["engine"], row["schedule"], row["output_layer"], row["microbatches"]): row for row in rows}
     heads = ["", "embedding and output layers", *(f"time, n={n}" for n in numbers), "memory"]
     table = []
-    for engine, schedule, ends in dict.fromkeys(key[:3] for key in found):
-        at = [found.get((engine, schedule, ends, n)) for n in numbers]
+    for engine, schedule, output_layer in dict.fromkeys(key[:3] for key in found):
+        at = [found.get((engine, schedule, output_layer, n)) for n in numbers]
         times = [f"{row['over_work']:.3f}" if row else "" for row in at]
         memory = max(row["memory"] for row in at if row)
-        table.append([f"{engine} {schedule}", _ENDS.get(ends, f"`{ends}`"), *times, f"{memory:.1%}"])
+        table.append(
+            [
+                f"{engine} {schedule}",
+                f"`{output_layer}`" if output_layer.startswith("--") else output_layer,
+                *times,
+                f"{memory:.1%}",
+            ]
+        )
     return markdown_table(heads, table).strip()
 
 

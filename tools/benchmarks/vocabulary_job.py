@@ -30,20 +30,20 @@ class Job(NamedTuple):
     Args:
         name: of the job.
         flags: that make it so.
-        beside: the job, run before, that draws the same weights at its start: a V puts layers on other ranks.
+        compared_with: the job, run before, that draws the same weights at its start: a V puts layers on other ranks.
     """
 
     name: str
     flags: list[str]
-    beside: str = ""
+    compared_with: str = ""
 
 
 JOBS = (
     Job("stock 1F1B", []),
     Job("`1f1b`", ["--pipeline-schedule", "1f1b"], "stock 1F1B"),
-    Job("`1f1b`, vocabulary shared", ["--pipeline-schedule", "1f1b", _SHARED], "stock 1F1B"),
+    Job("`1f1b` with vocabulary parallelism", ["--pipeline-schedule", "1f1b", _SHARED], "stock 1F1B"),
     Job("`v-half`", ["--pipeline-schedule", "v-half"]),
-    Job("`v-half`, vocabulary shared", ["--pipeline-schedule", "v-half", _SHARED], "`v-half`"),
+    Job("`v-half` with vocabulary parallelism", ["--pipeline-schedule", "v-half", _SHARED], "`v-half`"),
 )
 _MOST_LOSS_ERROR, _UNEVEN = 1e-6, 0.05
 
@@ -70,7 +70,7 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
     quick_start()
     known: dict[str, list[float]] = {}
-    for name, flags, beside in JOBS:
+    for name, flags, compared_with in JOBS:
         say(f"vocabulary: a job with 50 thousand words, {name}")
         found = run_ranks(_RANKS, partial(_train, [*flags, "--train-iters", "3" if quick else str(_ITERATIONS)]), 600)
         losses = known[name] = found[-1].losses
@@ -78,8 +78,8 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
             "job": name,
             **{field: [getattr(rank, field) for rank in found] for field in Held._fields[:-1]},
             "losses": losses,
-            "beside": beside,
-            "worst_loss_error": max(abs(a / b - 1) for a, b in zip(losses, known[beside or name], strict=True)),
+            "compared_with": compared_with,
+            "worst_loss_error": max(abs(a / b - 1) for a, b in zip(losses, known[compared_with or name], strict=True)),
         }
 
 
@@ -124,11 +124,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     """About the jobs with vocabulary parallelism: their losses, and how evenly memory is spread over the ranks."""
     found = []
     for row in rows:
-        if "shared" in row["job"]:
-            name = _named(row["job"])
+        if "vocabulary" in row["job"]:
+            name = row["job"]
             found.append(
                 Claim(
-                    f"Losses of {name} differ from those of {_named(row['beside'])} by at most {_MOST_LOSS_ERROR:g}",
+                    f"Losses of {name} differ from those of {row['compared_with']} by at most {_MOST_LOSS_ERROR:g}",
                     f"{row['worst_loss_error']:.1e} at most in {len(row['losses'])} iterations",
                     verdict(row["worst_loss_error"] <= _MOST_LOSS_ERROR),
                 )
@@ -149,14 +149,10 @@ def _even(row: Row) -> tuple[str, ...]:
     return ("weights", "gradients", "activations") if "v-half" in row["job"] else ("weights", "gradients")
 
 
-def _named(job: str) -> str:
-    return job.replace(", vocabulary shared", " with vocabulary parallelism")
-
-
 def section(rows: Sequence[Row]) -> str:
     """A line for each job, with what each rank holds."""
     heads = ["MiB, by rank", "weights", "activations"]
-    table = [[_named(row["job"]), *(_by_rank(row[what]) for what in ("weights", "activations"))] for row in rows]
+    table = [[row["job"], *(_by_rank(row[what]) for what in ("weights", "activations"))] for row in rows]
     how = (
         "Real jobs: four ranks, 8 layers, a vocabulary of 50,304 words, eight microbatches, fp32. Gradients take as "
         "much as weights, Adam's state twice as much."

@@ -72,14 +72,14 @@ def to_the_host(setting: Setting) -> Iterator[Row]:
 
         for name in ("v-half",) if setting.on_cpu else ("1f1b", "zb-1p", "v-half"):
             schedule = plan(Request(name, _RANKS, _MICROBATCHES))
-            stays, again = trained("stays.csv", schedule), trained("again.csv", schedule)
+            stays, repeated = trained("stays.csv", schedule), trained("repeated.csv", schedule)
             row: Row = {"schedule": name, "ranks": _RANKS}
             try:
                 goes = trained("goes.csv", offloaded(schedule), NoWaits)
             except RankError as error:
                 yield row | {FAULT: fault_of(error)}
             else:
-                row |= compared(goes, stays, iterations, FP32, to_the_bit=same_bits(stays, again))
+                row |= compared(goes, stays, iterations, FP32, to_the_bit=same_bits(stays, repeated))
                 waits = sorted({wait for found in goes.found for wait in found})
                 yield row | {FAULT: row[FAULT] or (waits[0] if waits else "")}
     rates = copy_rates(torch.empty(0, device="cuda").device)

@@ -102,8 +102,8 @@ def vocabulary(setting: Setting) -> Iterator[Row]:
     yield from _against_stock(setting, _FEW, (4,) if setting.on_cpu else (2, 4), more=(VOCABULARY,))
 
 
-def again(setting: Setting) -> Iterator[Row]:
-    """Forwards done again (R) of most microbatches, with dropout, beside the same schedule without."""
+def recompute(setting: Setting) -> Iterator[Row]:
+    """Recomputes most microbatches (R), with dropout, and compares with the same schedule without."""
     from tools.gpu_tests import jobs
 
     iterations = 2 if setting.on_cpu else 5
@@ -116,9 +116,9 @@ def again(setting: Setting) -> Iterator[Row]:
         flags = [*common, *jobs.kernel_flags(setting, te=te), *(["--bf16"] if te else [])]
         for name in _FEW[2:] if setting.on_cpu else _FEW:
             made = plan(Request(name, 2, 7))
-            with TemporaryDirectory(prefix="again-") as folder:
-                files = [Path(folder, "plain.csv"), Path(folder, "again.csv")]
-                for path, schedule in zip(files, (made, _with_again(made)), strict=True):
+            with TemporaryDirectory(prefix="recompute-") as folder:
+                files = [Path(folder, "plain.csv"), Path(folder, "recompute.csv")]
+                for path, schedule in zip(files, (made, _with_recompute(made)), strict=True):
                     path.write_text(to_csv(schedule))
                 plain, repeated, ours = (
                     jobs.train(2, jobs.Job((*flags, "--pipeline-schedule", str(path)), exact=True), shared=True)
@@ -128,7 +128,7 @@ def again(setting: Setting) -> Iterator[Row]:
             yield {"schedule": name, "layers": kind} | found
 
 
-def _with_again(schedule: Schedule) -> Schedule:
+def _with_recompute(schedule: Schedule) -> Schedule:
     """With an R for two microbatches of three, one pass before what needs it."""
     rows = []
     for row in schedule.order:

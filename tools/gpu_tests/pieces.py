@@ -113,8 +113,8 @@ PIECES = (
     ),
     Piece(
         "replan",
-        "A job says its bubble and peak, plans again within the memory that is left, and keeps its losses to the bit",
-        ("tools.gpu_tests.replanned:plans_again", ()),
+        "A job says its bubble and peak, replans within the memory that is left, and keeps its losses to the bit",
+        ("tools.gpu_tests.replanned:replans", ()),
     ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
     *(
@@ -127,20 +127,20 @@ PIECES = (
     ),
     Piece(
         "vocabulary",
-        "Schedules with a vocabulary that all ranks share train as stock does, by ranks that share a GPU",
+        "Schedules with vocabulary parallelism train as stock does, by ranks that share a GPU",
         (f"{_ONE}:vocabulary", ()),
     ),
     Piece(
-        "again",
-        "Forwards done again (R), with dropout, give the gradients of the same schedule without R",
-        (f"{_ONE}:again", ()),
+        "recompute",
+        "Recomputed forwards (R), with dropout, give the gradients of the same schedule without R",
+        (f"{_ONE}:recompute", ()),
     ),
     Piece("ranges", "A profile names every pass and message, as 3F12 and 3SEND_F12", (f"{_ONE}:ranges", ())),
     *(_trains(layout, connections, family) for layout in LAYOUTS for connections in CONNECTIONS for family in FAMILIES),
     *(
         Piece(
             f"vocabulary-{connections}",
-            "Schedules with a vocabulary that all ranks share train as stock does: tensor parallel 2 with sequence "
+            "Schedules with vocabulary parallelism train as stock does: tensor parallel 2 with sequence "
             f"parallelism, over NCCL with CUDA_DEVICE_MAX_CONNECTIONS={connections}; nothing hangs",
             (f"{_MANY}:vocabulary", ("tp-pp", connections)),
             FEWEST_OF_MANY,

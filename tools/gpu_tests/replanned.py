@@ -1,4 +1,4 @@
-"""A job that logs what its pipeline came to, measures what memory is left, plans again and switches."""
+"""A job that logs what its pipeline came to, measures what memory is left, replans and switches."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Replanning:
         return [at for at, (was, now) in enumerate(pairs, 2) if was != now], self._logged
 
 
-def plans_again(setting: Setting) -> Iterator[Row]:
-    """Ranks that share a GPU, once as planned first and once planned again, under a named schedule and ``adaptive``."""
+def replans(setting: Setting) -> Iterator[Row]:
+    """Ranks that share a GPU, once with the first plan and once replanned, under a named schedule and ``adaptive``."""
     from tools.gpu_tests import jobs
     from tools.gpu_tests.one_gpu import fault_of
 
@@ -72,7 +72,7 @@ def plans_again(setting: Setting) -> Iterator[Row]:
     asked: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"v-zb": (("v-zb",), ("v-zb", "--pipeline-replan"))}
     if jobs.can_plan("adaptive"):
         asked["adaptive"] = ((*adaptive, limit, "1"), (*adaptive, limit, "auto"))
-    for name, (once, again) in asked.items():
+    for name, (once, replanning) in asked.items():
         try:
             with tempfile.TemporaryDirectory(prefix="replanned-") as folder:
                 first, second = (
@@ -82,7 +82,7 @@ def plans_again(setting: Setting) -> Iterator[Row]:
                         shared=True,
                         environment={STANDIN_VARIABLE: _CPU_BYTES, SEARCH_VARIABLE: "0.2"},
                     )
-                    for more in (once, (*again, "--pipeline-measure", f"{folder}:2-4"))
+                    for more in (once, (*replanning, "--pipeline-measure", f"{folder}:2-4"))
                 )
         except (RankError, ValueError) as error:
             yield {"schedule": name, FAULT: fault_of(error)}
@@ -91,7 +91,7 @@ def plans_again(setting: Setting) -> Iterator[Row]:
 
 
 def _compared(first: Any, second: Any, *, counts: bool) -> Row:
-    """What differs between a job planned once and one planned again; whether the allocator ``counts`` bytes."""
+    """What differs between a job planned once and one replanned; whether the allocator ``counts`` bytes."""
     switches, logged = zip(*second.found, strict=True)
     bubbles, peaks = zip(*logged[-1], strict=True) if logged[-1] else ((), ())
     fault = ""

@@ -13,7 +13,6 @@ from megatron.schedules.integration.flags.run_flags import GroupFlags
 from megatron.schedules.runtime.program import channels_of
 from megatron.schedules.runtime.transport import (
     Channels,
-    GroupTransport,
     MessageSpec,
     Transport,
     make_channels,
@@ -54,10 +53,10 @@ class Messages:
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
         """For the messages of one run; all ranks call alike."""
         if not variable_lengths:
-            return GroupTransport(self._channels, spec)
+            return Transport(self._channels, spec)
         if self._shapes is None:
             self._shapes = self._make(backend="gloo")
-        return GroupTransport(self._channels, spec, shapes=self._shapes)
+        return Transport(self._channels, spec, shapes=self._shapes)
 
 
 def nccl_options(groups: GroupFlags) -> Any:

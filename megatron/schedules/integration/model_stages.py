@@ -107,10 +107,11 @@ class MegatronStages(Stages):
             activation.requires_grad_()
         if shared is not None and is_last:
             step = shared.last_step
-        with (
-            self._around(stage, microbatch, split),
-            self._saving_memory(stage, microbatch, input, recompute=recompute, offload=offload),
-        ):
+        with self._around(stage, microbatch, split) as stack:
+            if recompute and self._recomputes is not None:
+                stack.enter_context(self._recomputes.forward(stage, microbatch))
+            if offload and self._offloads is not None:
+                stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
             output, tokens = forward_step(
                 step,
                 samples,
@@ -246,7 +247,7 @@ class MegatronStages(Stages):
             shared.embedded(microbatch, result)
         return result
 
-    def _around(self, stage: int, microbatch: int, split: bool) -> AbstractContextManager[Any]:
+    def _around(self, stage: int, microbatch: int, split: bool) -> ExitStack:
         stack = ExitStack()
         stack.enter_context(self._running(stage))
         if split:
@@ -259,19 +260,6 @@ class MegatronStages(Stages):
         if self._meter is None or self._call.forward_only:
             return nullcontext()
         return self._meter.recording()
-
-    def _saving_memory(
-        self, stage: int, microbatch: int, input: Tensor | None, *, recompute: bool, offload: bool
-    ) -> AbstractContextManager[Any]:
-        """Surrounds a forward that begins with ``input``: layers wait for their R, saved tensors are offloaded."""
-        stack = ExitStack()
-        if recompute:
-            assert self._recomputes is not None
-            stack.enter_context(self._recomputes.forward(stage, microbatch))
-        if offload:
-            assert self._offloads is not None
-            stack.enter_context(self._offloads.forward(stage, microbatch, () if input is None else (input,)))
-        return stack
 
     def _is_first(self, chunk: int) -> bool:
         first, self._started[chunk] = not self._started[chunk], True

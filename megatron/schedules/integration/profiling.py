@@ -53,9 +53,9 @@ class Watching(NamedTuple):
     """What observes a training call that is measured.
 
     Args:
-        observers: told of every action.
-        copies: told of the copies of O and L.
-        meter: counts activations tensor by tensor; None where nobody does.
+        observers: notified of every action.
+        copies: notified of the copies of O and L.
+        meter: counts activations tensor by tensor, if not None.
     """
 
     observers: Sequence[Observer] = ()
@@ -65,7 +65,7 @@ class Watching(NamedTuple):
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One iteration of one rank that was timed, by its own clock."""
+    """One timed iteration of one rank, by its own clock."""
 
     number: int
     schedule: Schedule
@@ -74,7 +74,7 @@ class _Iteration:
 
 
 class Profiler:
-    """Measures the training calls of iterations A to B: bytes in A, times after it, and gathers them at the end of B.
+    """Measures the training calls of iterations A to B: bytes in A, times after it; gathers them at the end of B.
 
     Args:
         planner: of the job.
@@ -100,9 +100,9 @@ class Profiler:
         """A training call begins.
 
         Args:
-            program: what this rank will do.
+            program: of this rank.
             chunks: its model.
-            meter: of somebody else who counts in this call.
+            meter: already counts in this call, if not None.
         """
         number, (first, last) = self._iteration(), self._measured.timed
         if number > self._measured.counted and self._bytes is None and not self._late:
@@ -123,10 +123,10 @@ class Profiler:
         return Watching([self._recorder], self._recorder, meter)
 
     def end(self) -> None:
-        """The call has ended. After the last that is timed what all ranks have measured is gathered.
+        """A training call has ended. After the last timed one, gathers the measurements of all ranks.
 
-        Then, and once in a job, the host waits for the device; no program is under way, and all that peers wait for
-        has been given to it.
+        Only then the host waits for the device, once in a job, while no program runs and the device has been given all
+        that other ranks wait for.
         """
         number, (first, last) = self._iteration(), self._measured.timed
         if self._bytes is None or not first <= number <= last or self.profile is not None:
@@ -140,7 +140,7 @@ class Profiler:
         found = []
         for number, schedule in self._numbers:
             spans = self._recorder.take()
-            assert spans is not None, "the device has done all that it was given"
+            assert spans is not None, "the device is idle"
             passes = [_placed(span) for span in spans]
             found.append(_Iteration(number, schedule, passes, [*self._recorder.copies]))
         self._numbers = []
@@ -180,7 +180,7 @@ class Profiler:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))
-        except OSError as error:  # hours of training are worth more
+        except OSError as error:  # not a reason to lose hours of training
             said = f"the costs could not be written to {file}: {error.strerror}"
         else:
             said = f"costs written to {file}, for --pipeline-costs"
@@ -188,13 +188,13 @@ class Profiler:
 
 
 def _placed(span: Span) -> Timed:
-    """A pass's times; where it copies both are the moment when computing goes on, as in every timeline."""
+    """Returns a pass's times; both times of a copy are when computing goes on, as in every timeline."""
     work, start, end = span
     return work, start if KINDS[work.kind].resource is Resource.COMPUTE else end, end
 
 
 def _times(ranks: Sequence[_Iteration]) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of one iteration, by rank."""
+    """Returns starts and ends of one iteration, by rank."""
     starts, ends = ([[each[at] for each in rank.passes] for rank in ranks] for at in (1, 2))
     return starts, ends  # type: ignore[return-value]
 
@@ -205,7 +205,7 @@ def _recorded(
     profile: JobProfile,
     under: Conditions,
 ) -> Recorded:
-    """One iteration of a pipeline on one clock."""
+    """Returns one iteration of a pipeline on one clock."""
     schedule = ranks[0].schedule
     start, end, shifts = aligned(schedule, *_times(ranks))
     copies = tuple(

@@ -151,7 +151,7 @@ class ScheduleFunction:
         measuring = self._begin_measuring(program, chunks) if training else Watching()
         deferred = self._model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
-            deferred.offloads.watch = measuring.copies
+            deferred.offloads.copies.watch = measuring.copies
         spec = _message_spec(config, message, call.cp_size)
         exchange = self._exchange(spec, message, call.cp_size)
         stages = MegatronStages(

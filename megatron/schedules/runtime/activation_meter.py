@@ -14,18 +14,15 @@ class ActivationMeter:
     """Bytes of saved tensors on this rank, now and at the peak, each storage counted once.
 
     A tensor counts from the moment an operation inside :meth:`recording` saves it for its backward until the graph
-    frees it, and from :meth:`hold` until :meth:`Hold.release`. Views count once, with their whole storage, since that
-    stays allocated. Plain attributes of a function's ``ctx`` are invisible here, and so are tensors saved under other
-    ``saved_tensors_hooks`` inside the recording (autograd applies only the innermost hooks).
+    frees it, and from :meth:`hold` until :meth:`Hold.release`. Plain attributes of a function's ``ctx`` are invisible,
+    and so are tensors saved under other ``saved_tensors_hooks`` inside the recording.
 
-    For tests and measurements, not for training: every saved tensor costs two calls into Python. Like any such hook it
-    also removes the Python identity of saved parameters: autograd hands out a copy without attributes. A backward that
-    looks for them on its saved weight, as fused gradient accumulation does, must get them otherwise; the local linears
-    do.
+    For tests and measurements, not for training: every saved tensor costs two calls into Python, and as under any such
+    hook a saved parameter loses its attributes, such as those that fused gradient accumulation reads.
 
     Args:
-        exclude: tensors whose storages never count, usually ``model.parameters()`` and ``model.buffers()``. The
-            storages are looked up at the start of each recording, because optimizers move parameters into buffers.
+        exclude: tensors whose storages never count, usually the model's parameters and buffers. The storages are looked
+            up at the start of each recording, because optimizers move parameters into buffers.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:

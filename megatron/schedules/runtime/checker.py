@@ -1,15 +1,12 @@
 """The checker: proves that the programs of all ranks run to their end together, before any of them starts.
 
-The model is the strictest possible. A channel is a directed pair of ranks with its own process group. It buffers
-nothing: a message is complete when its sender has posted the send and its receiver the receive, and the k-th send
-matches the k-th receive. A collective is complete when all ranks have posted it, and the k-th of each rank matches the
-k-th of all others. Before every action, a pass or the posting of a message, a rank waits until all that it has posted
-is complete.
+The model is the strictest possible. A channel buffers nothing: a message is complete when its sender has posted the
+send and its receiver the receive, and the k-th send matches the k-th receive. A collective is complete when all ranks
+have posted it. Before every action a rank waits until all that it has posted is complete.
 
-No transport here waits so often. But a rank may wait for its whole device in any pass, where something synchronises, or
-at the first use of a kernel, whose code is then loaded; with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) all
-that is queued waits for the messages before it; and where shapes are not known beforehand hosts wait for each other. A
-program that ends under this model ends wherever any of that happens.
+No transport here waits so often. But a rank may wait for its whole device in any pass; with one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) all that is queued waits for the messages before it; and where shapes are not known
+beforehand hosts wait for each other. A program that ends under this model ends wherever any of that happens.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ from megatron.schedules.schedule.kinds import Kind
 
 def check(programs: Sequence[Program]) -> None:
     """Proves that ``programs`` end, and that both ends of every message and collective agree on order and meaning.
-
-    Time is linear in the actions.
 
     Args:
         programs: one for each pipeline rank, in order.

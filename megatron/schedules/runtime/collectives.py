@@ -63,11 +63,9 @@ def collectives_on(device: torch.device) -> CollectiveRunner:
 class Worker(CollectiveRunner):
     """Runs chains in a thread, which exists from the first chain until :meth:`finish`.
 
-    After a chain that raised no other runs, because ranks would then join different collectives. Whoever waits for any
-    of them gets the error. Where nobody does soon, because the program waits for something that other ranks cannot send
-    without this one, the process ends.
-
-    Thread-local settings of the caller, such as torch's modes, do not apply to chains.
+    After a chain that raised no other runs, because ranks would then join different collectives; whoever waits for one
+    gets the error. Where nobody does soon, because the program waits for other ranks that wait for this one, the
+    process ends. Thread-local settings of the caller, such as torch's modes, do not apply to chains.
 
     Args:
         patience: seconds until the process ends.
@@ -137,15 +135,10 @@ class _InThread:
 class SideStream(CollectiveRunner):
     """Runs chains on a stream beside the one that computes, at once: posting does not wait for other ranks.
 
-    A chain starts once the current stream has reached the point of posting, and the current stream waits for its end
-    where its result is waited for. Tensors of a chain stay alive until then, or until the device is seen to have run
-    it; its result belongs to the side stream's pool and returns there once the current stream has used it. Other
-    tensors that a chain makes may be used by a pass that takes the result of this or a later chain, and freed after: no
-    chain that could get their memory begins before that pass is done.
-
-    Args:
-        device: a GPU.
-        cuda: ``torch.cuda``, or what replaces it.
+    A chain starts once the current stream has reached the point of posting; where its result is waited for, the current
+    stream waits for its end. The chain's tensors stay alive until then, and its result until the current stream has
+    used it. Other tensors that it makes may be used by a pass that takes this or a later result: no chain that could
+    get their memory begins before that pass is done. ``cuda`` is ``torch.cuda``, or what replaces it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

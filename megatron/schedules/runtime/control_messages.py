@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-
-
-class Store(Protocol):
-    """Texts by name that all ranks can read, such as a ``torch.distributed.Store``."""
-
-    def set(self, name: str, text: str, /) -> Any: ...
-
-    def get(self, name: str, /) -> bytes: ...
 
 
 class ControlMessages:
@@ -26,7 +18,7 @@ class ControlMessages:
         name: distinguishes these messages from others.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, name
 
     def post(self, boundary: str, text: str) -> None:
@@ -35,7 +27,8 @@ class ControlMessages:
 
     def read(self, boundary: str) -> str:
         """Returns the text posted for ``boundary``."""
-        return self._store.get(f"{self._name}/{boundary}").decode()
+        text: bytes = self._store.get(f"{self._name}/{boundary}")
+        return text.decode()
 
 
 def gather_texts(text: str) -> list[str]:

@@ -52,9 +52,8 @@ def run(
     has completed. ``tracker`` is told of every step.
 
     Raises:
-        ProgramError: a pass has no input, returns no output although another stage needs it, or something is left over
-            at the end: :func:`.checker.check` would refuse the program, or the stages break their contract.
-        Exception: whatever a stage or the transport raises, at once, with a note that names the rank and the action.
+        ProgramError: :func:`.checker.check` would refuse the program, or the stages break their contract.
+        Exception: whatever a stage or the transport raises, with a note that names the rank and the action.
     """
     tracker = tracker or PositionTracker()
     mailbox = _Mailbox((tracker, *observers))

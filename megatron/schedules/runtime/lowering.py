@@ -1,16 +1,14 @@
 """Lowering: turns a schedule's passes into each rank's program, with every message where it cannot block anybody.
 
-Any pass may come to wait for its whole device: a timer synchronises, a library is loaded, memory runs short, a script
-prints a tensor. It then waits for every message that its rank has posted, and so for other ranks. Programs are made so
-that this always ends. All passes of all ranks are put into one global order, by planned end, each after all that it
-waits for. A result is sent right after the pass that made it. Its receive is posted before the first pass of the
-receiver that comes later in the global order. So every wait is for something earlier in that order, and what comes
-first waits for nothing. As planned nothing is lost: a receive is posted before its send, and transfers overlap passes.
+Any pass may come to wait for its whole device: a timer synchronises, a library is loaded, memory runs short. It then
+waits for every message that its rank has posted, and so for other ranks. Programs are made so that this always ends.
+All passes of all ranks are put into one global order, by planned end, each after all that it waits for. A result is
+sent right after the pass that made it. Its receive is posted before the first pass of the receiver that comes later in
+the global order. So every wait is for something earlier in that order. As planned, transfers overlap passes.
 
 A collective of vocabulary parallelism has the position of the last pass that computes a part of it, and every rank
-posts it where it would post a receive of that pass's result. So all ranks post all collectives in one order, and the
-same argument holds. A token lookup needs no pass before it; it gets the position two passes before the one that uses
-it, so that the pass between hides it.
+posts it where it would post a receive of that pass's result. So all ranks post all collectives in one order. A token
+lookup, which needs no pass, has the position two passes before its user, so that the pass between hides it.
 """
 
 from __future__ import annotations
@@ -43,13 +41,12 @@ _AHEAD = 2
 def lower(schedule: Schedule, costs: StageCosts | None = None) -> tuple[Program, ...]:
     """Returns the program of every rank of ``schedule``, a valid one (:func:`.validation.validate`).
 
-    Receives of a channel have the order of its sends. The reduction of a stage's gradients starts once they are
-    complete, after the send that follows. Forward-only schedules lower too. Time is linear in the passes, but for
-    sorts. The embedding's gradient of a microbatch is added just before that of the next arrives, the last at the very
-    end, where nobody waits for it.
+    The reduction of a stage's gradients starts once they are complete, after the send that follows. The embedding's
+    gradient of a microbatch is added just before that of the next arrives, the last at the very end. Time is linear in
+    the passes, but for sorts.
 
     Args:
-        schedule: what is lowered.
+        schedule: what is lowered; may be of forwards only.
         costs: expected times of the passes; equal times where None.
 
     Raises:

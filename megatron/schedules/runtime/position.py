@@ -7,17 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megatron.schedules.runtime.program import Instruction, Program, computes
-
-
-class Mark(Protocol):
-    """A point in the device's queue of work, such as a recorded ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Returns whether the device has reached it; does not wait."""
-        ...
 
 
 class End(Enum):
@@ -55,7 +47,8 @@ class PositionTracker:
     """Position of the host, and of the device, which may be behind.
 
     Args:
-        mark: marks the end of what the device's current stream has been given; None where the host computes.
+        mark: records an event on the device's current stream, whose ``query`` tells whether the device has reached it;
+            None where the host computes.
 
     Attributes:
         host: the host's position; None where no program is running.
@@ -63,13 +56,13 @@ class PositionTracker:
         warm: whether a program has run to its end, so that kernels are compiled and loaded.
     """
 
-    def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
+    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
         self.host: Position | None = None
         self.thread = 0
         self.warm = False
         self._program: Program
         self._mark = mark
-        self._ahead: deque[tuple[Position, Mark]] = deque()
+        self._ahead: deque[tuple[Position, Any]] = deque()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -121,8 +114,8 @@ class PositionTracker:
                 self._ahead.popleft()
 
 
-def _passed(mark: Mark) -> bool:
+def _passed(mark: Any) -> bool:
     try:
-        return mark.query()
+        return bool(mark.query())
     except RuntimeError:  # the device failed: the host will get the error
         return True

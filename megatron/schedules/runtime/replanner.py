@@ -39,9 +39,9 @@ class Plans(Protocol):
 class Replanner:
     """Brings one new plan after another into the job.
 
-    All ranks call :meth:`start` and :meth:`boundary` at the same boundaries between iterations. The first rank of the
-    job has the plan made in another process. Each iteration it tells whether that is done; then all ranks read the same
-    rows, each checks its programs, all exchange the results, and all switch or none does.
+    All ranks call :meth:`start` and :meth:`boundary` between the same iterations. The first rank has the plan made in
+    another process, and tells in each iteration whether it is done. Then all ranks read the same rows, each checks its
+    programs, all exchange the results, and all switch or none does.
 
     Args:
         plans: this rank's.

@@ -81,10 +81,6 @@ class _Storage:
 class OffloadedForward:
     """The storages of one forward.
 
-    Args:
-        copies: carries them out.
-        meter: also counts the storages while they are on the device; None counts nothing.
-
     Attributes:
         bytes: of host memory that they take, known once the forward has ended.
         back: the copy back, once it has begun.

@@ -2,10 +2,8 @@
 
 Otherwise such a job would hold its GPUs until a watchdog of the backend gives up, ten minutes later, and names a
 collective. A thread looks, some dozens of times within the limit, whether the host has reached another step
-(:mod:`.position`), and does nothing else. Only where it has not for the whole limit does it ask the device.
-
-A rank that stalls in a pass of its own reports first, because all others wait for somebody. They wait another eighth of
-the limit before they report.
+(:mod:`.position`); only where it has not for the whole limit does it ask the device. A rank that stalls in a pass of
+its own reports first: all others wait for somebody, and wait another eighth of the limit before they report.
 """
 
 from __future__ import annotations

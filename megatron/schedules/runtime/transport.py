@@ -1,4 +1,4 @@
-"""Transport: messages between pipeline ranks over torch.distributed, a process group for each direction.
+"""Messages between pipeline ranks over torch.distributed, with a process group for each direction.
 
 Collectives of all ranks of a pipeline go over a group of their own (:mod:`.collectives`).
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,37 +18,6 @@ from torch import Tensor
 
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
 from megatron.schedules.runtime.program import Channel
-
-
-class Transport(Protocol):
-    """Messages of one run of one rank. Each directed pair of ranks is a channel that keeps its order."""
-
-    def send(self, peer: int, tensor: Tensor) -> None:
-        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
-
-        The tensor has no graph behind it. Its storage must not be written to any more; it is kept alive as long as
-        needed.
-
-        Raises:
-            ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
-        """
-        ...
-
-    def receive(self, peer: int) -> Pending:
-        """Posts the receive of the next message from pipeline rank ``peer``; returns at once."""
-        ...
-
-    def collective(self, chain: Chain) -> Pending:
-        """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
-
-        Args:
-            chain: this rank's part; runs once, after those posted before it.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Waits until every send and every collective has completed; raises what one of them raised."""
-        ...
 
 
 class MessageSpec(NamedTuple):
@@ -108,23 +77,18 @@ def make_channels(
 ) -> Channels:
     """Makes a two-rank process group for each of ``channels`` in each pipeline; every process must call it.
 
-    Each direction has its own group because NCCL runs the messages between two ranks of one group one after another in
-    the order issued, both directions together, each waiting for its partner: two ranks that both send and then receive
-    would hang.
+    Each direction has its own group: NCCL runs the messages between two ranks of one group one after another, both
+    directions together, each waiting for its partner, so two ranks that both send and then receive would hang. One
+    number goes over every channel, because NCCL makes a communicator at the first message and blocks the host until
+    both ends are there. Pairs that share no rank do so at once.
 
-    One number goes over every channel before it is used. NCCL makes a communicator at the first message and blocks the
-    host until both ends are there; in a run the first receive is posted before passes that its sender waits for. Pairs
-    that share no rank exchange theirs at once, so this takes no longer in a long pipeline.
-
-    Every process makes every group, though it is a member of few. Torch counts groups to name them. It can be told to
-    ask only the members (``use_local_synchronization``), but then counts those of the process, and stock makes more on
-    some ranks than on others.
+    Every process makes every group, though it is a member of few: torch counts groups to name them.
 
     Args:
         pipelines: the global ranks of every pipeline of the job, in pipeline order; the same on every process.
         channels: as :func:`.program.channels_of` gives them; the same on every process.
         backend: ``gloo`` or ``nccl``; the default group's where None.
-        timeout: how long a receive or a send may take before it raises; torch's default where None.
+        timeout: of a receive or a send; torch's default where None.
         options: makes a new ``pg_options`` for each group.
         new_group: as ``torch.distributed.new_group``.
 
@@ -161,18 +125,8 @@ def make_collective_group(
 ) -> dist.ProcessGroup:
     """Makes a process group of each whole pipeline, for its collectives; every process must call it.
 
-    Torch orders its ranks by their global numbers, whatever the pipeline's order. The ranks add up a number before the
-    group is used, which makes NCCL's communicator.
-
-    Args:
-        pipelines, backend, timeout, options, new_group: as for :func:`make_channels`.
-
-    Returns:
-        The group of this process's pipeline.
-
-    Raises:
-        ValueError: this process is not in exactly one pipeline.
-        RuntimeError: the group's sum is wrong.
+    Torch orders its ranks by their global numbers. They add up a number, which makes NCCL's communicator. Arguments
+    and errors as for :func:`make_channels`. Returns the group of this process's pipeline.
     """
     mine = _own_pipeline(pipelines)
     backend = backend or dist.get_backend()
@@ -234,27 +188,22 @@ def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
             )
 
 
-class GroupTransport(Transport):
-    """The messages of one run over :class:`Channels`; make a new one for each run, it costs next to nothing.
+class Transport:
+    """The messages of one run of one rank, over :class:`Channels`; make a new one for each run, it costs little.
 
-    A send is posted and not waited for. Its tensor stays alive until the send has completed; completed ones are freed
-    while the run goes on. gloo reports nothing of a send before it is waited for, so there all stay until
-    :meth:`finish`. gloo takes tensors in host memory only: those of another device are copied there first.
-
-    On NCCL no stream bookkeeping is needed beyond this: a send waits for what the current stream has queued so far, a
-    receive's ``wait`` makes the current stream wait, and storage returns to the current stream's pool only once its
+    Each directed pair of ranks is a channel that keeps its order. A send is posted and not waited for; its tensor stays
+    alive until the send has completed. gloo reports that only where it is waited for, so there all stay until
+    :meth:`finish`, and it copies tensors to host memory first. On NCCL a send waits for what the current stream has
+    queued, a receive's ``wait`` makes the current stream wait, and storage returns to that stream's pool once its
     message has completed. A posted receive occupies a few multiprocessors until its message comes.
-
-    With ``shapes`` each message may have any shape with the spec's number of dimensions. The shape is sent before the
-    tensor, between hosts: a sender's host knows it long before its GPU has the tensor, and no GPU has to stop for a
-    receiver's host to read it. So a rank's host waits where it posts a receive, for the host that posts the send; the
-    checker (:mod:`.checker`) has proved that this ends.
 
     Args:
         channels: this process's groups.
         spec: shape, dtype and device of every message of this run.
         collectives: runs collectives; by the spec's device where None.
-        shapes: groups of the backend gloo for the same channels, where shapes are not known beforehand.
+        shapes: groups of the backend gloo for the same channels. With them each message may have any shape with the
+            spec's number of dimensions: hosts send the shape ahead of the tensor. So a host waits where it posts a
+            receive; the checker (:mod:`.checker`) has proved that this ends.
     """
 
     def __init__(
@@ -268,10 +217,10 @@ class GroupTransport(Transport):
         self._spec = spec
         self._collectives = collectives
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._shapes: GroupTransport | None = None
+        self._shapes: Transport | None = None
         if shapes is not None:
             sizes = MessageSpec((len(spec.shape),), torch.int64, torch.device("cpu"))
-            self._shapes = GroupTransport(shapes, sizes)
+            self._shapes = Transport(shapes, sizes)
 
     @property
     def unfinished(self) -> int:
@@ -279,6 +228,13 @@ class GroupTransport(Transport):
         return len(self._sends)
 
     def send(self, peer: int, tensor: Tensor) -> None:
+        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
+
+        The tensor has no graph behind it, and nothing may write to its storage any more.
+
+        Raises:
+            ValueError: ``tensor`` is not as agreed; the other end would read it wrongly.
+        """
         shape, dtype, _ = self._spec
         fits = tensor.shape == shape if self._shapes is None else tensor.dim() == len(shape)
         if not fits or tensor.dtype != dtype:
@@ -292,16 +248,22 @@ class GroupTransport(Transport):
         self._sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
+        """Posts the receive of the next message from pipeline rank ``peer``; returns at once, but for ``shapes``."""
         shape = self._spec.shape if self._shapes is None else self._shapes.receive(peer).wait().tolist()
         buffer = torch.empty(shape, dtype=self._spec.dtype, device=self._channels.device)
         return _Arriving(self._channels.incoming[peer].receive(buffer), buffer, self._spec.device)
 
     def collective(self, chain: Chain) -> Pending:
+        """Posts a collective of all ranks of the pipeline, which each post all of theirs in one order.
+
+        ``chain`` is this rank's part; it runs once, after those posted before it.
+        """
         if self._collectives is None:
             self._collectives = collectives_on(self._spec.device)
         return self._collectives.post(chain)
 
     def finish(self) -> None:
+        """Waits until every send and every collective has completed; raises what one of them raised."""
         if self._shapes is not None:
             self._shapes.finish()
         if self._collectives is not None:

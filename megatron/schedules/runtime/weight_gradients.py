@@ -80,15 +80,13 @@ class WeightGradients:
 
         Args:
             key: what :attr:`current` was in the forward.
-            closure: runs without grad mode, in a backward. With ``parameters`` it returns a gradient for each, in
-                order, which it must not keep, or None for no gradient. Without, it does everything itself.
-            held_tensors: the activations and gradients it reads: counted by the meter and, in W, checked not to have
-                been modified in place since now.
-            parameters: the leaf tensors that get the gradients. A parameter that several closures of a key share gets
-                their sum at once, so that its hooks fire once a microbatch, as in a whole backward.
-            prefetch: starts the communication that ``closure`` waits for. Called once, without grad mode, before
-                ``closure``; in :meth:`run` before the closure ahead of it computes.
-            settle: may compute ahead of W, see :meth:`compute_ahead`. Called once, no later than the end of I.
+            closure: runs without grad mode, in a backward. Returns a gradient, or None, for each of ``parameters``,
+                which it must not keep; without ``parameters`` it does everything itself.
+            held_tensors: the tensors that it reads: counted by the meter, and checked in W for changes in place.
+            parameters: the leaf tensors that get the gradients. One that several closures of a key share gets their sum
+                at once, so that its hooks fire once a microbatch.
+            prefetch: starts the communication that ``closure`` waits for; called once, ahead of it, without grad mode.
+            settle: may compute ahead of W, see :meth:`compute_ahead`; called once, no later than the end of I.
 
         Raises:
             RuntimeError: ``key`` is not open: its W has run, or its forward was not under :meth:`split`.
@@ -249,13 +247,10 @@ class _Deferred:
 class _Graph:
     """A backward that computes the gradients of a queue's closures, one closure after another.
 
-    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So a
-    gradient is accumulated, and its parameter's hooks run, before the next one is computed: it is still in the caches,
-    and there are never two in memory. Where closures share a parameter autograd adds up their gradients, and its hooks
-    fire once. Gradients are cast to the parameter's dtype.
-
-    Building a graph takes some hundred microseconds, so all microbatches use the same. On a GPU it runs in autograd's
-    own thread, as whole backwards do, on the stream that was current when it was built.
+    A node for each closure leads to its parameters and to the next node, and autograd visits parameters first. So each
+    gradient is accumulated, and its parameter's hooks run, before the next one is computed. Where closures share a
+    parameter autograd adds up their gradients, and its hooks fire once. Gradients are cast to the parameter's dtype.
+    Building a graph takes some hundred microseconds, so all microbatches use the same.
 
     Args:
         uses: the parameters of each closure, in order.

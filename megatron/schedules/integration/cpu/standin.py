@@ -1,6 +1,6 @@
-"""A stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and the CPU for tensors.
+"""A CPU stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and the CPU for tensors.
 
-For tests, for the demo and for a laptop. It changes nothing where CUDA exists, because there it refuses to start.
+For tests, for the demo and for a laptop. It refuses to start where CUDA exists.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.cpu import adam, gloo_at_exit, te_python
@@ -30,10 +31,10 @@ def enabled() -> bool:
 
 
 def enable() -> None:
-    """Replace what Megatron asks of ``torch.cuda`` by its CPU equivalent, for the rest of the process; once.
+    """Replaces what Megatron uses of ``torch.cuda`` by its CPU equivalent, for the rest of the process; once.
 
     Raises:
-        RuntimeError: where CUDA is available, or Megatron was imported before and holds kernels to compile for CUDA.
+        RuntimeError: CUDA is available, or Megatron was imported before and has kernels to compile for CUDA.
     """
     if not needed():
         raise RuntimeError("the CPU stand-in is for machines without CUDA; this one has it")
@@ -46,19 +47,19 @@ def enable() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
     engine = te_python.enable() if te_python.is_here() else ""
-    # Before anything is replaced: at import torch's compiler takes stock of torch's own functions.
+    # Before anything is replaced: at import torch's compiler records torch's own functions.
     import megatron.training  # noqa: F401
 
-    for name, replacement in _TORCH_CUDA.items():
+    for name, replacement in (_TORCH_CUDA | _TORCH_CUDA_RANDOM).items():
         setattr(torch.cuda, name, replacement)
     for name, replacement in _TORCH_CUDA_RANDOM.items():
-        setattr(torch.cuda, name, replacement)
         setattr(torch.cuda.random, name, replacement)
     _replace_in_megatron()
     adam.enable()
     if engine:
         te_python.replace_in_torch()
-    _OnTheCpu().__enter__()
+    OnTheCpu().__enter__()
+    BackwardCFunction.apply = _in_backward(BackwardCFunction.apply)  # type: ignore[method-assign]
     gloo_at_exit.wait_at_exit()
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write("no CUDA device here: Megatron runs on the CPU through a stand-in (tests and demos only)\n")
@@ -66,26 +67,28 @@ def enable() -> None:
             sys.stdout.write(f"{engine}\n")
 
 
-def _asked_by_megatron() -> bool:
-    """Torch itself must go on seeing that there is no CUDA; only Megatron and Transformer Engine are told otherwise."""
+def _called_by_megatron() -> bool:
+    """Whether Megatron or Transformer Engine is the caller: torch itself must see that there is no CUDA."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     asked = isinstance(name, str) and name.startswith(("megatron.", f"{te_python.PACKAGE}."))
     return asked and not name.startswith("megatron.schedules.")
 
 
+def _none(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
 class _Stream:
-    """Work on the CPU is done when the call returns: streams and events have nothing to do."""
+    """A stream without work: what runs on the CPU is done when the call returns."""
 
     cuda_stream = 0
     device = torch.device("cpu")
+    wait_stream = wait_event = synchronize = _none
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, *args: Any) -> None: ...
-
-    def wait_event(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -100,15 +103,13 @@ class _Stream:
 
 
 class _Event:
+    wait = synchronize = _none
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
 
     def record(self, *args: Any) -> None:
         self._time = time.perf_counter()
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -118,7 +119,7 @@ class _Event:
 
 
 class _Properties:
-    """Of the device that is not there: old enough that nothing picks a special kernel."""
+    """Properties of a device too old for special kernels."""
 
     name = "CPU"
     multi_processor_count = 1
@@ -129,53 +130,29 @@ class _Properties:
         self.major, self.minor = te_python.capability()
 
 
-@contextmanager
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
-def _none(*args: Any, **kwargs: Any) -> None: ...
-
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 _MEMORY_STATISTICS = (
-    "allocated_bytes.all.current",
-    "allocated_bytes.all.peak",
-    "reserved_bytes.all.current",
-    "reserved_bytes.all.peak",
-    "allocation.all.current",
-    "active_bytes.all.peak",
-    "num_alloc_retries",
+    *(f"{what}_bytes.all.{when}" for what in ("allocated", "reserved") for when in ("current", "peak")),
+    *("allocation.all.current", "active_bytes.all.peak", "num_alloc_retries"),
 )
+_DO_NOTHING = ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream", "reset_peak_memory_stats")
+_ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
 
 _TORCH_CUDA: dict[str, Callable[..., Any]] = {
-    "is_available": lambda: _asked_by_megatron(),
-    "device_count": lambda: 1 if _asked_by_megatron() else 0,
+    **dict.fromkeys(_DO_NOTHING, _none),
+    **dict.fromkeys(_ZERO, _zero),
+    "is_available": lambda: _called_by_megatron(),
+    "device_count": lambda: 1 if _called_by_megatron() else 0,
     "current_device": lambda: "cpu",
-    "set_device": _none,
-    "device": _nothing,
-    "synchronize": _none,
-    "empty_cache": _none,
-    "ipc_collect": _none,
+    "device": lambda *args, **kwargs: nullcontext(),
     "Stream": _Stream,
     "Event": _Event,
     "stream": lambda stream: stream or _Stream(),
     "current_stream": _Stream,
     "default_stream": _Stream,
-    "set_stream": _none,
     "is_current_stream_capturing": lambda: False,
     "get_device_properties": lambda *args: _Properties(),
     "get_device_capability": lambda *args: te_python.capability(),
     "get_device_name": lambda *args: "CPU",
-    "memory_allocated": _zero,
-    "max_memory_allocated": _zero,
-    "memory_reserved": _zero,
-    "max_memory_reserved": _zero,
-    "device_memory_used": _zero,
-    "reset_peak_memory_stats": _none,
     "memory_stats": lambda *args: dict.fromkeys(_MEMORY_STATISTICS, 0),
     "mem_get_info": lambda *args: (1 << 34, 1 << 34),
 }
@@ -190,7 +167,7 @@ _TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
 
 
 def _replace_in_megatron() -> None:
-    """The places in Megatron itself that reach below ``torch.cuda``'s functions, or need what a GPU machine has."""
+    """Replaces what in Megatron bypasses ``torch.cuda``'s functions, or needs what a GPU machine has."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import torch_norm
@@ -199,7 +176,7 @@ def _replace_in_megatron() -> None:
     from megatron.schedules.integration.compiled_helpers import came_compiled
 
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Stock moves what is on the GPU; what is here already must come out in the same form.
+        # Stock moves a tensor from the GPU; one that is on the CPU must come out in the same form.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
@@ -229,21 +206,17 @@ def _replace_in_megatron() -> None:
         dataset_utils.compile_helpers = _none
 
 
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
-
-
 def _on_cpu(value: Any) -> Any:
-    return "cpu" if _is_cuda(value) else value
+    """Returns the CPU in place of a CUDA device; other values as they are."""
+    name = value.type if isinstance(value, torch.device) else value
+    return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
 
 
-# What the CPU would draw on a machine with a GPU, where the default generator of this process is the GPU's.
+# For random numbers that a machine with a GPU draws on the CPU; the default generator here stands for the GPU's.
 _HOST_NUMBERS = torch.Generator()
 
 
-class _OnTheCpu(TorchFunctionMode):
+class OnTheCpu(TorchFunctionMode):
     """Every torch call that names a CUDA device gets the CPU instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,21 +224,33 @@ class _OnTheCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.random_ and kwargs.get("generator", self) is None:
-            # A data loader draws a seed, which must leave the dropout's random numbers alone.
+            # A data loader draws a seed, which must not change the random numbers of dropout.
             kwargs = {**kwargs, "generator": _HOST_NUMBERS}
         if func is torch.Tensor.type:
             return _type(func, args, kwargs)
         if func is torch.Tensor.to:
             args = tuple(map(_on_cpu, args))
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": "cpu"}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
+def _in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``apply`` of a Python autograd function's node with the mode, which torch leaves in a backward."""
+
+    def applied(*args: Any) -> Any:
+        if torch._C._len_torch_function_stack():
+            return apply(*args)
+        with OnTheCpu():
+            return apply(*args)
+
+    return applied
+
+
 def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """``tensor.type()`` names the CUDA type the optimizer looks for; ``tensor.type("torch.cuda...")`` stays here."""
+    """Returns the CUDA type that the optimizer looks for; keeps ``tensor.type("torch.cuda...")`` on the CPU."""
     if len(args) == 1 and not kwargs:
         return str(func(args[0])).replace("torch.", "torch.cuda.")
     wanted = args[1]

@@ -17,10 +17,9 @@ from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 
 
 def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomputes: Recomputes) -> int:
-    """Has decoder layers of ``model_chunk`` wait for their R in ``recomputes``.
+    """Has decoder layers of ``model_chunk`` wait for their R in ``recomputes``; to be called once for a chunk.
 
-    Embedding, final norm, output layer, loss and the layers of multi-token prediction do not change. To be called once
-    for a chunk.
+    Embedding, final norm, output layer, loss and the layers of multi-token prediction do not change.
 
     Args:
         model_chunk: wrapped or not.

@@ -1,23 +1,20 @@
 """Makes the backward of Megatron's local tensor-parallel linears splittable into I and W.
 
 Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes input and
-weight gradient in one autograd Function that adds to ``main_grad`` as it goes, so nothing outside can separate them. An
-instance attribute is the smallest thing that replaces the Function.
+weight gradient in one autograd Function that adds to ``main_grad``, so nothing outside can separate them.
 
-These are never split; stock's Function runs and computes the weight gradient in I:
+These are never split; stock's Function computes the weight gradient in I:
 
 - output layers: see :mod:`.output_layers`;
-- frozen weights: there is no weight gradient, and stock saves no input for them either;
+- frozen weights, which have no weight gradient;
 - ``defer_embedding_wgrad_compute``: stock defers that gradient itself, to the end of the iteration;
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
   own communication, tied to stock's backward;
 - a ``weight`` argument that is not a leaf: its gradient continues beyond W;
 - subclasses with a ``_forward_impl`` of their own.
 
-Expert linears are split like others: their communication (``explicit_expert_comm``) is outside ``_forward_impl``.
-Stock's local linears have no fp8 form; Transformer Engine's are other classes (:mod:`.transformer_engine`).
-
-Read against megatron-core 0.19.2, ``tensor_parallel/layers.py``.
+The communication of expert linears (``explicit_expert_comm``) is outside ``_forward_impl``. Stock's local linears have
+no fp8 form. Read in megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """
 
 from __future__ import annotations

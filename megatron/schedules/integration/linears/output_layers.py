@@ -1,10 +1,8 @@
 """Output layers are never split: their weight gradient is computed in I.
 
 It needs the gradient of the logits, by far the largest tensor of a model: 2.1 GB for 8192 tokens and a vocabulary of
-128 thousand. W would hold one for each waiting microbatch. Stock's own backward of the layer runs, which hides its
-communication; where the weight is tied to an embedding of the same chunk, or multi-token prediction uses the layer a
-second time, autograd adds the gradients up as without a split. I of the last stage takes longer by that product and its
-W is shorter, as ``tools/profile_passes.py`` measures them.
+128 thousand. W would hold one for each waiting microbatch. Stock's own backward of the layer hides its communication. I
+of the last stage takes longer by that product and its W is shorter, as ``tools/profile_passes.py`` measures them.
 """
 
 from __future__ import annotations

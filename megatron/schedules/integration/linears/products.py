@@ -1,18 +1,15 @@
 """The product of a W under tensor parallelism, whose operands wait from I to W as this rank's rows only.
 
-Under sequence parallelism a weight gradient is a product of rows of all tensor-parallel ranks. One of its two operands
-comes from a gather: the input of a column parallel linear, the output's gradient of a row parallel one. Gathered, it
-would take as much memory from I to W as all else that the layer holds. So only this rank's rows are kept, and W gathers
-the rest; the store starts that behind the W before.
+Under sequence parallelism one of its two operands is gathered: the input of a column parallel linear, the output's
+gradient of a row parallel one. Gathered, it would take as much memory from I to W as all else that the layer holds. So
+only this rank's rows are kept, and W gathers the rest; the store starts that behind the W before.
 
 The input gradient of a column parallel linear is reduced over the tensor-parallel ranks. A whole backward hides that
 behind the linear's own weight gradient. I hides it behind the weight gradient of the row parallel linear just before it
-in the backward, whose product needs nothing from other ranks while the rows that I gathered are still there. So neither
-pass exposes communication of that pair, and nothing of the row parallel linear waits for W; I takes longer by the
-product, and W shorter. This is done under gradient accumulation fusion only, where the product adds to ``main_grad``;
-elsewhere its result, the size of the weight, would have to wait. Only the product moves: parameters get their
-gradients, and their hooks fire, in W. Before Blackwell the product's kernels let the reduction start first only with
-CUDA_DEVICE_MAX_CONNECTIONS=1, as in a whole backward.
+in the backward, which needs nothing from other ranks while the rows that I gathered are still there. I takes longer by
+the product, and W shorter. This is done under gradient accumulation fusion only, where the product adds to
+``main_grad``; elsewhere its result would have to wait. Parameters get their gradients, and their hooks fire, in W.
+Before Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as in a whole backward.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Makes the backward of Transformer Engine's linears splittable into I and W.
 
 Hook: ``forward`` of each ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` instance, Megatron's subclasses
-included. Transformer Engine can delay weight gradients itself: the backward of a module whose ``wgrad_store`` delays
-passes the operands and the product to that store. But there is one queue a module, emptied in the order in which it was
-filled, and its gradients bypass the parameters' hooks. So during one forward the module gets
+included. The backward of a module whose ``wgrad_store`` delays passes the operands and the product to that store. But
+that is one queue a module, emptied in the order in which it was filled, and its gradients bypass the parameters' hooks.
+So during one forward the module gets
 
-- a ``wgrad_store`` of that call's own, which autograd keeps for the backward, and which defers to our store under the
-  (stage, microbatch) of the forward;
+- a ``wgrad_store`` of that call's own, which defers to our store under the (stage, microbatch) of the forward;
 - in place of each weight, and of each bias added in the product, a leaf of the same data without hooks: even a delayed
-  backward reports to the weights' hooks, with nothing, with a dummy, or (``GroupedLinear``) with memory that W fills
-  later. The parameters themselves get their gradients in W.
+  backward reports to the weights' hooks. The parameters themselves get their gradients in W.
 
-The very first microbatch would overwrite ``main_grad`` rather than add to it, which loses what a W out of order had
-added. Binding switches that off, where stock does not need it to cache quantised weights.
+The very first microbatch would overwrite ``main_grad`` rather than add to it. Binding switches that off, where stock
+does not need it to cache quantised weights.
 
 These are never split; their gradients are computed in I: output layers (:mod:`.output_layers`); modules with a frozen
 weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are
@@ -21,9 +19,9 @@ was already replaced. A norm's gradients come in I too. Megatron does not build 
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
 compute. A flag on the autograd node, or on an object of it, says so; it is cleared after each forward, and W gathers
-the input, once. Without such a flag the backward gathers, and only this rank's part is kept.
+the input. Without such a flag the backward gathers, and only this rank's part is kept.
 
-Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and of megatron-core 0.19.2,
+Read in Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
 """
 
@@ -58,15 +56,7 @@ _RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     """Makes Transformer Engine's linears in ``model_chunk`` defer their weight gradients to ``store``.
 
-    A forward with ``store.current`` set and gradients enabled will be split; every other forward is Transformer
-    Engine's. A second call binds the linears to the newer store. Parameters, state dicts and hooks do not change.
-
-    Args:
-        model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        store: where the weight gradients wait for their W.
-
-    Returns:
-        The number of linears now bound to ``store``.
+    As :func:`.local.split_linears` for local ones.
 
     Raises:
         RuntimeError: the linears lack an attribute that this relies on: an unknown version of Transformer Engine.

@@ -86,16 +86,9 @@ def without_labels(exponentials: Tensor, labels: Tensor, cut: Cut, value: Tensor
 
 
 def look_up(tokens: Tensor, weight: Tensor, cut: Cut, *, deterministic: bool = False) -> Tensor:
-    """Returns the rows of ``tokens`` in this rank's part of a table, zeros for tokens of other ranks.
+    """Returns the rows of ``tokens`` in this rank's part ``weight`` of a table, zeros for tokens of other ranks.
 
-    Args:
-        tokens: of any shape.
-        weight: (entries, hidden).
-        cut: of the part.
-        deterministic: whether the backward always adds up in the same order, as stock does under its flag.
-
-    Returns:
-        The shape of ``tokens``, and hidden.
+    With ``deterministic`` the backward always adds up in the same order, as stock does under its flag.
     """
     own, rows = cut.within(tokens)
     found = weight[rows] if deterministic else torch.nn.functional.embedding(rows, weight)

@@ -46,9 +46,6 @@ def share_vocabulary(chunks: Sequence[torch.nn.Module], last_stage_rank: int) ->
     Args:
         chunks: this rank's, before Megatron wraps them.
         last_stage_rank: the pipeline rank with the output layer; stage 0 is on rank 0.
-
-    Raises:
-        RuntimeError: the model lacks one of the tables, or has a bias after the output layer.
     """
     first = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
     last = get_attr_wrapped_model(chunks[-1], "post_process", return_model_obj=True)

@@ -59,9 +59,6 @@ class SharedVocabulary:
         meter: counts activations; None for not counting.
         reported: takes the user's losses, on the last stage's rank.
         token_count: the number of tokens that count there is added to it.
-
-    Raises:
-        RuntimeError: the chunks have no parts of a vocabulary.
     """
 
     def __init__(
