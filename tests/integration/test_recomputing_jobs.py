@@ -251,7 +251,7 @@ def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
             "both do whole layers again",
         ),
         ("--te-rng-tracker", "with forwards done again (R) does not work with --te-rng-tracker: its random states"),
-        ("--fp8-format e4m3", "with forwards done again (R) does not work with --fp8-format: quantised layers"),
+        ("--fp8-format e4m3", "with forwards done again (R) does not work with --fp8-recipe delayed: scales change"),
     ],
 )
 def test_what_does_not_go_with_r_is_refused_in_a_line(megatron: Any, tmp_path: Path, flags: str, part: str) -> None:

@@ -299,11 +299,10 @@ def kept_whole() -> None:
     store.run(0, 0)
 
 
-def caching_of_quantised_weights_is_left_alone() -> None:
-    plain, quantised = (fake_te.megatrons(fake_te.Linear)(8, 8, fp8=fp8) for fp8 in (None, "hybrid"))
-    model = torch.nn.ModuleList([plain, quantised])
+def the_first_microbatch_is_still_one_for_caches_of_quantised_weights() -> None:
+    model = fake_te.megatrons(fake_te.Linear)(8, 8, fp8="hybrid")
     bound(model)
-    assert [linear.is_first_microbatch for linear in model] == [False, True]
+    assert model.is_first_microbatch
 
 
 def memory_is_flat() -> None:
@@ -369,7 +368,7 @@ def what_cannot_be_split_is_refused() -> None:
         return [why] if why else []
 
     flags: dict[str, Any] = {
-        "--fp8-format": {"fp8": "hybrid"},
+        "--fp8-param-gather": {"fp8": "hybrid", "fp8_param_gather": True},
         "--fp4-format": {"fp4": "e2m1"},
         "--te-precision-config-file": {"te_precision_config_file": "a.yaml"},
         "--tp-comm-overlap": {"tp_comm_overlap": True},
@@ -382,6 +381,10 @@ def what_cannot_be_split_is_refused() -> None:
         assert f"does not work with {name}:" in why
         assert refusals("1f1b", **setting) == []
         assert refusals("zb-1p", **setting | {"transformer_impl": "local"}) == []
+    for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8"):
+        assert refusals("zb-1p", fp8="hybrid", fp8_recipe=recipe) == []
+    (why,) = refusals("zb-1p", fp8="hybrid", fp8_recipe="custom")
+    assert "does not work with --fp8-recipe custom: use one of tensorwise, delayed, blockwise, mxfp8" in why
     (why,) = refusals("zb-1p", transformer_impl="inference_optimized")
     assert "only the local ones and Transformer Engine's can be split; use --transformer-impl local" in why
     fake_te.Linear.__init__, kept = lambda self: None, fake_te.Linear.__init__  # type: ignore[method-assign,assignment,misc]
@@ -414,7 +417,7 @@ CHECKS = (
     bound_again_to_a_newer_store,
     the_schedule_function_binds_them,
     kept_whole,
-    caching_of_quantised_weights_is_left_alone,
+    the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,
     a_gradient_that_was_not_delayed_is_no_secret,
     an_instance_of_another_make,

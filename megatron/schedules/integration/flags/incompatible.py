@@ -46,6 +46,11 @@ class _Facts(NamedTuple):
         return self.spec.settings.vocabulary_parallel
 
     @property
+    def fp8_recipe(self) -> str:
+        """How linears are quantized to FP8; empty where they are not."""
+        return str(self.spec.stock.get("fp8_recipe") or "delayed") if self.on("fp8") else ""
+
+    @property
     def chunks(self) -> int:
         return self.schedule.placement.chunks
 
@@ -81,6 +86,16 @@ def _ends_elsewhere(facts: _Facts) -> bool:
     return placement.rank_of[0] != 0 or placement.rank_of[-1] not in (0, placement.ranks - 1)
 
 
+def _out_of_order(facts: _Facts) -> bool:
+    """Whether the backwards of a stage come in another order than its forwards."""
+    orders: dict[tuple[int, bool], list[int]] = {}
+    for row in facts.schedule.order:
+        for each in row:
+            if each.kind in (Kind.F, Kind.I, Kind.B):
+                orders.setdefault((each.stage, each.kind is Kind.F), []).append(each.microbatch)
+    return any(orders[stage, True] != orders.get((stage, False)) for stage, forward in orders if forward)
+
+
 def _shares(facts: _Facts) -> bool:
     return facts.shares
 
@@ -91,6 +106,7 @@ def _shared(name: str, why: str, written: str | None = None) -> _Rule:
     return _Rule(rule.applies, lambda facts: f"with {FLAGS['shared_vocabulary']} {rule.why(facts)}")
 
 
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _STOCK_CHUNKS = "the schedule sets the number of chunks itself; leave the flag out"
 
 
@@ -160,12 +176,29 @@ _RULES = (
         "the schedule places weight gradients itself; leave the flag out",
         _splits_te,
     ),
-    _flag("fp8", _QUANTISED, _splits_te, "--fp8-format"),
+    _Rule(
+        lambda facts: _splits_te(facts) and facts.fp8_recipe not in ("", *FP8_RECIPES),
+        lambda facts: f"does not work with --fp8-recipe {facts.fp8_recipe}: use one of {', '.join(FP8_RECIPES)}",
+    ),
+    _flag("fp8_param_gather", "primary FP8 weights are not split so far; leave the flag out", _splits_te),
+    _Rule(
+        lambda facts: facts.fp8_recipe == "delayed" and bool(facts.spec.recompute.granularity) and _out_of_order(facts),
+        lambda facts: (
+            "does not work with --fp8-recipe delayed and --recompute-granularity: Transformer Engine keeps scales in "
+            "the order of forwards, which this schedule's backwards do not have; use another recipe, or no recompute"
+        ),
+    ),
     _flag("fp4", _QUANTISED, _splits_te, "--fp4-format"),
     _flag("te_precision_config_file", _QUANTISED, _splits_te),
     _flag("kitchen_config_file", _QUANTISED, _splits_te),
     _flag("kitchen_recipe_number", _QUANTISED, _splits_te),
-    _again("fp8", _NOT_TWICE, "--fp8-format"),
+    _Rule(
+        lambda facts: facts.recomputes and facts.fp8_recipe == "delayed",
+        lambda facts: (
+            "with forwards done again (R) does not work with --fp8-recipe delayed: scales change between F and R; use "
+            "tensorwise, blockwise or mxfp8, or a schedule without R"
+        ),
+    ),
     _again("fp4", _NOT_TWICE, "--fp4-format"),
     _again("te_precision_config_file", _NOT_TWICE),
     _again("kitchen_config_file", _NOT_TWICE),

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.layers.decoder import decoder_layers
+from megatron.schedules.integration.linears.quantized import autocast_now
 from megatron.schedules.runtime.recompute import Again, do_again
 
 
@@ -41,17 +42,21 @@ def recompute_layers(model_chunk: torch.nn.Module, which: range | None, again: A
 
 
 def surroundings() -> Callable[[], AbstractContextManager[None]]:
-    """Note random states and autocast as they are now; what is returned brings them back, and afterwards those before.
+    """Note random states, autocast and FP8 as they are now; what is returned brings them back for a while.
 
     Auxiliary losses and counters of tokens need none of it: stock counts them where grad mode is on, so in R alone.
     """
     states = random._get_all_rng_states()
-    return partial(_as_then, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    return partial(
+        _as_then, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), autocast_now()
+    )
 
 
 @contextmanager
-def _as_then(states: tuple[Any, ...], autocast: bool, dtype: torch.dtype) -> Iterator[None]:
-    with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast):
+def _as_then(
+    states: tuple[Any, ...], autocast: bool, dtype: torch.dtype, quantizing: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast), quantizing():
         random._set_all_rng_states(*states)
         yield
 

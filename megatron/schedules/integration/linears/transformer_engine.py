@@ -11,18 +11,22 @@ order it was filled, and its gradients pass the parameters' hooks by. So for the
   for even a delayed backward reports to the weights' hooks: with nothing, with a dummy, or (``GroupedLinear``)
   with memory that W will fill later. The parameters themselves get their gradients in W.
 
-The first microbatch of all would overwrite ``main_grad`` rather than add to it, which loses whatever a W out of
-order had added; binding switches that off, where stock does not need it for caching quantised weights.
+The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` rather than add to
+it, and lose what another W had added before; the autograd node is told otherwise after each forward.
+
+FP8: an operand has a copy by rows and one by columns (:mod:`.quantized`). W reads columns, so the other copy is freed
+in I. Scales belong to the operand, and no later update changes them.
 
 Stays whole (the gradients come with I) even where a split is asked for: output layers (:mod:`.output_layers`); modules
-with a frozen weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation
-group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
-``forward`` someone else has replaced. The norm's gradients come with I, as those of norms elsewhere. ``LayerNormMLP``
-is no class that Megatron builds.
+with a frozen weight; weights that are not plain parameters (primary FP8 weights, grouped in one, sharded over a
+rematerialisation group), are Megatron-FSDP's or distributed (2.19), or are several in one product
+(``parameters_split``); modules whose ``forward`` someone else has replaced. The norm's gradients come with I, as those
+of norms elsewhere. ``LayerNormMLP`` is no class that Megatron builds.
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
 compute. What says so is a flag on the autograd node, or on an object of its; it is taken back after each forward, and
-W gathers the input, once. Where no such flag is found, the backward gathers and only this rank's part is kept.
+W gathers the input, once: a quantized one by Transformer Engine's own function. Where no such flag is found, the
+backward gathers, and only this rank's part is kept where it is not quantized.
 
 Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and of megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
@@ -30,6 +34,7 @@ Read in the sources of Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, an
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.integration.linears import quantized
 from megatron.schedules.integration.linears.local import fused_gradient
 from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
@@ -49,11 +55,11 @@ from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 # What is read or replaced on an instance, beside its parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
-# Settings of Megatron's under which it sets ``is_first_microbatch`` anew each iteration, to cache quantised weights.
-_QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 # That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
-_RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
+_RELY_ON_IT = ("debug", "ub_bulk_dgrad")
+# Autograd nodes after which a linear's own is looked for: it may add a bias, and cast or reshape the result.
+_STEPS_AFTER = 4
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -91,9 +97,6 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
                 f"Transformer Engine {te_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a "
                 "split of its backward needs; use --transformer-impl local, or a schedule that does not split it"
             )
-        config = getattr(module, "config", None)
-        if hasattr(module, "is_first_microbatch") and not any(getattr(config, name, None) for name in _QUANTISED):
-            module.is_first_microbatch = False
         module.__dict__["forward"] = _Forward(module, store)
         bound += 1
     return bound
@@ -119,7 +122,7 @@ class _Forward:
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
         if not _splittable(weights, biases):
-            return whole(module, *args, **kwargs)
+            return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
         # Their hooks last as long as they do; once the forward has run, the graph holds them.
         accumulators = call.listen()
@@ -128,13 +131,36 @@ class _Forward:
         del accumulators
         if call.input_over is not None:
             _leave_input_in_parts(output)
-        return output
+        return _adding(output)
+
+
+def _holders(output: Any) -> tuple[Any, Any]:
+    """Where the backward of this call reads settings: the autograd node; for Linear, from 2.16 on, an object of its."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    for _ in range(_STEPS_AFTER):
+        holders = node, getattr(node, "backward_objects", None)
+        if any(hasattr(holder, "is_first_microbatch") for holder in holders):
+            return holders
+        node = node.next_functions[0][0] if getattr(node, "next_functions", ()) else None
+    raise RuntimeError(
+        f"Transformer Engine {te_version()} does not say where its backward reads settings: it works otherwise than "
+        "the versions that splitting its backward was written for; use --transformer-impl local, or a schedule that "
+        "does not split it"
+    )
+
+
+def _adding(output: Any) -> Any:
+    """Have the weight gradient of this call added to ``main_grad``, be it the first microbatch's or not."""
+    if (output[0] if isinstance(output, tuple) else output).requires_grad:
+        for holder in _holders(output):
+            if getattr(holder, "is_first_microbatch", None):
+                holder.is_first_microbatch = False
+    return output
 
 
 def _leave_input_in_parts(output: Any) -> None:
     """Keep the backward of this call from gathering its input, which its W gathers for itself."""
-    node = (output[0] if isinstance(output, tuple) else output).grad_fn
-    for holder in (node, getattr(node, "backward_objects", None)):  # the second for Linear, from 2.16 on
+    for holder in _holders(output):
         for flag in _TO_BE_GATHERED:
             relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
             if getattr(holder, flag, None) is True and not relied_on:
@@ -236,13 +262,13 @@ class _Call:
         defer(self._store, self._key, work.product, work, parameters)
 
 
-def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
-    """This rank's part of ``input``, which is that or gathered, as its rows tell."""
-    rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
+def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
+    """This rank's part of ``input`` and the ranks to gather it from; None where it stays gathered. Its rows tell."""
+    rows, whole = (math.prod(operand.size()[:-1]) for operand in (input, grad_output))
     if rows * group.size() == whole:
-        return input
+        return input, group
     if rows == whole:
-        return part_of(input, group)
+        return (part_of(input, group), group) if type(input) is Tensor else (input, None)
     raise RuntimeError(
         f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
         f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
@@ -262,17 +288,30 @@ class _WeightGradient:
             # Whole weights' worth of empty memory: not to be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        plain = type(input) is type(grad_output) is Tensor
-        over, gathered_over = (call.input_over, call.gradient_over) if plain else (None, None)
-        if over is not None:
-            input = _part_of(input, grad_output, over)
-        ahead = plain and call.fused and call.row_parallel
-        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
+        single, over = not isinstance(input, (list, tuple)), None
+        if single and call.input_over is not None:
+            input, over = _part_of(input, grad_output, call.input_over)
+        plain = type(grad_output) is Tensor
+        quantized.keep_columns(grad_output)
+        if over is None or quantized.gathered_by_columns(input):
+            quantized.keep_columns(input)
+        else:
+            quantized.keep_rows(input)
+        self.product = Product(
+            self._compute,
+            input,
+            grad_output,
+            over=over,
+            gathered_over=call.gradient_over if single and plain else None,
+            ahead=single and call.fused and call.row_parallel,
+            gather=quantized.gather,
+        )
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The gradients of the weights, and those of the biases as far as they are computed here."""
         func = self._func
         del self._func  # which knows the backward that it comes from
+        quantized.keep_columns(input)  # which may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
