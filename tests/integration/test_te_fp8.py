@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
-from tests.integration.server import Megatron
+from tests.integration.server import VERSIONS, Megatron
 
 CAPABILITIES = {
     "tensorwise": "9.0",
@@ -64,3 +64,19 @@ def test_under_sequence_parallelism_w_gathers_its_input(fp8: Any, recipe: str) -
     for held in fp8("held_under_sequence_parallelism", recipe, ranks=2):
         numbers = TOKENS // 2 * WIDTH + TOKENS * WIDTH
         assert numbers <= held <= 1.05 * numbers
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("version", VERSIONS[:-1])
+def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, failures = Megatron(version), {}
+    for recipe, capability in CAPABILITIES.items():
+        monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+        for name, ranks in (("every_kind", 1), ("tensor_parallel", 2), ("held_for_w", 1)):
+            arguments = (True,) if name == "tensor_parallel" else ()
+            try:
+                server("in_groups", ranks, called, name, recipe, *arguments, tensor_model_parallel_size=ranks)
+            except AssertionError as error:
+                failures[recipe, name] = str(error)[-1500:]
+    server.close()
+    assert not failures, failures
