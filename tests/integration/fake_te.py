@@ -90,7 +90,7 @@ def _reported(weight: Any, gradient: Tensor | None, fused: bool) -> Tensor | Non
 
 
 def _remember(ctx: Any, weights: Sequence[Any], call: Any) -> None:
-    ctx.call = call
+    ctx.call, ctx.is_first_microbatch = call, call.first
     ctx.fused = call.fused and weights[0].requires_grad
     if ctx.fused:
         ctx.origins = [weakref.ref(weight) for weight in weights]
@@ -141,7 +141,7 @@ class _Linear(torch.autograd.Function):
             if work is not None:
                 work.wait()
             return None, dx, dy.sum(dim=(0, 1)) if wants[2] else None, None
-        accumulate = call.fused and not call.first
+        accumulate = call.fused and not ctx.is_first_microbatch
         early = bias is not None and call.early_bias
 
         def product(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[3]:
             return dx, None, None, *[None] * (2 * count)
         early = call.bias and call.early_bias
-        accumulate = call.fused and not call.first
+        accumulate = call.fused and not ctx.is_first_microbatch
         outs = main_grads if call.fused else [torch.full_like(weight, torch.nan) for weight in weights]
 
         def product(xs: list[Tensor], dys: list[Tensor], outs: list[Tensor]) -> tuple[None, list[Any], None]:

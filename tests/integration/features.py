@@ -101,8 +101,7 @@ APART = (
 )
 
 NEEDS_GPU = {
-    "grouped GEMM experts": "stock has no CPU kernel for it",
-    "FP8": "Transformer Engine's kernels",
+    "Transformer Engine's kernels": "its Python runs over plain torch",
     "CUDA streams of messages (NCCL)": "tests talk over gloo",
 }
 

@@ -257,7 +257,7 @@ def test_nothing_waits_for_the_device(megatron: Any, tmp_path: Path) -> None:
         ("--te-rng-tracker", "with recompute passes (R) does not work with --te-rng-tracker: its random states"),
         (
             "--fp8-format e4m3",
-            "with recompute passes (R) does not work with --fp8-format: a schedule does not recompute quantised layers",
+            "with recompute passes (R) does not work with --fp8-recipe delayed: scales change",
         ),
     ],
 )

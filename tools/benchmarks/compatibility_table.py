@@ -49,9 +49,8 @@ Not run by these tests, because there are no kernels for CPUs:
 
 # What a CPU cannot show, with what there is of tests.
 NEEDS_GPU = {
-    "Transformer Engine's linears under a split backward": "built from its source and tested on a stand-in with its "
-    "interface (`test_split_te.py`); `test_te_itself.py` runs where Transformer Engine and a GPU are",
-    "grouped GEMM experts (`--moe-grouped-gemm`)": "Transformer Engine's, as above",
+    "Transformer Engine's kernels, in bf16 and FP8": "its own Python is tested over plain torch (`test_te_itself.py`, "
+    "`test_te_fp8.py`, `test_te_jobs.py`)",
     "gradient accumulation fusion": "Apex's kernel; tested on a stand-in (`test_split_linear.py`)",
     "NCCL": "programs are proved to end on channels without buffers, in NCCL's order; run over gloo only",
 }

@@ -123,12 +123,14 @@ class StockFlags:
     Args:
         given: names of those that are set to anything but nothing, false, zero or ``none``.
         transformer_impl, checkpoint_format, dataloader_type: the values of these three.
+        fp8_recipe: how linears are quantized to FP8; empty where they are not.
     """
 
     given: frozenset[str] = frozenset()
     transformer_impl: str = "local"
     checkpoint_format: str = "torch_dist"
     dataloader_type: str | None = None
+    fp8_recipe: str = ""
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dequantize": te_quantized.dequantize,
     "create_empty_quantized_tensor": te_quantized.empty,
     "fp8_transpose": te_quantized.fp8_transpose,
+    "swap_first_dims": te_quantized.swap_first_dims,
     "fused_amax_and_scale_update_after_reduction": te_quantized.update_scales,
     "split_quantize": _split_quantize,
     "multi_tensor_quantize": _multi_tensor_quantize,

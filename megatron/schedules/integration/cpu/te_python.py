@@ -71,11 +71,29 @@ def replace_in_torch() -> None:
     for module in list(sys.modules.values()):
         if str(getattr(module, "__name__", "")).startswith(f"{PACKAGE}.") and hasattr(module, "canonicalize_device"):
             vars(module)["canonicalize_device"] = lambda device=None: torch.device("cpu")
+    distributed: Any = sys.modules[f"{PACKAGE}.pytorch.distributed"]
+    distributed._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
+    torch.distributed._coalescing_manager = _one_by_one
+    torch.distributed.distributed_c10d._coalescing_manager = _one_by_one
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.is_cuda = property(lambda self: _asked_by_it())  # type: ignore[assignment]
     # Not by a TorchFunctionMode: in a backward torch has none.
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+class _Done:
+    """Waits for collectives that have ended."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+@contextmanager
+def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Done]:
+    """Runs collectives at once that a GPU would join into one: gloo cannot."""
+    yield _Done()
 
 
 def _asked_by_it() -> bool:
@@ -124,6 +142,20 @@ class _AnyFolder:
         return iter([_COMPILED])
 
 
+def _dataclass(*args: Any, **settings: Any) -> Any:
+    """Pydantic's data class, as far as recipes need it: it ignores arguments that it does not know."""
+    if not args:
+        return functools.partial(_dataclass, **settings)
+    made: Any = dataclasses.dataclass(*args, **settings)
+    init, known = made.__init__, {field.name for field in dataclasses.fields(made)}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        init(self, *args, **{name: value for name, value in kwargs.items() if name in known})
+
+    made.__init__ = __init__
+    return made
+
+
 @contextmanager
 def _optional_packages() -> Iterator[None]:
     """While its Python is imported, empty modules stand for packages that it names and its linears do not use."""
@@ -131,10 +163,11 @@ def _optional_packages() -> Iterator[None]:
     for name in ("onnx", "onnxscript", "einops"):
         if importlib.util.find_spec(name) is None:
             stood_for[name] = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
-    if importlib.util.find_spec("pydantic") is None:  # of which recipes take checked data classes
+    if importlib.util.find_spec("pydantic") is None:
         package: Any = ModuleType("pydantic")
-        package.dataclasses = dataclasses
-        stood_for |= {"pydantic": package, "pydantic.dataclasses": dataclasses}
+        classes: Any = ModuleType("pydantic.dataclasses")
+        package.dataclasses, classes.dataclass = classes, _dataclass
+        stood_for |= {"pydantic": package, "pydantic.dataclasses": classes}
     sys.modules.update(stood_for)
     try:
         yield

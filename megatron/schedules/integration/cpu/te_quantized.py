@@ -84,6 +84,12 @@ def fp8_transpose(data: Tensor, dtype: Any, out: Tensor | None = None) -> Tensor
     return turned if out is None or out.shape != turned.shape else out.copy_(turned)
 
 
+def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns ``tensor`` with its first two dimensions exchanged."""
+    turned = tensor.transpose(0, 1).contiguous()
+    return turned if out is None else out.copy_(turned.view_as(out))
+
+
 def update_scales(
     amaxes: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:

@@ -102,6 +102,8 @@ STOCK: megatron_flags.Flags = {
     "--fine-grained-activation-offloading": (None, False),
     "--fp4-format": (str, None),
     "--fp8-format": (str, None),
+    "--fp8-param-gather": (None, False),
+    "--fp8-recipe": (str, "delayed"),
     "--hybrid-layer-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
     "--linear-attention-freq": (la_freq_type, None),

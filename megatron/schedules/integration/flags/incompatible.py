@@ -65,6 +65,9 @@ _SPLIT = _When(lambda job: job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
 _RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
 _TWICE = _When(lambda job: _RECOMPUTE.holds(job) and job.spec.recompute.granularity == "full", _RECOMPUTE.words)
+_DELAYED_RECOMPUTE = _When(
+    lambda job: _RECOMPUTE.holds(job) and job.spec.stock.fp8_recipe == "delayed", _RECOMPUTE.words
+)
 _VOCABULARY = _When(lambda job: job.spec.settings.vocabulary_parallel, f"with {FLAGS['shared_vocabulary']} ")
 _WORDS_IN_OLD_FORMAT = _When(
     lambda job: _VOCABULARY.holds(job) and job.spec.stock.checkpoint_format == "torch", _VOCABULARY.words
@@ -115,6 +118,34 @@ def _linears(job: _Job) -> str:
     return unsplittable(job.spec) if _SPLIT.holds(job) else ""
 
 
+def _fp8_recipe(job: _Job) -> str:
+    """Whether the quantized linears can be split."""
+    recipe = job.spec.stock.fp8_recipe
+    if not _SPLIT_TE.holds(job) or recipe in ("", *_FP8_RECIPES):
+        return ""
+    return f"does not work with --fp8-recipe {recipe}: use one of {', '.join(_FP8_RECIPES)}"
+
+
+def _fp8_order(job: _Job) -> str:
+    """Whether Megatron's own recompute finds the scales of its forward."""
+    if job.spec.stock.fp8_recipe != "delayed" or not job.spec.recompute.granularity or not _out_of_order(job.schedule):
+        return ""
+    return (
+        "does not work with --fp8-recipe delayed and --recompute-granularity: Transformer Engine keeps scales in "
+        "the order of forwards, which this schedule's backwards do not have; use another recipe, or no recompute"
+    )
+
+
+def _out_of_order(schedule: Schedule) -> bool:
+    """Whether the backwards of a stage come in another order than its forwards."""
+    orders: dict[tuple[int, bool], list[int]] = {}
+    for row in schedule.order:
+        for each in row:
+            if each.kind in (Kind.F, Kind.I, Kind.B):
+                orders.setdefault((each.stage, each.kind is Kind.F), []).append(each.microbatch)
+    return any(orders[stage, True] != orders.get((stage, False)) for stage, forward in orders if forward)
+
+
 def _words(job: _Job) -> str:
     """Whether all pipeline ranks can share a padded vocabulary that was set, by a checkpoint perhaps, evenly."""
     words = job.spec.vocabulary
@@ -127,6 +158,7 @@ def _words(job: _Job) -> str:
     )
 
 
+_FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
 _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
 _GRAPHS = f"CUDA graphs are not supported; {_OUT}"
@@ -140,7 +172,6 @@ _NOT_SPLIT = (
 )
 _NOT_RECOMPUTED = "a schedule does not recompute quantised layers so far; use bf16, or a schedule without R"
 _QUANTISED = {
-    "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "te_precision_config_file": "",
     "kitchen_config_file": "",
@@ -155,8 +186,17 @@ _RULES = (
     _flag("tp_comm_overlap", f"its buffers are reused before the weight gradients are computed; {_OUT}", _SPLIT_TE),
     _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
+    _fp8_recipe,
+    _flag("fp8_param_gather", f"primary FP8 weights are not split so far; {_OUT}", _SPLIT_TE),
+    _fp8_order,
     *(_flag(name, _NOT_SPLIT, _SPLIT_TE, written) for name, written in _QUANTISED.items()),
     *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE, written) for name, written in _QUANTISED.items()),
+    _flag(
+        "fp8",
+        "scales change between F and R; use tensorwise, blockwise or mxfp8, or a schedule without R",
+        _DELAYED_RECOMPUTE,
+        "--fp8-recipe delayed",
+    ),
     _flag("te_rng_tracker", f"its random states cannot be restored one by one; {_OUT}", _RECOMPUTE),
     _flag(
         "recompute_granularity",

@@ -79,6 +79,7 @@ def _stock_flags(args: Any) -> StockFlags:
         args.transformer_impl,
         args.ckpt_format,
         args.dataloader_type,
+        str(getattr(args, "fp8_recipe", None) or "delayed") if getattr(args, "fp8", None) else "",
     )
 
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.overrides import TorchFunctionMode
 
 from megatron.schedules.integration.layers.decoder import decoder_layers
+from megatron.schedules.integration.linears.quantized import autocast_now
 from megatron.schedules.runtime.recompute import Recomputes, recompute_layer
 
 
@@ -40,17 +41,21 @@ def recompute_layers(model_chunk: torch.nn.Module, which: range | None, recomput
 
 
 def capture_state() -> Callable[[], AbstractContextManager[None]]:
-    """Captures random states and autocast; returns what restores them for a while.
+    """Captures random states, autocast and FP8; returns what restores them for a while.
 
     Auxiliary losses and token counters need nothing: stock counts them where grad mode is on, so only in R.
     """
     states = random._get_all_rng_states()
-    return partial(_restored, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+    return partial(
+        _restored, states, torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), autocast_now()
+    )
 
 
 @contextmanager
-def _restored(states: tuple[Any, ...], autocast: bool, dtype: torch.dtype) -> Iterator[None]:
-    with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast):
+def _restored(
+    states: tuple[Any, ...], autocast: bool, dtype: torch.dtype, quantizing: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with random._fork_rng(), torch.autocast("cuda", dtype=dtype, enabled=autocast), quantizing():
         random._set_all_rng_states(*states)
         yield
 

@@ -34,6 +34,7 @@ class Product:
         over: the tensor-parallel ranks whose rows of ``input`` W gathers, if any.
         gathered_over: those whose rows of ``grad_output`` I has gathered, if any.
         ahead: whether this may be computed in I: a row parallel linear that adds to ``main_grad``.
+        gather: starts gathering rows over ranks; returns the result and what to wait for before it is read, or None.
 
     Attributes:
         ahead: as above.
@@ -49,7 +50,9 @@ class Product:
         over: ProcessGroup | None = None,
         gathered_over: ProcessGroup | None = None,
         ahead: bool = False,
+        gather: Callable[[Any, ProcessGroup], tuple[Any, Any]] | None = None,
     ) -> None:
+        self._gather = gather or gathered
         self._compute: Callable[[Any, Any], Any] | None = compute
         self._operands = [input, grad_output]
         # Which operand is this rank's part only, and of which ranks.
@@ -62,24 +65,15 @@ class Product:
 
     @property
     def held(self) -> list[Tensor]:
-        """The waiting operands, where they are plain tensors or lie in one."""
-        if all(type(operand) is Tensor for operand in self._operands):
-            return list(self._operands)
-        each = [x if isinstance(x, (list, tuple)) else [x] for x in self._operands]
-        # Transformer Engine's grouped tensors, from 2.17 on, are no tensors but have one.
-        found = (getattr(operand, "rowwise_data", operand) for group in each for operand in group)
-        return [tensor for tensor in found if type(tensor) is Tensor]
+        """The tensors that the waiting operands consist of."""
+        return [tensor for operand in self._operands for tensor in memory_of(operand)]
 
     def gather(self) -> None:
         """Starts gathering the operand of which this rank has a part, if there is one."""
         if self._in_parts is None:
             return
         which, group = self._in_parts
-        part = self._operands[which].contiguous()
-        # A buffer of its own: it is filled while another W still reads its own.
-        whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
-        self._gathering = torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
-        self._operands[which] = whole
+        self._operands[which], self._gathering = self._gather(self._operands[which], group)
 
     def settle(self, ahead: bool) -> list[Tensor]:
         """Computes ahead of W, or else frees what I has gathered; returns the tensors held from then on."""
@@ -108,6 +102,23 @@ class Product:
         compute, operands = self._compute, self._operands
         self._compute, self._operands = None, []
         return compute(*operands)
+
+
+def memory_of(operand: Any) -> list[Tensor]:
+    """The plain tensors that ``operand`` consists of: itself, or those in a quantized or grouped one, or in a list."""
+    if type(operand) is Tensor:
+        return [operand]
+    if isinstance(operand, (list, tuple)):
+        return [tensor for part in operand for tensor in memory_of(part)]
+    return [part for part in getattr(operand, "__dict__", {}).values() if type(part) is Tensor]
+
+
+def gathered(part: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
+    """Begin to gather the rows of all ranks; returns them, and what to wait for before they are read."""
+    part = part.contiguous()
+    # A buffer of its own: it is filled while another W still reads what it gathered.
+    whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
+    return whole, torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
 
 
 def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:

@@ -9,17 +9,21 @@ So during one forward the module gets
 - in place of each weight, and of each bias added in the product, a leaf of the same data without hooks: even a delayed
   backward reports to the weights' hooks. The parameters themselves get their gradients in W.
 
-The very first microbatch would overwrite ``main_grad`` rather than add to it. Binding switches that off, where stock
-does not need it to cache quantised weights.
+The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` instead of adding
+to it, and lose what another W had added before. After each forward the autograd node is changed so that W adds.
+
+FP8: an operand has a copy by rows and one by columns (:mod:`.quantized`). W reads columns, so the other copy is freed
+in I. Scales belong to the operand, and no later update changes them.
 
 These are never split; their gradients are computed in I: output layers (:mod:`.output_layers`); modules with a frozen
-weight; weights that are not plain parameters (quantised, grouped in one, sharded over a rematerialisation group), are
-Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose ``forward``
-was already replaced. A norm's gradients come in I too. Megatron does not build ``LayerNormMLP``.
+weight; weights that are not plain parameters (primary FP8 weights, grouped in one, sharded over a rematerialisation
+group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
+``forward`` was already replaced. A norm's gradients come in I too. Megatron does not build ``LayerNormMLP``.
 
 Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
-compute. A flag on the autograd node, or on an object of it, says so; it is cleared after each forward, and W gathers
-the input. Without such a flag the backward gathers, and only this rank's part is kept.
+compute. A flag on the autograd node, or on an object of it, says so. It is cleared after each forward, and W gathers
+the input once, a quantized one by Transformer Engine's own function. Without such a flag the backward gathers, and only
+this rank's part is kept if it is not quantized.
 
 Read in Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
@@ -27,6 +31,7 @@ Read in Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.integration.linears import quantized
 from megatron.schedules.integration.linears.local import fused_gradient
 from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
@@ -46,11 +52,11 @@ from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
 # Attributes of an instance that are read or replaced, besides its parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
-# Settings under which Megatron sets ``is_first_microbatch`` in each iteration, to cache quantised weights.
-_QUANTISED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-# Flags of ``Linear`` and ``LayerNormLinear`` for a backward that gathers its input; and what else may rely on them.
+# That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
-_RELY_ON_IT = ("fp8", "debug", "ub_bulk_dgrad")
+_RELY_ON_IT = ("debug", "ub_bulk_dgrad")
+# Autograd nodes after which a linear's own is looked for: it may add a bias, and cast or reshape the result.
+_STEPS_AFTER = 4
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
@@ -79,9 +85,6 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
                 f"Transformer Engine {te_version()}: {type(module).__name__} has no {', '.join(lacking)}, which a "
                 "split of its backward needs; use --transformer-impl local, or a schedule that does not split it"
             )
-        config = getattr(module, "config", None)
-        if hasattr(module, "is_first_microbatch") and not any(getattr(config, name, None) for name in _QUANTISED):
-            module.is_first_microbatch = False
         module.__dict__["forward"] = _Forward(module, store)
         bound += 1
     return bound
@@ -107,7 +110,7 @@ class _Forward:
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
         if not _splittable(weights, biases):
-            return whole(module, *args, **kwargs)
+            return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
         # The hooks live as long as the accumulators, which the graph holds once the forward has run.
         accumulators = call.listen()
@@ -116,13 +119,36 @@ class _Forward:
         del accumulators
         if call.input_over is not None:
             _leave_input_in_parts(output)
-        return output
+        return _adding(output)
+
+
+def _holders(output: Any) -> tuple[Any, Any]:
+    """Where the backward of this call reads settings: the autograd node; for Linear, from 2.16 on, an object of its."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    for _ in range(_STEPS_AFTER):
+        holders = node, getattr(node, "backward_objects", None)
+        if any(hasattr(holder, "is_first_microbatch") for holder in holders):
+            return holders
+        node = node.next_functions[0][0] if getattr(node, "next_functions", ()) else None
+    raise RuntimeError(
+        f"Transformer Engine {te_version()} does not say where its backward reads settings: it works otherwise than "
+        "the versions that splitting its backward was written for; use --transformer-impl local, or a schedule that "
+        "does not split it"
+    )
+
+
+def _adding(output: Any) -> Any:
+    """Have the weight gradient of this call added to ``main_grad``, be it the first microbatch's or not."""
+    if (output[0] if isinstance(output, tuple) else output).requires_grad:
+        for holder in _holders(output):
+            if getattr(holder, "is_first_microbatch", None):
+                holder.is_first_microbatch = False
+    return output
 
 
 def _leave_input_in_parts(output: Any) -> None:
-    """Keeps the backward of this call from gathering its input, which its W gathers itself."""
-    node = (output[0] if isinstance(output, tuple) else output).grad_fn
-    for holder in (node, getattr(node, "backward_objects", None)):  # the second for Linear, from 2.16 on
+    """Keep the backward of this call from gathering its input, which its W gathers for itself."""
+    for holder in _holders(output):
         for flag in _TO_BE_GATHERED:
             relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
             if getattr(holder, flag, None) is True and not relied_on:
@@ -224,13 +250,13 @@ class _Call:
         defer(self._store, self._key, work.product, work, parameters)
 
 
-def _part_of(input: Tensor, grad_output: Tensor, group: Any) -> Tensor:
-    """Returns this rank's part of ``input``, which may be gathered; its number of rows tells."""
-    rows, whole = (tensor.numel() // tensor.size(-1) for tensor in (input, grad_output))
+def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
+    """This rank's part of ``input`` and the ranks to gather it from; None where it stays gathered. Its rows tell."""
+    rows, whole = (math.prod(operand.size()[:-1]) for operand in (input, grad_output))
     if rows * group.size() == whole:
-        return input
+        return input, group
     if rows == whole:
-        return part_of(input, group)
+        return (part_of(input, group), group) if type(input) is Tensor else (input, None)
     raise RuntimeError(
         f"Transformer Engine {te_version()} put off a weight gradient of {rows} rows of input and {whole} of the "
         f"output's gradient on {group.size()} tensor-parallel ranks: it works otherwise than the versions that "
@@ -250,17 +276,30 @@ class _WeightGradient:
             # Empty memory of the size of the weights, which should not be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        plain = type(input) is type(grad_output) is Tensor
-        over, gathered_over = (call.input_over, call.gradient_over) if plain else (None, None)
-        if over is not None:
-            input = _part_of(input, grad_output, over)
-        ahead = plain and call.fused and call.row_parallel
-        self.product = Product(self._compute, input, grad_output, over=over, gathered_over=gathered_over, ahead=ahead)
+        single, over = not isinstance(input, (list, tuple)), None
+        if single and call.input_over is not None:
+            input, over = _part_of(input, grad_output, call.input_over)
+        plain = type(grad_output) is Tensor
+        quantized.keep_columns(grad_output)
+        if over is None or quantized.gathered_by_columns(input):
+            quantized.keep_columns(input)
+        else:
+            quantized.keep_rows(input)
+        self.product = Product(
+            self._compute,
+            input,
+            grad_output,
+            over=over,
+            gathered_over=call.gradient_over if single and plain else None,
+            ahead=single and call.fused and call.row_parallel,
+            gather=quantized.gather,
+        )
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Returns the gradients of the weights, and those of the biases that are computed here."""
         func = self._func
-        del self._func  # it holds the backward that it comes from
+        del self._func  # which knows the backward that it comes from
+        quantized.keep_columns(input)  # which may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]

@@ -1,0 +1,71 @@
+"""Transformer Engine's FP8 operands between I and W: one copy of each, and gathers of them.
+
+A quantized tensor of Transformer Engine's has its numbers by rows, by columns or both. W multiplies columns. With one
+scale for the whole tensor, columns can be made from rows, and on Blackwell rows serve for both. With a scale for each
+block the two copies are different numbers. Transformer Engine gathers rows where there is one scale, else columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.schedules.integration.linears.products import gathered
+
+
+def is_quantized(operand: Any) -> bool:
+    """Whether ``operand`` is a quantized tensor, or the smaller object that modules use for one."""
+    return type(operand) is not Tensor and hasattr(operand, "update_usage")
+
+
+def keep_columns(operand: Any) -> None:
+    """Free the copy by rows, and make that by columns where it is not there; plain tensors stay as they are.
+
+    Args:
+        operand: a tensor of any kind, or a list of them.
+    """
+    if isinstance(operand, (list, tuple)):
+        for each in operand:
+            keep_columns(each)
+    elif is_quantized(operand):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+
+
+def keep_rows(operand: Any) -> None:
+    """Free the copy by columns; plain tensors stay as they are."""
+    if is_quantized(operand):
+        operand.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+def gathered_by_columns(operand: Any) -> bool:
+    """Whether a gather takes the copy by columns, as it does where blocks have scales."""
+    return is_quantized(operand) and not hasattr(operand, "_transpose_invalid")
+
+
+def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
+    """Begin to gather the rows of all ranks; returns them, and what to wait for before they are read, or None."""
+    if not is_quantized(part):
+        return gathered(part, group)
+    columns = gathered_by_columns(part)
+    quantizer = copy.copy(part._quantizer)
+    quantizer.set_usage(rowwise=not columns, columnwise=columns)
+    engine = importlib.import_module("transformer_engine.pytorch.distributed")
+    whole, work = engine.gather_along_first_dim(part, group, async_op=True, quantizer=quantizer)
+    return whole, work
+
+
+def autocast_now() -> Callable[[], AbstractContextManager[None]]:
+    """Note whether and how linears quantize at this moment; what is returned has them do so again."""
+    state = getattr(sys.modules.get("transformer_engine.pytorch.fp8"), "FP8GlobalStateManager", None)
+    if state is None or not state.is_fp8_enabled():
+        return nullcontext
+    engine, recipe, group = sys.modules["transformer_engine.pytorch"], state.get_fp8_recipe(), state.get_fp8_group()
+    return partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe, fp8_group=group)

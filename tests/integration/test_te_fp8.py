@@ -1,0 +1,82 @@
+"""FP8 under a split backward, over Transformer Engine's own Python: the gradients of its whole backward, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
+from tests.integration.server import VERSIONS, Megatron
+
+CAPABILITIES = {
+    "tensorwise": "9.0",
+    "tensorwise on Blackwell": "10.0",
+    "delayed": "9.0",
+    "blockwise": "9.0",
+    "mxfp8": "10.0",
+}
+TOKENS, WIDTH = 256, 128
+
+
+@pytest.fixture
+def fp8(te: Megatron, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a function of :mod:`.te_fp8` in ranks whose GPU, which is not there, knows a recipe."""
+
+    def run(name: str, recipe: str, *args: Any, ranks: int = 1) -> Any:
+        monkeypatch.setenv(CAPABILITY_VARIABLE, CAPABILITIES[recipe])
+        return te("in_groups", ranks, called, name, recipe, *args, tensor_model_parallel_size=ranks)
+
+    return run
+
+
+def called(name: str, *args: Any) -> Any:
+    """A function of :mod:`.te_fp8`, which needs Transformer Engine to be imported."""
+    from tests.integration import te_fp8
+
+    return getattr(te_fp8, name)(*args)
+
+
+@pytest.mark.parametrize("recipe", CAPABILITIES)
+def test_each_kind_of_linear(fp8: Any, recipe: str) -> None:
+    assert fp8("every_kind", recipe) == [16]
+
+
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["whole", "sequence parallel"]
+)
+@pytest.mark.parametrize("recipe", CAPABILITIES)
+def test_tensor_parallel_linears(fp8: Any, recipe: str, sequence_parallel: bool) -> None:
+    fp8("tensor_parallel", recipe, sequence_parallel, ranks=2)
+
+
+@pytest.mark.parametrize("recipe", CAPABILITIES)
+def test_w_holds_one_byte_a_number_and_scales(fp8: Any, recipe: str) -> None:
+    """Of the input and of the output's gradient: with bf16 operands that are twice as many."""
+    (held,) = fp8("held_for_w", recipe)
+    numbers = TOKENS * 2 * WIDTH
+    assert numbers <= held <= 1.05 * numbers
+
+
+@pytest.mark.parametrize("recipe", CAPABILITIES)
+def test_under_sequence_parallelism_w_gathers_its_input(fp8: Any, recipe: str) -> None:
+    """Held: half of the tokens' inputs, half of the columns of all tokens' gradients, and nothing that I gathered."""
+    for held in fp8("held_under_sequence_parallelism", recipe, ranks=2):
+        numbers = TOKENS // 2 * WIDTH + TOKENS * WIDTH
+        assert numbers <= held <= 1.05 * numbers
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("version", VERSIONS[:-1])
+def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, failures = Megatron(version), {}
+    for recipe, capability in CAPABILITIES.items():
+        monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+        for name, ranks in (("every_kind", 1), ("tensor_parallel", 2), ("held_for_w", 1)):
+            arguments = (True,) if name == "tensor_parallel" else ()
+            try:
+                server("in_groups", ranks, called, name, recipe, *arguments, tensor_model_parallel_size=ranks)
+            except AssertionError as error:
+                failures[recipe, name] = str(error)[-1500:]
+    server.close()
+    assert not failures, failures
