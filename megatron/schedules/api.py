@@ -184,7 +184,7 @@ def _layers(layers: str | Sequence[int] | None) -> values.Layers | None:
 
 @contextmanager
 def _by_argument() -> Iterator[None]:
-    """What is wrong is said with the argument's name."""
+    """Names the argument in errors."""
     try:
         yield
     except PlanError as error:

@@ -54,7 +54,7 @@ def gib(size: float) -> str:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """An aligned table; a reason stands where the numbers would. Below it what the table needs to be understood."""
+    """An aligned table, with a reason in place of missing numbers, and a note below."""
     note = _note(rows)
     return aligned(*_table(rows)) + (f"\n{fill(note, _PAGE)}\n" if note else "")
 
