@@ -116,7 +116,7 @@ def _plan(
         if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.model}.\n"
-        drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), _microbatch_bytes(plans))
+        drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), plans.microbatch_bytes)
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -157,7 +157,7 @@ def _compare(
         if isinstance(found, str):
             rows.append(table.Row(name, found))
             continue
-        row = table.Row(name, figures(found.timeline, _microbatch_bytes(plans)), throughput)
+        row = table.Row(name, figures(found.timeline, plans.microbatch_bytes), throughput)
         if room is not None:
             worst = max(plans.memory(found), key=lambda rank: rank.device)
             row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
@@ -212,7 +212,7 @@ def _draw(
         return
     plans = plans_of(schedules, ["1f1b", "v-half"], **size)
     timelines = [plan_of(plans, spec).timeline for spec in plans.specs]
-    drawing = of_plans(timelines, _caption(plans), _unit(plans), _microbatch_bytes(plans))
+    drawing = of_plans(timelines, _caption(plans), _unit(plans), plans.microbatch_bytes)
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
@@ -315,11 +315,6 @@ def _caption(plans: JobPlans) -> str:
         times += ", shared by all ranks" if costs.shared_vocabulary else ""
     copies = f", a copy of what these hold {number(costs.copy)} one way" if costs.copy else ""
     return f"{size}; half a rank's layers take {times}{copies}; P2P latency {number(costs.comm)}."
-
-
-def _microbatch_bytes(plans: JobPlans) -> float:
-    """Bytes of a microbatch's activations on an average rank; 0 where not known."""
-    return 0.0 if plans.costs.memory is None else plans.costs.memory.of_rank(plans.ranks)
 
 
 def _unit(plans: JobPlans) -> str:

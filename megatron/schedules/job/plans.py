@@ -133,6 +133,11 @@ class JobPlans:
         """Whether memory is known in bytes."""
         return self.model is not None and not self.instead_of_bytes
 
+    @property
+    def microbatch_bytes(self) -> float:
+        """Bytes of a microbatch's activations on an average rank; 0 where not known."""
+        return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
+
     def request(self, spec: JobSpec) -> Request:
         """The planner's request for ``spec``."""
         settings, choice = spec.settings, spec.settings.schedule
