@@ -78,6 +78,8 @@ def test_rows_tell_why_there_is_no_plan() -> None:
     few = ms.compare(["1f1b", "adaptive"], **SIZE, memory_limit=0.01)
     assert [row["schedule"] for row in few] == ["1f1b", "adaptive"]
     assert "is the smallest that works" in str(few[1]["reason"]) and "reason" not in few[0]
+    sized = ms.compare(["1f1b"], **SIZE, model="Llama-3-8B")[0]
+    assert sized["peak_memory_bytes"] == ms.plan("1f1b", **SIZE, model="Llama-3-8B").peak_bytes
     every = [row["schedule"] for row in ms.compare(**SIZE)]
     assert "v-zb" in every and not {"adaptive", "file", "auto"} & set(every)
 

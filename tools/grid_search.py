@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Search data, tensor and pipeline parallel sizes, microbatch sizes and schedules for the fastest training that fits.
 
-No GPU is needed: times come from a roofline of a GPU by name, which a measured cost profile corrects, through the
-schedules' simulator; memory from arithmetic. megatron/schedules/estimate says where each term comes from.
+Needs no GPU. Times of passes come from a roofline of the GPU, which a measured cost profile can correct; iteration
+times come from the planner, and memory from arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import NamedTuple
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
@@ -31,21 +30,34 @@ from megatron.schedules.estimate.models import MODELS, find_model
 from megatron.schedules.estimate.roofline import corrections
 from megatron.schedules.estimate.times import ONES
 from megatron.schedules.measure.cost_profile import read_profile
+from megatron.schedules.report.table import aligned, markdown
 from megatron.schedules.utils.child_processes import worker_pool
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import objection
 from tools._run_settings import gpus_here, run_setting
 
-# All divisors of the first are tried, and plans made for as many microbatches as the second.
+# All divisors of the GPUs are tried, and plans made for up to so many microbatches. More is a typing error.
 _MOST_GPUS, _MOST_SAMPLES = 1_000_000, 100_000
 _METHODS = (*METHODS, ADAPTIVE, *SAVING)
-_HEADS = ("method", "MFU", "to 1F1B", "DP", "TP", "PP", "micro batch", "n", "bubble", "memory", "activations")
+_HEADS = (
+    ("method", ""),
+    ("MFU", ""),
+    ("throughput", "to 1F1B's"),
+    ("DP", ""),
+    ("TP", ""),
+    ("PP", ""),
+    ("micro", "batch"),
+    ("n", ""),
+    ("bubble", ""),
+    ("memory", "GiB"),
+    ("activations", "GiB"),
+)
 # Columns for methods that may recompute or offload: share of the computing, and GiB on the host of a node.
-_SAVING_HEADS = ("recomputed", "host")
+_SAVING_HEADS = (("recomputed", "of computing"), ("host", "GiB"))
 
 
 class Answer(NamedTuple):
-    """What was found for one batch size, by method."""
+    """Results of all methods for one batch size."""
 
     question: Question
     found: list[Found]
@@ -54,15 +66,13 @@ class Answer(NamedTuple):
 def search_all(
     questions: Sequence[Question], names: Sequence[str], top: int, jobs: int, *, shared: bool = False
 ) -> list[Answer]:
-    """Every method for every question, in ``jobs`` processes, with a bar on standard error.
+    """Searches every method for every question in ``jobs`` processes, with a progress bar on standard error.
 
-    With ``shared`` each with a vocabulary that all ranks share, too.
+    With ``shared`` each method also with vocabulary parallelism.
     """
-    # The longest first: their plans are searched for.
-    asked = [method for method in _METHODS if method.name in names]
+    methods = [method for method in _METHODS if method.name in names]
     if shared:
-        asked += [method.sharing() for method in asked]
-    methods = sorted(asked, key=lambda method: method.schedule != ADAPTIVE.schedule)
+        methods += [method.sharing() for method in methods]
     found: dict[tuple[int, str], Found] = {}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
@@ -74,43 +84,33 @@ def search_all(
         futures = {
             pool.submit(search, question, method, top): (at, method.name)
             for at, question in enumerate(questions)
-            for method in methods
+            for method in sorted(methods, key=lambda method: method.schedule != ADAPTIVE.schedule)  # the longest first
         }
         for future in as_completed(futures):
             found[futures[future]] = future.result()
             progress.advance(task)
-    return [Answer(question, [found[at, method.name] for method in asked]) for at, question in enumerate(questions)]
+    return [Answer(question, [found[at, method.name] for method in methods]) for at, question in enumerate(questions)]
 
 
 def as_text(answers: Iterable[Answer]) -> str:
-    """A table each, as wide as the terminal."""
-    console = Console(file=io.StringIO(), width=max(120, Console().width))
-    for each in answers:
-        table = Table(title=_title(each.question), title_justify="left")
-        for head in _heads(each):
-            table.add_column(head, no_wrap=True, justify="left" if head == "method" else "right")
-        for row in _rows(each):
-            table.add_row(*row)
-        console.print(table)
-        console.out("\n".join([*_why(each), *_pasted(each)]), highlight=False)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return str(text)
+    """Writes a table for each question."""
+    return "\n".join(
+        "\n".join([_title(each.question), aligned(_heads(each), _rows(each)), *_why(each), *_pasted(each), ""])
+        for each in answers
+    )
 
 
 def as_markdown(answers: Iterable[Answer]) -> str:
-    """The same for a document."""
-    text = []
-    for each in answers:
-        heads = _heads(each)
-        lines = [f"**{_title(each.question)}**", "", "| " + " | ".join(heads) + " |"]
-        lines.append("| --- |" + " ---: |" * (len(heads) - 1))
-        lines += ["| " + " | ".join(row) + " |" for row in _rows(each)]
-        text.append("\n".join([*lines, "", *(f"- {line}" for line in (*_why(each), *_pasted(each)))]))
-    return "\n\n".join(text) + "\n"
+    """Writes the same in Markdown."""
+    return "\n".join(
+        f"**{_title(each.question)}**\n\n{markdown(_heads(each), _rows(each))}\n"
+        + "".join(f"- {line}\n" for line in (*_why(each), *_pasted(each)))
+        for each in answers
+    )
 
 
 def as_csv(answers: Iterable[Answer]) -> str:
-    """One row a setting, the fastest first, with the flags that set it in ``pretrain_gpt.py``."""
+    """Writes one row a setting, the fastest first, with its flags for ``pretrain_gpt.py``."""
     text = io.StringIO()
     records = [_record(each) for answer in answers for each in fastest(answer.found)]
     writer = csv.DictWriter(text, list(_COLUMNS), lineterminator="\n")
@@ -142,7 +142,7 @@ def _record(each: Estimate) -> dict[str, object]:
     return {name: value(each) for name, value in _COLUMNS.items()}
 
 
-def _heads(answer: Answer) -> tuple[str, ...]:
+def _heads(answer: Answer) -> tuple[tuple[str, str], ...]:
     saves = any(found.method.saves_memory for found in answer.found)
     return (*_HEADS, *_SAVING_HEADS) if saves else _HEADS
 
@@ -153,21 +153,21 @@ def _rows(answer: Answer) -> list[list[str]]:
     rows = []
     for found in answer.found:
         if not found.best:
-            least = f"{found.short.memory / GIB:.1f} GiB" if found.short else ""
+            least = f"{found.short.memory / GIB:.1f}" if found.short else ""
             rows.append([found.method.name, "does not fit", *[""] * (len(_HEADS) - 4), least, *[""] * (1 + more)])
         for each in found.best:
             at = each.setting
             ratio = f"{each.mfu / baseline:.3f}" if baseline else ""
             sizes = (at.data, at.tensor, at.pipeline, at.micro_batch, at.microbatches)
-            memory = [f"{bytes_held / GIB:.1f} GiB" for bytes_held in (each.memory, each.activations)]
+            memory = [f"{bytes_held / GIB:.1f}" for bytes_held in (each.memory, each.activations)]
             shares = [f"{100 * each.mfu:.1f} %", ratio]
-            saved = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f} GiB"][:more]
+            saved = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f}"][:more]
             rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *saved])
     return rows
 
 
 def _why(answer: Answer) -> Iterator[str]:
-    """A line for each method that does not fit: what of its memory is too large, and what would help."""
+    """Says for each method that does not fit which memory is too large, and what would help."""
     room = answer.question.device.memory - RESERVED
     fitting = [found.method.name for found in answer.found if found.best]
     for found in answer.found:
@@ -186,7 +186,7 @@ def _why(answer: Answer) -> Iterator[str]:
 
 
 def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
-    """What would make a method fit, or which one fits."""
+    """Says what would make a method fit, or which one fits."""
     helps = f"{short.gpus * short.setting.gpus} GPUs may do" if short.gpus else "16 times as many GPUs do not help"
     if fitting:
         helps += f"; {', '.join(fitting)} {'fits' if len(fitting) == 1 else 'fit'}"
@@ -196,7 +196,7 @@ def _helps(found: Found, short: Short, fitting: Sequence[str]) -> str:
 
 
 def _pasted(answer: Answer) -> Iterator[str]:
-    """The flags of the fastest setting of all methods."""
+    """Flags of the fastest setting of all methods."""
     for each in fastest(answer.found)[:1]:
         yield f"fastest, {each.setting.method.name}: {each.setting.flags}"
 
@@ -210,11 +210,10 @@ def _title(question: Question) -> str:
 
 
 _FORMS = {"text": as_text, "markdown": as_markdown, "csv": as_csv}
-# More is a slip of the finger, and would take hours and all the memory there is.
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """A number that is one: a range has no objection to others."""
+    """Refuses numbers that are not finite, which click's range allows."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number.", context, option)
     return value
@@ -229,34 +228,37 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model"}
     "--model",
     metavar="NAME|FILE",
     required=True,
-    help=f"One of {', '.join(MODELS)}, or a file of Megatron's flags, such as your script's. Its parallel sizes, batch "
-    "sizes and schedule are what is searched for; all else, such as experts, context parallelism and recompute, stays.",
+    help=f"One of {', '.join(MODELS)}, or a file with Megatron's flags, such as your script. Flags behind it are "
+    "added. Parallel sizes, batch sizes and schedule are searched; all else, such as experts, context parallelism and "
+    "recompute, stays.",
 )
-@click.option(
-    "--gpus", type=click.IntRange(2, _MOST_GPUS), required=True, help="How many GPUs there are; all are used."
-)
+@click.option("--gpus", type=click.IntRange(2, _MOST_GPUS), required=True, help="Number of GPUs; all are used.")
 @click.option(
     "--sequence-length",
     type=click.IntRange(*BOUNDS["--seq-length"]),
-    help="Tokens of a sample; as the model says without it (1024 for the paper's).",
+    help="Tokens of a sample; the model's without it (1024 for the paper's).",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1, _MOST_SAMPLES),
     multiple=True,
     required=True,
-    help="Samples of an iteration; give it several times for several tables.",
+    help="Samples of an iteration. Give it several times for several tables.",
 )
 @click.option("--device", type=click.Choice(list(DEVICES)), default="A100-80GB", show_default=True, help="The GPU.")
 @click.option(
-    "--memory", type=click.FloatRange(1.0), callback=_finite, metavar="GIB", help="Its memory, where yours has another."
+    "--memory",
+    type=click.FloatRange(1.0),
+    callback=_finite,
+    metavar="GIB",
+    help="Its memory, if yours has another.",
 )
 @click.option(
     "--method",
     "methods",
     type=click.Choice([method.name for method in _METHODS], case_sensitive=False),
     multiple=True,
-    help="Only this one; give it several times. Without it all, but none with recompute or offload chosen.",
+    help="Search only this method; may be given several times. Without it all but those with recompute or offload.",
 )
 @click.option(
     "--save-memory",
@@ -268,29 +270,29 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model"}
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
     metavar="GB/S",
-    help="What a GPU copies to its host in a second, and as much back at once, while all of its node do so. Without it "
-    "what --costs-file has (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at "
-    "four fifths of their speed, shared by two GPUs.",
+    help="Copy speed of a GPU to its host while it copies as much back and all GPUs of the node do so. Without it that "
+    "of --costs-file (of one GPU alone), or 12.5 for an A100 and 25 for an H100: 16 lanes of PCIe 4 and 5 at four "
+    "fifths of their speed, shared by two GPUs.",
 )
 @click.option(
     "--host-memory",
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
     metavar="GIB",
-    help="What a node may hold of offloaded activations; 2 TB without it.",
+    help="Host memory of a node for offloaded activations; 2 TB without it.",
 )
 @click.option(
     "--vocabulary-parallel",
     is_flag=True,
-    help="Each method also with a vocabulary that all pipeline ranks share: any number of layers, ends of 1/PP each.",
+    help="Search each method also with vocabulary parallelism.",
 )
 @click.option(
-    "--top", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many settings of each method."
+    "--top", type=click.IntRange(1, 1000), default=1, show_default=True, help="Number of settings of each method."
 )
 @click.option(
     "--costs-file",
     type=click.Path(path_type=Path),
-    help="A cost profile measured by tools/profile_passes.py on this device: the roofline is corrected by it.",
+    help="A cost profile measured by tools/profile_passes.py on this device; it corrects the roofline.",
 )
 @click.option("--jobs", type=click.IntRange(1, 1024), default=2, show_default=True, help="Processes to search in.")
 @click.option(
@@ -305,8 +307,8 @@ FLAGS = {"costs_file": "--costs-file", "model": "--model"}
 @click.option(
     "--validate",
     is_flag=True,
-    help="Also run each setting found through pretrain_gpt.py on this machine's GPUs, and print what was measured. On "
-    "a cluster use examples/slurm/sweep.sh.",
+    help="Also run each setting found with pretrain_gpt.py on this machine's GPUs, and print the measured time. On a "
+    "cluster use examples/slurm/sweep.sh.",
 )
 def main(
     model: str,
@@ -336,15 +338,15 @@ def main(
         raise PlanError(f"--output: cannot write {output}: {why}")
     gpu = DEVICES[device] if memory is None else replace(DEVICES[device], memory=memory * GIB)
     gpu = gpu if host_memory is None else replace(gpu, host_memory=host_memory * GIB)
-    asked = find_model(model) if sequence_length is None else find_model(model).of_length(sequence_length)
+    trained = find_model(model) if sequence_length is None else find_model(model).of_length(sequence_length)
     correction, link = ONES, None if offload_gbps is None else offload_gbps * 1e9
     if costs_file is not None:
         profile = read_profile(costs_file)
-        correction = corrections(profile, gpu, asked)
+        correction = corrections(profile, gpu, trained)
         if link is None and profile.copy_gbps is not None:
             link = profile.copy_gbps.both_ways * 1e9
     gpu = gpu if link is None else replace(gpu, host_link=link)
-    questions = [Question(asked, gpu, gpus, batch, correction) for batch in batch_size]
+    questions = [Question(trained, gpu, gpus, batch, correction) for batch in batch_size]
     usual = methods or [method.name for method in _METHODS if not method.saves_memory]
     names = [*usual, *(method.name for method in SAVING if save_memory)]
     answers = search_all(questions, names, top, jobs, shared=vocabulary_parallel)
@@ -355,7 +357,7 @@ def main(
 
 
 def _validate(settings: Sequence[Estimate]) -> None:
-    """Run each for real, and print what was measured beside what was estimated."""
+    """Runs each setting and prints its measured and its estimated time."""
     for number, each in enumerate(settings):
         folder = Path(".benchmark/validate") / str(number)
         outcome = run_setting(each.setting, folder)

@@ -127,12 +127,12 @@ def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict
         PlanError: where something is wrong for all of them, such as a name.
     """
     with _by_argument():
-        return as_records(
-            [
-                Row(name, found if isinstance(found, str) else figures(found.timeline), throughput)
-                for name, found, throughput in _plans(schedules, **arguments).compared()
-            ]
-        )
+        plans = _plans(schedules, **arguments)
+        rows = [
+            Row(name, found if isinstance(found, str) else figures(found.timeline, plans.microbatch_bytes), throughput)
+            for name, found, throughput in plans.compared()
+        ]
+    return as_records(rows)
 
 
 def _plans(
@@ -184,7 +184,7 @@ def _layers(layers: str | Sequence[int] | None) -> values.Layers | None:
 
 @contextmanager
 def _by_argument() -> Iterator[None]:
-    """What is wrong is said with the argument's name."""
+    """Names the argument in errors."""
     try:
         yield
     except PlanError as error:

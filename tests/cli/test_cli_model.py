@@ -68,6 +68,10 @@ def test_auto_chooses_the_layers_unless_the_flag_says_even(capsys, monkeypatch):
     assert len(set(free["layers"])) > 1 and sum(free["layers"]) == 32
     assert len(set(even["layers"])) == 1
     assert free["figures"]["makespan"] < even["figures"]["makespan"]
+    assert main(["plan", "--schedule", "auto", *SIZE, "--model", "Llama-3-8B"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\nActivation memory: [\d.]+ % of 1F1B's, [\d.]+ GiB, within the limit of 100.0 %\.\n", said)
+    assert re.search(r"\nNot chosen, .*: vocabulary parallelism would make the iteration some \d+ % shorter", said)
 
 
 def test_a_plan_says_its_layers_in_megatrons_letters(capsys):

@@ -10,12 +10,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megatron.schedules.cli import program
 from megatron.schedules.cli.program import main
+from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import to_text
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
@@ -103,9 +102,7 @@ def test_memory_is_in_gib_too_where_the_costs_know_the_model(
     assert main([*arguments, *SIZE]) == 0
     assert said not in capsys.readouterr().out
     eight_layers = ModelMemory((LayerMemory(2.0**28, 2.0**28, 0.0),) * 8, 0.0, EndMemory(), EndMemory())
-    ask = SimpleNamespace(costs=Costs(memory=eight_layers), ranks=4)
-    found = program._microbatch_bytes(ask)
-    monkeypatch.setattr(program, "_microbatch_bytes", lambda asked: found)
+    monkeypatch.setattr(JobPlans, "microbatch_bytes", eight_layers.of_rank(4))
     assert main([*arguments, *SIZE]) == 0
     assert said in capsys.readouterr().out
 

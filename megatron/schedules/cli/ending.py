@@ -1,4 +1,4 @@
-"""How a command ends: with its output, or with one line on standard error that says what was wrong."""
+"""Runs a command to its end: its output, or one line on standard error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ def run(
     flags: Mapping[str, str] | None = None,
     spoken: str | None = None,
 ) -> int:
-    """Run ``command``; whatever is wrong with its arguments ends in one line on standard error.
+    """Runs ``command``. An error in its arguments is one line on standard error.
 
     Args:
-        command: what to run.
-        name: the program's.
-        argv: its arguments; the process's own without it.
+        command: to run.
+        name: of the program.
+        argv: its arguments; those of the process without it.
         flags: its flag for each part of a request, see :meth:`.PlanError.told`.
-        spoken: how the program is named in errors, where that is not ``name``.
+        spoken: name of the program in errors; ``name`` without it.
 
     Returns:
-        The exit status: 0, 2 for a wrong flag or a request that cannot be met, 130 when interrupted, 141 when the
-        reader of the output went away.
+        The exit status: 0, 2 for an error, 130 when interrupted, 141 when the reader of the output is gone.
     """
-    if sys.stderr is None:  # closed by whoever started us, who wants to hear nothing
+    if sys.stderr is None:  # closed by the caller
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
     try:
         status = command.main(None if argv is None else list(argv), prog_name=name, standalone_mode=False)
@@ -51,7 +50,7 @@ def run(
 
 
 def emit(text: str | bytes, output: Path | None) -> None:
-    """Write ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
+    """Writes ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
 
     Raises:
         PlanError: where it cannot be written.
@@ -73,7 +72,7 @@ def emit(text: str | bytes, output: Path | None) -> None:
             sys.stdout.buffer.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still in the buffer goes nowhere, lest Python complains about it at its end.
+        # Python would complain at exit about what is still in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
     except OSError as error:

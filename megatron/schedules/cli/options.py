@@ -1,4 +1,4 @@
-"""What the command line's flags ask of the planner: declared, read and checked."""
+"""The command line's flags: declared and read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.schedules.utils.parsing import integer
 
 Command = Callable[..., None]
 
-# The flag of each part of a request, and of what else a plan depends on.
+# The flag of each part of a request, and of a plan's other inputs.
 FLAGS = {
     **flags_of(COMMAND_LINE),
     "ranks": "--pipeline-size",
@@ -37,7 +37,7 @@ def schedule_flag(*names: str, multiple: bool, more: str) -> Callable[[Command],
 
 
 def _shared(word: str, more: str) -> Callable[[Command], Command]:
-    """A flag that training has too, with what holds for the command line alone."""
+    """A flag that training has too, with ``more`` help for the command line alone."""
     metavar, text = SHARED[word]
     # Click would take a value such as -1 for a flag where is_flag is given as False.
     how: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
@@ -45,7 +45,7 @@ def _shared(word: str, more: str) -> Callable[[Command], Command]:
 
 
 def size_flags(command: Command) -> Command:
-    """The flags every command has: what is planned, and where the result goes."""
+    """Declares the flags that every command has."""
     for flag in reversed(
         (
             click.option(
@@ -118,6 +118,6 @@ def plans_of(
 
 
 def plan_of(plans: JobPlans, spec: JobSpec) -> Plan:
-    """The plan for ``spec``. Where that takes a while, standard error says how far it is."""
+    """Plans ``spec`` and shows progress on standard error."""
     with shown(f"planning {spec.settings.schedule.name}", sys.stderr) as progress:
         return plans.plan(spec, progress)

@@ -1,4 +1,4 @@
-"""The command ``megatron-schedules``: plan, compare and draw schedules. Nothing here starts torch."""
+"""The command ``megatron-schedules``: plans, compares and draws schedules, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAGE = 100  # columns of a text that does not go to a terminal
 _WIDEST = 100_000  # columns that a pager still shows
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-# The mark keeps click from filling the lines into one paragraph.
+# \b keeps click from joining the lines.
 _SCHEDULES = "\n".join(["\b", "Schedules:", *(f"  {name.ljust(18)}{describe(name)}" for name in (*NAMES, AUTO))])
 
 _one = schedule_flag(multiple=False, more="The list of names is below.")
@@ -47,10 +47,9 @@ _form_help = "Without it the ending of --output's file decides, and otherwise it
 _PLAN_FORMS = ("text", "csv", "json", "svg", "html", *PICTURES)
 _COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
 _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
-# Of the forms whose files do not end in their name.
+# File endings of forms with another name.
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
 
-# Below a comparison without it.
 _ADAPTIVE = "\nadaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
 
 _gradients = click.option(
@@ -68,10 +67,10 @@ _width = click.option(
 
 
 @click.group(invoke_without_command=True, context_settings=_HELP)
-@click.option("--version", is_flag=True, help="Say which version this is, and stop.")
+@click.option("--version", is_flag=True, help="Print the version.")
 @click.pass_context
 def _program(context: click.Context, version: bool) -> None:
-    """Pipeline schedules whose activation memory is a choice: see bubble and memory before you train."""
+    """Pipeline schedules with controllable activation memory: see bubble and memory before you train."""
     if version:
         emit(f"{PROGRAM} {megatron.schedules.__version__}\n", None)
         context.exit()
@@ -100,7 +99,7 @@ def _plan(
     gradients: bool,
     **size: Any,
 ) -> None:
-    """Plan one schedule: its order, when it runs, what idles and what is held."""
+    """Plan one schedule: its order, timeline, bubble and activation memory."""
     if schedule is None:
         raise PlanError(f"--schedule is missing: name one of {', '.join(NAMES)}")
     form = _form(form, output, _PLAN_FORMS)
@@ -117,7 +116,7 @@ def _plan(
         if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
             footer += f"Activations: {amount(most)} on the rank that holds most; {plans.model}.\n"
-        drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), _microbatch_bytes(plans))
+        drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), plans.microbatch_bytes)
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
 
@@ -134,8 +133,8 @@ def _plan(
 @click.option(
     "--device-memory",
     metavar="SIZE",
-    help="With --model: the memory of one GPU, such as 80GiB. Shows what the rank that holds most holds of weights, "
-    "gradients, optimizer, activations and messages, and whether that fits.",
+    help="With --model: the memory of one GPU, such as 80GiB. Shows weights, gradients, optimizer, activations "
+    "and messages of the fullest rank, and whether they fit.",
 )
 def _compare(
     schedules: Sequence[str],
@@ -158,7 +157,7 @@ def _compare(
         if isinstance(found, str):
             rows.append(table.Row(name, found))
             continue
-        row = table.Row(name, figures(found.timeline, _microbatch_bytes(plans)), throughput)
+        row = table.Row(name, figures(found.timeline, plans.microbatch_bytes), throughput)
         if room is not None:
             worst = max(plans.memory(found), key=lambda rank: rank.device)
             row = replace(row, memory=worst.parts | {"together": worst.device}, fits=worst.device <= room)
@@ -213,18 +212,18 @@ def _draw(
         return
     plans = plans_of(schedules, ["1f1b", "v-half"], **size)
     timelines = [plan_of(plans, spec).timeline for spec in plans.specs]
-    drawing = of_plans(timelines, _caption(plans), _unit(plans), _microbatch_bytes(plans))
+    drawing = of_plans(timelines, _caption(plans), _unit(plans), plans.microbatch_bytes)
     _emit_drawing(form, drawing, output, columns, gradients)
 
 
 def _counted_for(plans: JobPlans, room: float | None) -> str:
-    """What bytes are of."""
+    """Says what the bytes are of."""
     of = "Activations, in GiB," if room is None else f"Memory, compared with {room / 2**30:.2f} GiB,"
     return f"{of} of the rank that holds most: {plans.model}. Not counted: {NOT_COUNTED}."
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
-    """The format asked for, else the one the file's ending stands for, else the first of ``forms``."""
+    """Returns the given format, else that of the file's ending, else the first of ``forms``."""
     if asked is None:
         ending = output.suffix[1:].lower() if output else ""
         meant = {_ENDINGS.get(form, form): form for form in forms} | {form: form for form in forms}
@@ -239,7 +238,7 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
 
 
 def _how_good(plan: Plan) -> str:
-    """How far from the best possible an adaptive plan is at most."""
+    """Says how far an adaptive plan is from the lower bound."""
     least, timeline, by_name = plan.lower_bound, plan.timeline, plan.schedule.name
     if least is None:
         return ""
@@ -254,7 +253,7 @@ def _how_good(plan: Plan) -> str:
 
 
 def _where(layers: tuple[int, ...] | None) -> str:
-    """The layout, for Megatron's own flag too."""
+    """Says the layers in the letters of Megatron's layout flag."""
     return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
@@ -265,7 +264,7 @@ def _savings(decisions: Decisions) -> str:
 
 
 def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
-    """The columns asked for of a drawing in text; refuses what the form would ignore."""
+    """Reads the columns of the text form, and refuses flags that ``form`` would ignore."""
     columns = integer("--width", width, 1, "60 columns or more read well", _WIDEST)
     if columns is not None and form != "text":
         raise PlanError("--width is of the text form: give --format text, or leave the flag out")
@@ -277,7 +276,7 @@ def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
 def _emit_drawing(
     form: str, drawing: Drawing, output: Path | None, columns: int | None, gradients: bool, footer: str = ""
 ) -> None:
-    """Write a drawing. The text form is as wide and as colourful as the terminal is, or plain where there is none."""
+    """Writes a drawing. The text form has the terminal's width and colours, and is plain without one."""
     if form in FORMS:
         if drawing.passes > FORMS[form]:
             instead = "html or text" if drawing.passes <= FORMS["html"] else "text"
@@ -294,7 +293,7 @@ def _emit_drawing(
 
     console = Console(highlight=False)
     terminal = output is None and console.is_terminal
-    # Sixteen colours do not tell a lighter chunk from another kind's; letters do.
+    # With sixteen colours letters tell more than shades.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     timelines = [view.timeline for view in drawing.shown]
     wide = columns or (console.width if terminal else _PAGE)
@@ -318,18 +317,13 @@ def _caption(plans: JobPlans) -> str:
     return f"{size}; half a rank's layers take {times}{copies}; P2P latency {number(costs.comm)}."
 
 
-def _microbatch_bytes(plans: JobPlans) -> float:
-    """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
-    return 0.0 if plans.costs.memory is None else plans.costs.memory.of_rank(plans.ranks)
-
-
 def _unit(plans: JobPlans) -> str:
-    """The unit of times: a profile's milliseconds, or any."""
+    """Unit of times: milliseconds with a profile, else empty."""
     return "ms" if plans.is_measured else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, or the process's own; the exit status, see :func:`.ending.run`."""
+    """Runs the command with ``arguments``, or the process's own. Returns the exit status, see :func:`.ending.run`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars and shades where the terminal knows ASCII only

@@ -1,4 +1,4 @@
-"""The flags of a job: training and the command line use the same words, each with its own prefix."""
+"""The flags of a job: the same words in training and on the command line, each with its own prefix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHARED = {
 
 
 def flags_of(prefix: str) -> Mapping[str, str]:
-    """The flag for each part of a request, see :meth:`.PlanError.told`."""
+    """The flag of each part of a request, see :meth:`.PlanError.told`."""
     schedule, costs, save = f"{prefix}schedule", f"{prefix}costs", f"{prefix}save-memory"
     in_file = {
         part: f"{costs} FILE.json $.{name}"

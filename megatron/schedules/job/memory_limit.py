@@ -15,18 +15,17 @@ from megatron.schedules.utils.errors import PlanError
 def with_memory_limit(
     flag: str, limit: MemoryLimit, request: Request, message_bytes: float, messages: int = MESSAGES
 ) -> Request:
-    """``request`` with ``limit`` as a fraction of what 1F1B holds with d microbatches at once.
+    """Sets the memory limit of ``request`` as a fraction of 1F1B's activation memory.
 
-    GiB are activations as the dry run counts them: what messages and Megatron's own recompute hold beside a plan's
-    activations is set aside.
+    Bytes are those of activations as the dry run counts them. Messages and what Megatron's own recompute holds for a
+    moment are set aside.
 
     Args:
-        flag: that says it.
+        flag: that gives the limit.
         limit: a fraction or bytes.
-        request: for ``adaptive``, its costs and what may be recomputed or offloaded settled.
+        request: for ``adaptive``, with its costs.
         message_bytes: one microbatch's hidden states on one rank.
-        messages: how many of these a rank may hold at once. Where a plan holds more, it is made again with room for
-            them.
+        messages: the most that a rank holds at once.
 
     Raises:
         PlanError: for too few bytes.
@@ -49,6 +48,6 @@ def with_memory_limit(
 
 
 def _rounded_up(number: float) -> float:
-    """To four significant digits, so that what is named works."""
+    """Rounds up to four significant digits, so that the named limit works."""
     scale = 10.0 ** (3 - math.floor(math.log10(number)))
     return math.ceil(scale * number) / scale

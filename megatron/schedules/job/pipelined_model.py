@@ -1,4 +1,4 @@
-"""The model of ``--model`` as the ranks of a pipeline have it, and what they hold."""
+"""The model of ``--model`` on the ranks of a pipeline, and their memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PipelinedModel:
         model: its name, or a file of Megatron's flags.
         ranks: of the pipeline.
         microbatches: of an iteration.
-        shared: whether all ranks share its vocabulary.
+        shared: whether vocabulary parallelism is on.
     """
 
     def __init__(self, model: str, ranks: int, microbatches: int, *, shared: bool) -> None:
@@ -38,7 +38,7 @@ class PipelinedModel:
         return Costs(*loads(self._model.build).ratio)
 
     def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
-        """``costs`` with what the parts of the model take and keep; see :func:`.model_build.with_model`."""
+        """Adds the parts of the model to ``costs``; see :func:`.model_build.with_model`."""
         return with_model(costs, self._model, stages, shared=self._shared, placed=placed, profile=profile)
 
     @property
@@ -47,11 +47,11 @@ class PipelinedModel:
         return self._model.message_bytes
 
     def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """What each rank holds in ``plan``, made for costs of :meth:`costs`."""
+        """Memory of each rank in ``plan``, made for :meth:`costs`."""
         return rank_memory(self._model, plan.schedule, plan.costs, plan.request)
 
     def __str__(self) -> str:
-        """What the bytes are counted for."""
+        """The parallel and batch sizes that bytes are counted for."""
         args = self._args
         sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size, "data": self._data}
         parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,4 +1,4 @@
-"""Plans of jobs that are described without Megatron, by the command line's flags or from Python."""
+"""Plans of jobs described without Megatron, by the command line's flags or from Python."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 
 class _Measured(NamedTuple):
-    """Costs as far as they are given.
+    """Costs before other settings are applied.
 
     Args:
-        costs: before what other settings say.
-        profile: the measured file.
-        custom: the file written by hand.
+        costs: times.
+        profile: the file, if it was measured.
+        custom: the file, if it was written by hand.
     """
 
     costs: Costs
@@ -120,7 +120,7 @@ class JobPlans:
                     "cost?"
                 )
         custom = self._measured.custom
-        # Shares of memory that are given go before the model's bytes.
+        # Shares of memory in a custom cost file replace the model's bytes.
         self.instead_of_bytes = [] if custom is None else [f"{flags['costs']} $.{name}" for name in custom.of_memory]
         self.costs = self._costs(self.ranks, placed=False)
         if self._limit is not None and self._limit.is_measured:
@@ -133,10 +133,15 @@ class JobPlans:
         """Whether memory is known in bytes."""
         return self.model is not None and not self.instead_of_bytes
 
+    @property
+    def microbatch_bytes(self) -> float:
+        """Bytes of a microbatch's activations on an average rank; 0 where not known."""
+        return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
+
     def request(self, spec: JobSpec) -> Request:
-        """What ``spec`` asks of the planner."""
+        """The planner's request for ``spec``."""
         settings, choice = spec.settings, spec.settings.schedule
-        asked = Request(
+        request = Request(
             choice.name,
             self.ranks,
             self.microbatches,
@@ -145,19 +150,19 @@ class JobPlans:
             partition=settings.searches_layers(known=self.costs.model is not None),
         )
         if choice.name not in ("adaptive", AUTO):
-            asked = asked if choice.chunks is None else replace(asked, chunks=choice.chunks)
-            return replace(asked, costs=self._costs(stages(asked), placed=asked.partition))
-        asked = replace(
-            asked,
-            chunk_choices=chunk_choices(choice.chunks or max(asked.chunk_choices)),
+            request = request if choice.chunks is None else replace(request, chunks=choice.chunks)
+            return replace(request, costs=self._costs(stages(request), placed=request.partition))
+        request = replace(
+            request,
+            chunk_choices=chunk_choices(choice.chunks or max(request.chunk_choices)),
             search_seconds=settings.search_seconds,
             recompute=settings.saving.recompute,
             offload=settings.saving.offload,
         )
-        return self._limited(replace(asked, costs=self._costs(stages(asked), placed=asked.partition)))
+        return self._limited(replace(request, costs=self._costs(stages(request), placed=request.partition)))
 
     def plan(self, spec: JobSpec, progress: Progress = unheard) -> Plan:
-        """The plan for ``spec``."""
+        """Plans ``spec``."""
         return make_plan(self.request(spec), progress)
 
     def compared(self, plan: Callable[[JobSpec], Plan] | None = None) -> Iterator[tuple[str, Plan | str, float | None]]:
@@ -178,13 +183,13 @@ class JobPlans:
                 yield name, found, baseline / found.iteration_time
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """What each rank holds in ``plan``; nothing where that is not known in bytes."""
+        """Memory of each rank in ``plan``; empty where bytes are not known."""
         return self.model.ranks(plan) if self.model is not None and self.knows_bytes else ()
 
-    def _limited(self, asked: Request) -> Request:
+    def _limited(self, request: Request) -> Request:
         if self._limit is None:
-            return asked
-        size, held = self._limit.size, self._rank_bytes(asked.costs)
+            return request
+        size, held = self._limit.size, self._rank_bytes(request.costs)
         if size is not None and held is None:
             raise PlanError(
                 f"{self._flags['memory_limit']} {self._limit.text} needs {self._flags['model']} or a profile in "
@@ -192,11 +197,11 @@ class JobPlans:
             )
         if self.model is not None or size is None or held is None:
             message = 0.0 if self.model is None else self.model.message_bytes
-            return with_memory_limit(self._flags["memory_limit"], self._limit, asked, message)
-        return replace(asked, memory_limit=size / (held * self.ranks))
+            return with_memory_limit(self._flags["memory_limit"], self._limit, request, message)
+        return replace(request, memory_limit=size / (held * self.ranks))
 
     def _costs(self, number: int, *, placed: bool) -> Costs:
-        """What a plan of so many stages is made for; ``placed`` where the planner places the layers."""
+        """Costs for a plan of so many stages; ``placed``: the planner partitions the layers."""
         found, profile, custom = self._measured
         if self.model is not None:
             found = self.model.costs(found, number, profile, placed=placed)
@@ -206,7 +211,7 @@ class JobPlans:
         return self._with_copies(found if custom is None else custom.added_to(found))
 
     def _with_copies(self, costs: Costs) -> Costs:
-        """``costs`` with the time of a copy, which offloading needs."""
+        """Adds the time of a copy, which offloading needs, to ``costs``."""
         saving, flag, file = self._settings.saving, self._flags["offload"], f"{self._flags['costs']} FILE.json"
         if saving.gbps is not None:
             held = self._rank_bytes(costs)
@@ -225,7 +230,7 @@ class JobPlans:
         return costs
 
     def _rank_bytes(self, costs: Costs) -> float | None:
-        """Activations of a microbatch in an average rank's layers, in bytes."""
+        """Bytes of a microbatch's activations in an average rank's layers; None where not known."""
         profile = self._measured.profile
         if costs.memory is not None:
             return costs.memory.of_rank(self.ranks)

@@ -1,4 +1,4 @@
-"""A job as plain data: what its flags say of model, sizes and settings, before anything is planned."""
+"""A job as typed data, made by the command line, the Python API, or from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron.schedules.planner.registry import AUTO
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of training that are ours, and the environment's two settings.
+    """The flags of this package, and two settings from the environment.
 
     Args:
         schedule, memory_limit, costs, layers, saving, vocabulary_parallel, plan_lengths, measuring, replan, dry_run: a
             flag each.
-        search_seconds: of an adaptive search; None for the usual effort.
-        stall_seconds: for which no pass may finish before the job stops; 0 for no limit.
+        search_seconds: of an adaptive search; None for the default.
+        stall_seconds: without a finished pass, after which the job stops; 0 for no limit.
     """
 
     schedule: ScheduleChoice
@@ -47,7 +47,7 @@ class Settings:
 
     @property
     def places_layers(self) -> bool:
-        """Whether the flag, not Megatron's own flags, says where layers are."""
+        """Whether the flag, not Megatron's own flags, partitions the layers."""
         return self.layers not in (None, "even")
 
     def searches_layers(self, *, known: bool) -> bool:
@@ -56,17 +56,17 @@ class Settings:
 
     @property
     def measures_limit(self) -> bool:
-        """Whether the memory limit comes from what devices have left."""
+        """Whether the job measures its memory limit."""
         return self.memory_limit is not None and self.memory_limit.is_measured
 
     @property
     def replans(self) -> bool:
-        """Whether the job plans again for what it measures."""
+        """Whether the job replans from measurements."""
         return self.replan or self.measures_limit
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of a request that not every schedule heeds, and that are given."""
+        """Given parts of a request that only some schedules use."""
         given = {
             "csv": self.schedule.file is not None,
             "memory_limit": self.memory_limit is not None,
@@ -81,7 +81,7 @@ class Batch:
     """Samples of an iteration.
 
     Args:
-        micro: of a microbatch; None where no flag says it.
+        micro: of a microbatch; None where not given.
         whole: of an iteration; None for one microbatch.
         steps: ``--step-batch-size-schedule``.
     """
@@ -93,7 +93,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class StockLayers:
-    """Where Megatron's own flags put decoder layers.
+    """Decoder layers of stages by Megatron's own flags.
 
     Args:
         count: of the model.
@@ -112,16 +112,16 @@ class StockLayers:
 
     @property
     def by_hand(self) -> bool:
-        """Whether a flag says how many layers single stages hold."""
+        """Whether a flag gives the layers of single stages."""
         return any(flag is not None for flag in (self.first, self.last, self.layout))
 
 
 @dataclass(frozen=True)
 class StockFlags:
-    """Megatron's other arguments, as far as rules about what works together read them.
+    """Megatron's other arguments, as far as compatibility rules read them.
 
     Args:
-        given: names of those that are set to anything but nothing, false, zero or ``none``.
+        given: names of those set to anything but None, False, 0 or ``none``.
         transformer_impl, checkpoint_format, dataloader_type: the values of these three.
         fp8_recipe: how linears are quantized to FP8; empty where they are not.
     """
@@ -154,14 +154,14 @@ class JobSpec:
         settings: of this package.
         sizes: parallel sizes.
         batch: samples of an iteration.
-        layers: where Megatron's flags put layers.
+        layers: of stages by Megatron's flags.
         recompute: Megatron's own.
-        vocabulary: words as padded, where a flag or a checkpoint says it.
+        vocabulary: words as padded, where a flag or a checkpoint gives it.
         vocabulary_multiple: to whose multiple Megatron pads the words of each tensor-parallel rank.
-        microbatches: of an iteration, where a flag says it; elsewhere they follow from ``batch``.
-        iterations: of training; None where no flag says it.
-        csv: text of the schedule's CSV; None where it has none, or it is not read yet.
-        model: None where its sizes are left to a checkpoint, or not read yet.
+        microbatches: of an iteration, where given; otherwise they follow from ``batch``.
+        iterations: of training; None where not given.
+        csv: text of the schedule's CSV; None without one, or before it is read.
+        model: None where its sizes come from a checkpoint, or before it is read.
         stock: Megatron's other arguments, for the rules that name single ones.
     """
 

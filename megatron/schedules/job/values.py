@@ -1,6 +1,6 @@
-"""The value of each flag of a job, read once for training and the command line.
+"""Values of a job's flags, for training and the command line.
 
-Every function takes the flag as it is written, for its errors, and the flag's text. All raise :class:`.PlanError`.
+Each function takes the flag's name, for errors, and its text, and raises :class:`.PlanError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.schedules.utils.parsing import decimal, integer, not_negative, num
 # Of 1F1B's memory: no schedule needs more than some twice of it; a larger number is a percentage or a size.
 _MOST_OF_1F1B = 10.0
 _MOST_CHUNKS, _MOST_GPUS, _MOST_LAYERS = 1000, 10_000_000, 10_000
-# Longer than passes take, first compilations mostly included; much shorter than NCCL's watchdog waits.
+# Longer than passes take, even with compilation; much shorter than NCCL's watchdog.
 _STALL_SECONDS = 120.0
 _SPEED = "the GB that a rank copies in a second, such as offload=25,"
 
@@ -33,7 +33,7 @@ class ScheduleChoice:
     Args:
         text: as the user wrote it.
         name: in the registry; ``file`` for a CSV.
-        chunks: stages a rank; None where the flag does not say.
+        chunks: stages a rank; None where the flag has none.
         file: the CSV.
     """
 
@@ -45,7 +45,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The most activation memory of a rank; measured by the job where both fields are None.
+    """The most activation memory of a rank; the job measures it where both fields are None.
 
     Args:
         fraction: of 1F1B's.
@@ -59,7 +59,7 @@ class MemoryLimit:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the job measures what devices have left."""
+        """Whether the job measures the free memory of its devices."""
         return self.fraction is None and self.size is None
 
 
@@ -80,11 +80,11 @@ class CostsChoice:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """What a plan may do to save memory.
+    """Ways in which a plan may save memory.
 
     Args:
         recompute, offload: whether it may.
-        gbps: speed of copies one way, 10**9 bytes a second; None where the cost file says it.
+        gbps: speed of copies one way, 10**9 bytes a second; None to take it from the cost file.
     """
 
     recompute: bool = False
@@ -98,7 +98,7 @@ class Measuring:
 
     Args:
         folder: for costs and timeline.
-        iterations: the one in which bytes are counted, and the last that is timed; None for the usual ones.
+        iterations: the one that counts bytes, and the last one timed; None for the default.
     """
 
     folder: Path
@@ -110,8 +110,8 @@ class DryRun:
     """A dry run.
 
     Args:
-        gpus: of the job; None where the launcher says it.
-        device_bytes: memory of one GPU; None where it is not compared.
+        gpus: of the job; None to take it from the launcher.
+        device_bytes: memory of one GPU; None to compare with none.
     """
 
     gpus: int | None = None
@@ -233,13 +233,13 @@ def dry_run(flag: str, text: str | None) -> DryRun | None:
 
 
 def search_seconds() -> float | None:
-    """Seconds of search for an adaptive plan, of a usual core; None where the environment does not say it."""
+    """Seconds of a usual core to search for an adaptive plan, from the environment; None for the default."""
     text = os.environ.get(SEARCH_VARIABLE) or None
     return positive(f"${SEARCH_VARIABLE}", text, "a positive number of seconds")
 
 
 def stall_seconds() -> float:
-    """Seconds for which no pass may finish before the job stops, 0 for no limit."""
+    """Seconds without a finished pass after which the job stops, from the environment; 0 for no limit."""
     text = os.environ.get(STALL_VARIABLE) or None
     seconds = not_negative(f"${STALL_VARIABLE}", text, "a number of seconds, or 0 for no limit,")
     return _STALL_SECONDS if seconds is None else seconds

@@ -14,13 +14,20 @@ from megatron.schedules.utils.printable import counted, percent
 _SAME, _WORTH = 5e-4, 0.01
 
 
-def explanation(timeline: Timeline, request: Request, asked: Request, vocabulary_gain: float | None = None) -> str:
+def explanation(
+    timeline: Timeline,
+    request: Request,
+    asked: Request,
+    peak_bytes: float | None = None,
+    vocabulary_gain: float | None = None,
+) -> str:
     """Says what was chosen, its memory and its time, beside 1F1B and the best schedule by name.
 
     Args:
         timeline: the plan.
         request: what the plan answers, its decisions settled.
         asked: the same before anything was searched: schedules by name are planned for its layers.
+        peak_bytes: peak activation memory of the worst rank; None where not known.
         vocabulary_gain: part of the iteration time that vocabulary parallelism would save; None where not known.
     """
     limit, ranks = request.memory_limit, request.ranks
@@ -28,6 +35,7 @@ def explanation(timeline: Timeline, request: Request, asked: Request, vocabulary
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
     used = f"{percent(timeline.limit / ranks, 1)} of 1F1B's"
+    used += "" if peak_bytes is None else f", {peak_bytes / 2**30:.2f} GiB"
     lines = [
         f"Schedule: {_chosen(timeline, request)}.",
         f"Activation memory: {used}{'' if limit is None else f', within the limit of {percent(limit, 1)}'}.",

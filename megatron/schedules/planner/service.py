@@ -55,7 +55,7 @@ class Plan:
     @property
     def explanation(self) -> str:
         """Schedule, memory and iteration time beside those of schedules by name: a few lines."""
-        return explanation(self.timeline, self.request, self.asked, self.vocabulary_gain)
+        return explanation(self.timeline, self.request, self.asked, self.peak_bytes, self.vocabulary_gain)
 
     @cached_property
     def vocabulary_gain(self) -> float | None:

@@ -1,4 +1,4 @@
-"""A drawing in any of its forms: of a recorded run, or of plans."""
+"""Drawings of plans and of recorded runs, in any form."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.output_files import make_folder, write_text
 from megatron.schedules.utils.printable import counted, printable_name
 
-# The form of a drawing, and the most passes of one that still opens.
+# Forms of a drawing, and the most passes with which they still open.
 FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}
-# What a recorded run is written as, by the name of the file; the run itself stands beside them.
+# Files of a recorded run and their forms; the run itself is written too.
 FILES: Mapping[str, str] = {"timeline.html": "html", "timeline.svg": "svg", "timeline.trace.json": "trace"}
 RUN = "recorded.json"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn.
+    """Contents of a drawing.
 
     Args:
         shown: one or more views, in one unit of time.
-        heading: what it is of.
-        caption: what else there is to know, in a sentence or two.
-        unit: of time; empty where it is any.
+        heading: title.
+        caption: a sentence or two.
+        unit: of time; empty for any.
     """
 
     shown: Sequence[View]
@@ -39,28 +39,28 @@ class Drawing:
 
     @property
     def passes(self) -> int:
-        """How many passes it has."""
+        """Number of passes."""
         return sum(len(row) for view in self.shown for row in view.timeline.schedule.order)
 
     @property
     def microbatch_bytes(self) -> float:
-        """What one microbatch's worth of one rank's activations takes; 0 where no model says it."""
+        """Bytes of a microbatch's activations on an average rank; 0 where not known."""
         return max(view.microbatch_bytes for view in self.shown)
 
     @property
     def labels(self) -> Sequence[str]:
-        """What tells views of one schedule apart."""
+        """Labels that tell views of one schedule apart."""
         return [view.label if title(view.timeline.schedule.name) != view.label else "" for view in self.shown]
 
 
 def of_plans(timelines: Sequence[Timeline], caption: str, unit: str, microbatch_bytes: float = 0.0) -> Drawing:
-    """Plans below one another, each under its name; bytes as :class:`.View` has them."""
+    """Draws plans below one another, each with its name."""
     shown = [View(title(each.schedule.name), each, microbatch_bytes=microbatch_bytes) for each in timelines]
     return Drawing(shown, " and ".join(view.label for view in shown), caption, unit)
 
 
 def of_run(recorded: Recorded) -> Drawing:
-    """A recorded run: its plan above what happened, in milliseconds."""
+    """Draws a recorded run below its plan, in milliseconds."""
     schedule = recorded.timeline.schedule
     caption = (
         f"{counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, measured on "
@@ -70,12 +70,12 @@ def of_run(recorded: Recorded) -> Drawing:
 
 
 def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | bytes:
-    """``drawing`` as a file of one of :data:`FORMS`.
+    """Returns ``drawing`` in one of :data:`FORMS`.
 
     Args:
-        drawing: of no more passes than the form is for.
-        form: its name.
-        gradients: mark where each chunk's gradients are complete, in an SVG or a picture of one.
+        drawing: with no more passes than the form allows.
+        form: name of the form.
+        gradients: mark where each chunk's gradients are complete, in an SVG, PNG or PDF.
     """
     if form in ("svg", *PICTURES):
         from megatron.schedules.report.svg import draw_svg
@@ -100,7 +100,7 @@ def drawn(drawing: Drawing, form: str, *, gradients: bool = False) -> str | byte
 
 
 def write_run(recorded: Recorded, folder: Path) -> list[str]:
-    """Write ``recorded`` into ``folder``: as data, and in every form that is not too large for it; the files' names.
+    """Writes ``recorded`` into ``folder`` as data and in every form that allows its size. Returns the files' names.
 
     Raises:
         OSError: where it cannot be written.

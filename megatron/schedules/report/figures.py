@@ -1,4 +1,4 @@
-"""The numbers a plan is judged by, and how they are written."""
+"""Figures of a plan, and how numbers are written."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True)
 class Figures:
-    """What one timeline comes to.
+    """Figures of one timeline.
 
     Args:
         name: the schedule's name.
         ranks, microbatches, chunks: its size; chunks are those of one rank.
-        makespan: time from 0 to the last end on any rank, in the unit of the costs.
-        bubble: share of that time in which an average rank idles.
-        span_bubble: the papers' form, each rank's time counted from its own first start.
-        peaks: peak activation memory of every rank, in microbatches' worth of one rank's activations.
-        share: the worst rank's peak over what 1F1B holds once there are d microbatches: d, as in a memory limit.
-        useful: share of the time in which an average rank computes what it had not computed before.
+        makespan: iteration time, in the unit of the costs.
+        bubble: share of that time in which an average rank is idle.
+        span_bubble: as in the papers, each rank's time counted from its own first start.
+        peaks: peak activation memory of every rank, in microbatches.
+        share: the worst rank's peak over 1F1B's d microbatches, as in a memory limit.
+        useful: share of the time in which an average rank computes, without recompute.
         recomputed: share of the computing that is recompute.
-        copying: share of the time for which the busiest copy channel copies.
-        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
+        copying: share of the time in which the busiest copy channel copies.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Figures:
 
     @property
     def peak_bytes(self) -> float:
-        """The same in bytes; 0 where no model says it."""
+        """The same in bytes; 0 where not known."""
         return self.peak * self.microbatch_bytes
 
     @property
     def worst(self) -> int:
-        """The first rank that has this peak."""
+        """The first rank with this peak."""
         return self.peaks.index(self.peak)
 
     @property
@@ -67,7 +67,7 @@ class Figures:
 
 
 def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
-    """Read the figures off ``timeline``; bytes as :class:`Figures` has them."""
+    """Reads the figures off ``timeline``."""
     schedule = timeline.schedule
     return Figures(
         name=schedule.name,
@@ -87,12 +87,12 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
 
 
 def reference_memory(timeline: Timeline) -> int:
-    """What "of 1F1B's memory" is of, here as in a memory limit: d microbatches, however few an iteration has."""
+    """1F1B's memory in figures and memory limits: d microbatches, however few an iteration has."""
     return timeline.schedule.ranks
 
 
 def above_itself(found: Iterable[Figures]) -> str:
-    """Why 1F1B holds more than all of 1F1B's memory, in a sentence where it is among ``found`` and does."""
+    """Says why 1F1B has more than 100 % of 1F1B's memory, if one of ``found`` does."""
     if not any(each.name == "1f1b" and each.share > 1 + _EPSILON for each in found):
         return ""
     return (
@@ -102,27 +102,27 @@ def above_itself(found: Iterable[Figures]) -> str:
 
 
 def title(name: str) -> str:
-    """A schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B.
+    """Writes a schedule's name as a heading: ``v-half`` is V-Half, ``zb-1p`` ZB-1P, ``eager-1f1b`` Eager-1F1B.
 
-    A file may hold any name: what is shown of it is printable and not too long.
+    Names from files become printable and short.
     """
     parts = printable_name(name).split("-")
     return "-".join(part.upper() if len(part) < 3 or part[0].isdigit() else part.capitalize() for part in parts)
 
 
 def number(value: float) -> str:
-    """A time or an amount of memory without needless digits: ``3``, ``2.5``, ``1.333``, ``5.77e-09``."""
+    """Writes a number without needless digits: ``3``, ``2.5``, ``1.333``, ``5.77e-09``."""
     return f"{round(value, 3):.10g}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
 def microbatches(held: float, microbatch_bytes: float = 0.0) -> str:
-    """An amount of memory with its unit: ``1 microbatch``, ``2.5 microbatches``, ``3 microbatches (1.50 GiB)``."""
+    """Writes memory with its unit: ``1 microbatch``, ``2.5 microbatches``, ``3 microbatches (1.50 GiB)``."""
     text = f"{number(held)} microbatch{'' if held == 1 else 'es'}"
     return f"{text} ({amount(held * microbatch_bytes)})" if microbatch_bytes else text
 
 
 def amount(number: float) -> str:
-    """So many bytes, for people."""
+    """Writes bytes in GiB or MiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 0.1 * 2**30 else f"{number / 2**20:.2f} MiB"
 
 

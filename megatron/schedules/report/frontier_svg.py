@@ -37,7 +37,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Mark(NamedTuple):
-    """One schedule: its name, whose it is (empty for ours), its microbatches held, and its bubble as a share."""
+    """One schedule: its name, its project (empty for ours), its memory in microbatches, and its bubble."""
 
     name: str
     project: str
@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What was found for one memory limit, and the bubble that nothing within it goes below."""
+    """The best plan for one memory limit, and the lower bound of its bubble."""
 
     memory: float
     bubble: float
@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The shortest plan for a memory limit: the share of its time that is no useful computing."""
+    """The shortest plan for a memory limit, and the share of its time that is idle or recompute."""
 
     memory: float
     lost: float
@@ -69,14 +69,14 @@ def draw_frontier(
     saved: Mapping[str, Sequence[Found]] = MappingProxyType({}),
     unit: str = "microbatches",
 ) -> str:
-    """Draw ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
+    """Draws ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
 
-    A plan within a limit is within every larger one, and a plan without recompute and offload is one that may have
-    them: a curve is never above what was found for a smaller limit, nor above the curve without.
+    A plan within a limit is also within every larger one, and a plan that saves no memory is also one that may. So a
+    curve never rises, and never lies above the curve without savings.
 
     Args:
         curve: by ascending memory.
-        relieved: the curves "again" and "offload", where they were measured.
+        saved: the curves "again" (with recompute) and "offload", where they were measured.
         marks: single schedules; those beyond ``most`` are left out.
         heading, caption: lines above and below.
         most: the largest memory and the largest bubble that are shown.

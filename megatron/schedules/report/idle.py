@@ -1,4 +1,4 @@
-"""Where a timeline's idle time lies, planned or measured: in which phase of the iteration, and waiting for whom."""
+"""Idle time of a timeline, planned or measured: in which phase, and waiting for which rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 class Cause(StrEnum):
-    """What a rank waits for."""
+    """Cause of a wait."""
 
     PASS = "passes of other ranks"
     MESSAGE = "messages on their way"
@@ -32,7 +32,7 @@ class Cause(StrEnum):
 
 
 class Wait(NamedTuple):
-    """A part of a gap: what for, which rank's doing, and how long. What is nobody else's is the rank's own."""
+    """Part of a gap: its cause, the rank that causes it (the rank itself if no other does), and its time."""
 
     cause: Cause
     rank: int
@@ -40,14 +40,14 @@ class Wait(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A time in which a rank does not compute.
+    """Time in which a rank does not compute.
 
     Args:
-        at: in the rank's row, of the pass that ends it; the row's length where none does.
-        start, end: from when until when.
+        at: index in the rank's row of the pass after it; the row's length at the end.
+        start, end: times.
         phase: of the rank.
-        waits: what it is made of; their times add up to it.
-        needed: the pass that came last of those which the next one needed, by rank and index in its row.
+        waits: parts, whose times add up to the gap.
+        needed: the last pass to end of those that the next one needs, by rank and index in its row.
     """
 
     at: int
@@ -63,10 +63,10 @@ class Idle:
     """The idle time of one rank, in the unit of its timeline.
 
     Args:
-        rank: whose.
-        total: from time 0 to the last end on any rank, less what it computes.
-        phases: of that, in each phase.
-        causes: of that, by what was waited for and whose doing that was.
+        rank: number.
+        total: iteration time less the rank's computing.
+        phases: idle time in each phase.
+        causes: idle time by cause and by the rank that causes it.
     """
 
     rank: int
@@ -75,12 +75,12 @@ class Idle:
     causes: Mapping[tuple[Cause, int], float]
 
     def of(self, *causes: Cause) -> float:
-        """What is due to ``causes``, whoever's."""
+        """Idle time due to ``causes``, of any rank."""
         return sum(time for (cause, _), time in self.causes.items() if cause in causes)
 
     @property
     def for_ranks(self) -> list[tuple[int, float]]:
-        """The other ranks that it waited for, their passes and messages, longest first."""
+        """Other ranks whose passes and messages it waited for, the longest first."""
         found: dict[int, float] = {}
         for (cause, rank), time in self.causes.items():
             if cause in (Cause.PASS, Cause.MESSAGE) and time > 0:
@@ -89,21 +89,21 @@ class Idle:
 
 
 def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
-    """By rank, the times in which it does not compute, in order.
+    """Finds each rank's gaps, in order.
 
-    A rank's warm-up lasts until its first backward begins, its cool-down begins when its last forward and its warm-up
-    are over; in between it is in its steady state. Without backwards warm-up ends when the first pass begins.
+    Warm-up lasts until the rank's first backward starts. Cool-down starts when its last forward and its warm-up are
+    over. Without backwards warm-up ends when the first pass starts.
 
-    A rank waits for the one whose pass came last of those that its next pass needs, until that has ended, and then for
-    the message. Where the pass had ended before the rank was free, the message counts until a P2P latency later; what
-    is left over is its host's, or a message that came late.
+    A rank waits for the last pass to end of those that its next pass needs, then for its message. If that pass had
+    ended before the rank was free, the message counts until one P2P latency after its end; the rest is the host, or a
+    late message.
     """
     ended = _Ended(timeline)
     return tuple(tuple(_gaps_of(timeline, rank, ended)) for rank in range(timeline.schedule.ranks))
 
 
 def idle(timeline: Timeline, found: Sequence[Sequence[Gap]] | None = None) -> tuple[Idle, ...]:
-    """The idle time of every rank. On average over the ranks it is the bubble times the makespan.
+    """Sums up the idle time of every rank. Its mean is the bubble times the iteration time.
 
     Args:
         timeline: planned or measured.
@@ -113,7 +113,7 @@ def idle(timeline: Timeline, found: Sequence[Sequence[Gap]] | None = None) -> tu
 
 
 def phases(row: Sequence[Pass]) -> tuple[int, int]:
-    """Of a rank's passes, the index of the first backward, and of the last forward."""
+    """Returns the index of a rank's first backward, and of its last forward."""
     first = next((i for i, work in enumerate(row) if KINDS[work.kind].makes is Result.GRADIENT), 0)
     last = max((i for i, work in enumerate(row) if KINDS[work.kind].makes is Result.ACTIVATION), default=-1)
     return first, last
@@ -130,7 +130,7 @@ def _idle_of(rank: int, found: Sequence[Gap]) -> Idle:
 
 
 class _Ended:
-    """When what a pass needs has ended."""
+    """End times of the passes that a pass needs."""
 
     def __init__(self, timeline: Timeline) -> None:
         schedule = timeline.schedule
@@ -146,7 +146,7 @@ class _Ended:
         self._copied = [{work: end for work, _, end in copies} for copies in timeline.copies]
 
     def last(self, work: Pass) -> tuple[float, float, tuple[int, int]] | None:
-        """Of the passes on other ranks that ``work`` needs, the one that comes last: its end, latency, and place."""
+        """The last to arrive of the passes on other ranks that ``work`` needs: its end, latency and place."""
         stage, kind, m = work
         found: tuple[float, float, tuple[int, int]] | None = None
         for source, base in self._needs[stage, kind]:
@@ -188,7 +188,7 @@ def _gaps_of(timeline: Timeline, rank: int, ended: _Ended) -> Iterator[Gap]:
 def _waits(
     rank: int, work: Pass, free: float, start: float, ended: _Ended
 ) -> tuple[tuple[Wait, ...], tuple[int, int] | None]:
-    """What ``rank`` waits for from ``free`` to the ``start`` of ``work``."""
+    """Waits of ``rank`` from ``free`` to the ``start`` of ``work``."""
     passed, copied = ended.last(work), ended.copied(rank, work)
     if copied is not None and (passed is None or copied[0] > passed[0] + passed[1]):
         until = min(max(copied[0], free), start)

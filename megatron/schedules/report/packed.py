@@ -16,23 +16,22 @@ from megatron.schedules.report.views import Lane, View, lanes, running
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.passes import Pass
 
-# Times are whole numbers of these in the length of the axis: no pass is so short that it shows.
+# Times are whole numbers of ticks, so many in the length of the axis.
 TICKS = 1 << 30
 _KINDS = {kind: index for index, kind in enumerate(KINDS)}
 
 
 class Packer:
-    """Arrays of numbers, gathered one after another.
+    """Collects arrays of numbers, little-endian, each at a multiple of four bytes.
 
-    They are little-endian, each at a multiple of four bytes. Ascending times are told by their differences, of which
-    many are equal and compress well.
+    Ascending times are stored as differences, which compress well.
     """
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def add(self, code: str, values: Iterable[float]) -> list[Any]:
-        """Append ``values`` and return where they are: type, offset, count.
+        """Appends ``values``. Returns their type, offset and count.
 
         Args:
             code: ``B`` (a byte), ``I`` (four, unsigned), ``i`` (signed) or ``f``, as :mod:`array` has.
@@ -47,12 +46,12 @@ class Packer:
         return place
 
     def text(self) -> str:
-        """All of it, as a zlib stream in base64."""
+        """All arrays as a zlib stream in base64."""
         return base64.b64encode(zlib.compress(bytes(self._bytes), 6)).decode()
 
 
 def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer) -> dict[str, Any]:
-    """Pack one view; its table of contents.
+    """Packs one view. Returns its table of contents.
 
     ``rows`` tells where the passes of each lane begin, those of rank 0 first, ``kind``, ``stage`` and ``microbatch``
     what each is; ``gap`` how many ticks after the end of the one before (or 0) it begins and ``length`` how many it
@@ -91,7 +90,7 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
 
 
 def _ticks(lane: Lane, until: float) -> list[tuple[int, int]]:
-    """Each pass's distance from the one before, and its length; clocks that disagree a little are evened out."""
+    """Each pass's distance from the one before, and its length; small overlaps are removed."""
     found, free = [], 0
     for _, start, end in lane:
         begun = max(free, round(start / until * TICKS))
@@ -119,10 +118,7 @@ def _turns(view: View, rank: int) -> list[float]:
 
 
 def _awaited(view: View, gaps: Sequence[Sequence[Gap]], works: Sequence[Pass]) -> list[int]:
-    """For each pass where the one stands that its rank waited for before it.
-
-    What takes no time is not drawn: the next one stands for it, as in the drawing.
-    """
+    """For each pass the index of the one that its rank waited for; passes without duration are not drawn."""
     timeline, waits = view.timeline, dict[Pass, Pass]()
     for rank, row in enumerate(gaps):
         order, lengths = timeline.schedule.order, list(map(sub, timeline.end[rank], timeline.start[rank]))

@@ -1,4 +1,4 @@
-"""How drawings look: the font, and the colours of passes, a hue for each kind, lighter from chunk to chunk."""
+"""Font and colours of drawings: a hue for each kind of pass, lighter from chunk to chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An SVG as PNG or PDF, by typst: an optional library that needs no other program and brings fonts of its own."""
+"""Converts SVG to PNG or PDF by typst, an optional library that needs no other program and has its own fonts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAGE = """\
 
 
 def check_library(form: str) -> None:
-    """Raises :class:`PlanError` where ``form`` takes typst and it is not installed."""
+    """Raises :class:`PlanError` where ``form`` needs typst and it is not installed."""
     if form in PICTURES and importlib.util.find_spec("typst") is None:
         raise PlanError(
             f"{form} takes the library typst, which is not installed: pip install 'typst>=0.13', which is the extra "
@@ -26,7 +26,7 @@ def check_library(form: str) -> None:
 
 
 def picture(svg: str, form: str) -> str | bytes:
-    """``svg`` in one of :data:`PICTURES`; as it is for any other form."""
+    """Converts ``svg`` to one of :data:`PICTURES`; returns it as it is for other forms."""
     if form not in PICTURES:
         return svg
     check_library(form)

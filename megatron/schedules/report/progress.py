@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, elsewhere a line every few seconds."""
+"""Shows progress: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TextIO
 
 from megatron.schedules.utils.progress import Progress
 
-# Whoever reads a log sees that something goes on, and what is soon done writes nothing.
+# Short work writes nothing.
 _EVERY_S = 10.0
 
 
 @contextmanager
 def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> Iterator[Progress]:
-    """While the work of the ``with`` block goes on, show on ``stream`` how far it says it is.
+    """Shows on ``stream`` the progress that the ``with`` block reports.
 
     Args:
-        what: what is being done, such as ``planning v-half``.
-        stream: a terminal gets a bar that goes when the work is done, any other file a line every so often; None where
-            nobody is told.
-        every: seconds from line to line.
+        what: name of the work, such as ``planning v-half``.
+        stream: a terminal gets a bar, which is removed at the end, any other file a line from time to time; None for
+            no output.
+        every: seconds between lines.
     """
     if stream is None:
         yield lambda share: None

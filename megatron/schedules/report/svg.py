@@ -57,18 +57,18 @@ def draw_svg(
     unit: str = "",
     microbatch_bytes: float = 0.0,
 ) -> str:
-    """Draw ``timelines`` below one another.
+    """Draws ``timelines`` below one another.
 
-    Under each schedule stands the activation memory over time of the rank that needs most, with 1F1B's for the same
-    ranks and microbatches as a dashed line. Microbatches are numbered where the longest number fits.
+    Below each schedule is the activation memory of the worst rank over time, with 1F1B's as a dashed line. Microbatches
+    are numbered where the longest number fits.
 
     Args:
         timelines: at least one, of any sizes; time and memory have one scale throughout.
         caption: a line for the bottom.
         gradients: mark where each chunk's gradients are complete.
-        labels: a word for each, where their names do not tell them apart.
-        unit: of time; empty where it is any.
-        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
+        labels: a word for each, to tell schedules of one name apart.
+        unit: of time; empty for any.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
     """
     sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, gradients, unit)
     for timeline, found, label in zip(timelines, sheet.found, labels or [""] * len(timelines), strict=True):
@@ -80,7 +80,7 @@ def draw_svg(
 
 
 class _Look(NamedTuple):
-    """What gives a cell its colour: its kind, and which of how many chunks it belongs to."""
+    """Kind and chunk of a cell, which give its colour."""
 
     kind: Kind
     chunk: int
@@ -91,14 +91,14 @@ class _Look(NamedTuple):
 
 
 class _Cells:
-    """The cells of one schedule, gathered by their look, and the numbers on them.
+    """The cells of one schedule, grouped by their look, and the numbers on them.
 
-    In one row the cells of a look all have their numbers or none of them has, so that a number that is missing says
-    nothing: where the narrowest of them is too narrow for the schedule's longest number, all go without.
+    In one row all cells of a look have numbers, or none has: those whose narrowest cell is too narrow for the longest
+    number have none.
 
     Args:
-        sheet: where they will stand; hears of their looks.
-        schedule: what is drawn.
+        sheet: that they are drawn on.
+        schedule: that is drawn.
         size: of the numbers, at most.
     """
 
@@ -122,7 +122,7 @@ class _Cells:
 
     def drawn(self) -> Iterator[str]:
         """The paths, and over them the numbers."""
-        # The line that parts one cell from the next must not eat up narrow ones.
+        # Lines between cells must not cover narrow ones.
         line = 0.8 if self._narrowest > 6 else 0.3 if self._narrowest > 3 else 0
         for look, paths in sorted(self._paths.items()):
             yield f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>'

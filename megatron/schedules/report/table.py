@@ -54,7 +54,7 @@ def gib(size: float) -> str:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """An aligned table; a reason stands where the numbers would. Below it what the table needs to be understood."""
+    """An aligned table, with a reason in place of missing numbers, and a note below."""
     note = _note(rows)
     return aligned(*_table(rows)) + (f"\n{fill(note, _PAGE)}\n" if note else "")
 
@@ -73,14 +73,16 @@ def aligned(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]])
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table for a README or an issue."""
-    headings, body = _table(rows)
-    lines = ["| " + " | ".join(" ".join(heading).strip() for heading in headings) + " |"]
-    lines.append("| --- |" + " ---: |" * (len(headings) - 1))
-    for cells in body:
-        cells += [""] * (len(headings) - len(cells))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     note = _note(rows)
-    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
+    return markdown(*_table(rows)) + (f"\n{note}\n" if note else "")
+
+
+def markdown(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; short rows are filled up."""
+    heads = [" ".join(heading).strip() for heading in headings]
+    rows = [[cell.replace("|", "\\|") for cell in row] + [""] * (len(heads) - len(row)) for row in cells]
+    lines = ["| --- |" + " ---: |" * (len(heads) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(["| " + " | ".join(heads) + " |", *lines]) + "\n"
 
 
 def as_csv(rows: Sequence[Row]) -> str:

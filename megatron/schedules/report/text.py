@@ -1,4 +1,4 @@
-"""A timeline in the terminal: a row a rank, time to the right, memory at the end of each row."""
+"""Timelines in the terminal: a row a rank, time to the right, memory at the end of each row."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ def draw_text(
     labels: Sequence[str] = (),
     microbatch_bytes: float = 0.0,
 ) -> Text:
-    """Draw ``timelines`` below one another on one time scale, each with its figures.
+    """Draws ``timelines`` below one another on one time scale, each with its figures.
 
-    Where a column is no longer than the shortest pass every pass is a cell, with its microbatch's number where the
-    longest one fits. Otherwise a column shows what share of its time is computed (without colours), or of what (with
-    colours).
+    Where a column is no longer than the shortest pass, every pass is a cell, with its microbatch's number where it
+    fits. Otherwise a column shows the share of its time that is busy, and with colours of which kinds.
 
     Args:
         timelines: at least one, of any sizes.
-        width: columns to fill; less than some 50 is not kept to.
-        colour: whether colours will be shown. Without, letters tell the kinds apart: F, I, W, B for a rank's even
-            chunks, f, i, w, b for its odd ones.
-        labels: a word for each, where their names do not tell them apart.
-        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
+        width: columns, some 50 at least.
+        colour: whether to use colours. Without, letters tell the kinds apart: F, I, W, B for a rank's even chunks,
+            f, i, w, b for its odd ones.
+        labels: a word for each, to tell schedules of one name apart.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
 
     Copies have lanes of their own, below the rank's computing.
     """
@@ -64,7 +63,7 @@ def draw_text(
 
 
 class _Frame:
-    """What the drawings of several timelines share: the scales and the way cells look."""
+    """Scales and looks that the timelines share."""
 
     def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool) -> None:
         self.colour = colour
@@ -109,7 +108,7 @@ class _Frame:
         return text
 
     def legend(self) -> Text:
-        """What the cells stand for."""
+        """Meaning of the cells."""
         if self.cells or self.colour:
             line = self._meanings()
         else:
@@ -152,7 +151,7 @@ class _Frame:
             row.append(" " * (first - column))
             below += " " * (first - column)
             chunk = placement.chunk_of(work.stage)
-            # By its length, not by its columns: these are rounded, and passes of one length are to look alike.
+            # By its length, as columns are rounded: passes of one length look alike.
             fits = room <= (end - start) * self.scale + 1e-6
             numbered = (str(work.microbatch) if fits else "").ljust(last - first)
             label = numbered if self.colour else _letter(work.kind, chunk) + "-" * (last - first - 1)
@@ -199,9 +198,9 @@ class _Frame:
 
 
 def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
-    """Columns a unit of time, at most ``widest``, and whether every pass gets a column at least.
+    """Returns columns for a unit of time, at most ``widest``, and whether every pass has a column.
 
-    Where all passes take multiples of the shortest one's time, that time becomes a whole number of columns.
+    Where all passes take multiples of the shortest one's time, that is a whole number of columns.
     """
     lengths = {
         round(length, 9)

@@ -28,13 +28,13 @@ _CLASSES = {Phase.WARM_UP: "warm", Phase.STEADY: "steady", Phase.COOL_DOWN: "coo
 
 
 def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: str = "") -> str:
-    """Draw ``shown`` below one another on one time axis.
+    """Draws ``shown`` below one another on one time axis.
 
     Args:
         shown: at least one; all in one unit of time.
         heading: plain text, the page's title.
         caption: plain text, a sentence or two under it.
-        unit: of time; empty where it is any.
+        unit: of time; empty for any.
     """
     style, script = _asset("timeline.css"), "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
     found = [gaps(view.timeline) for view in shown]
@@ -129,7 +129,7 @@ def _time(time: float, unit: str) -> str:
 
 
 def _cards(shown: Sequence[View], unit: str) -> str:
-    """Headline figures: each view's bubble and length; of the last, the slowest stage and most memory."""
+    """Headline figures: each view's bubble and iteration time, the last one's slowest stage and peak memory."""
     cards = []
     for view in shown:
         found = figures(view.timeline)

@@ -19,10 +19,10 @@ _MICROSECONDS = 1000.0  # in a unit of time: milliseconds, or taken for such
 
 
 def draw_trace(shown: Sequence[View]) -> str:
-    """A trace of ``shown``: a process for each rank of each view, those of a view together.
+    """Writes a trace of ``shown``: a process for each rank of each view.
 
-    A process has a thread for computing, one for each copy channel and one for what the rank waited for, and a counter
-    for its memory. Times are in milliseconds; units of a plan are taken for such.
+    A process has threads for computing, for each copy channel and for waits, and a counter for memory. Times are in
+    milliseconds, which units of a plan are taken for.
     """
     before = running([view.timeline.schedule.ranks for view in shown])
     events = [event for first, view in zip(before, shown, strict=False) for event in _events(first, view)]

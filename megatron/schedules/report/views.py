@@ -18,7 +18,7 @@ PLANNED, MEASURED = "planned", "measured"
 _COPYING = (Resource.TO_HOST, Resource.FROM_HOST)
 _KINDS = {each: [kind for kind, row in KINDS.items() if row.resource is each] for each in _COPYING}
 Lane = Sequence[tuple[Pass, float, float]]
-"""What runs in it, from when until when, ascending; nothing that takes no time."""
+"""Passes with start and end, ascending, without those of no duration."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class View:
     """One timeline to draw.
 
     Args:
-        label: what it is, in a word.
-        timeline: its passes, in the unit of the axis.
-        held: by rank, bytes of activations over time, where they were counted.
-        microbatch_bytes: what one microbatch's worth of one rank's activations takes; 0 where no model says it.
+        label: a word.
+        timeline: in the unit of the axis.
+        held: bytes of activations of each rank over time, where counted.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
     """
 
     label: str
@@ -39,19 +39,18 @@ class View:
 
     @property
     def unit(self) -> str:
-        """What :meth:`memory` is in."""
+        """Unit of :meth:`memory`."""
         return "bytes" if self.held else "microbatches"
 
     def memory(self, rank: int) -> Steps:
-        """What ``rank`` holds over time: bytes where they were counted, else microbatches as planned."""
+        """Activation memory of ``rank`` over time: bytes where counted, else planned microbatches."""
         return self.held[rank] if self.held else self.timeline.memory(rank)
 
 
 def views(recorded: Recorded) -> tuple[View, View]:
-    """The plan of a recorded run and the run itself, both in milliseconds.
+    """Returns views of a recorded run's plan and of the run, both in milliseconds.
 
-    Plans are made in any unit, so the plan is scaled by :func:`scale`: an average rank then works as long in it as it
-    did in the run, and what differs is where the work lies and how long ranks wait.
+    The plan is scaled by :func:`scale`, so that an average rank computes as long in both.
     """
     return (
         View(PLANNED, scaled(recorded.planned, scale(recorded))),
@@ -60,12 +59,12 @@ def views(recorded: Recorded) -> tuple[View, View]:
 
 
 def scale(recorded: Recorded) -> float:
-    """How many milliseconds a unit of the plan is, where an average rank works as long in it as in the run."""
+    """Milliseconds in a unit of the plan, with which an average rank computes as long as in the run."""
     return recorded.timeline.ideal / recorded.planned.ideal
 
 
 def explained(recorded: Recorded) -> str:
-    """That the plan is scaled, and how, in one sentence."""
+    """Says how the plan is scaled."""
     return (
         f"The plan is scaled so that an average rank computes as long in it as in the run: its unit is "
         f"{number(scale(recorded))} ms."
@@ -73,7 +72,7 @@ def explained(recorded: Recorded) -> str:
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """``timeline`` with all its times, and those of its costs, times ``factor``."""
+    """Returns ``timeline`` with all times, those of its costs too, multiplied by ``factor``."""
     costs = timeline.costs
     return Timeline(
         timeline.schedule,
@@ -90,10 +89,7 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 
 class SlowestStage(NamedTuple):
-    """The stage that computes longest: its rank, how long a microbatch takes on it, and by what share that is more.
-
-    Than on the mean of all stages, as logs have it (:mod:`megatron.schedules.measure.iteration_summary`).
-    """
+    """The stage that computes longest: its rank, its time for a microbatch, and that over the mean of all, less one."""
 
     stage: int
     rank: int
@@ -102,7 +98,7 @@ class SlowestStage(NamedTuple):
 
 
 def slowest_stage(timeline: Timeline) -> SlowestStage:
-    """That of ``timeline``."""
+    """Finds the slowest stage of ``timeline``."""
     found = iteration_of(timeline)
     stage, beyond = found.slowest
     placement, n = timeline.schedule.placement, timeline.schedule.microbatches
@@ -110,18 +106,18 @@ def slowest_stage(timeline: Timeline) -> SlowestStage:
 
 
 def extent(shown: Sequence[View]) -> float:
-    """Until when there is something to draw."""
+    """End of everything drawn."""
     ends = [max((end for row in view.timeline.copies for *_, end in row), default=0.0) for view in shown]
     return max(*ends, *(view.timeline.makespan for view in shown))
 
 
 def running(counts: Sequence[int]) -> list[int]:
-    """Where each of several lists begins where they stand one after another; at the end, how many there are in all."""
+    """Offsets of concatenated lists, and their total length."""
     return [0, *accumulate(counts)]
 
 
 def lanes(timeline: Timeline, rank: int) -> list[Lane]:
-    """The lanes of ``rank``, that of computing first; there are as many on every rank."""
+    """Lanes of ``rank``, that of computing first; all ranks have as many."""
     order, copies = timeline.schedule.order[rank], timeline.copies[rank] if timeline.copies else ()
     computing = zip(order, timeline.start[rank], timeline.end[rank], strict=True)
     channels = [[each for each in copies if each.work.kind in kinds] for kinds in copied(timeline)]
@@ -129,7 +125,7 @@ def lanes(timeline: Timeline, rank: int) -> list[Lane]:
 
 
 def copied(timeline: Timeline) -> list[list[Kind]]:
-    """What each of a rank's lanes of copies is for: one a direction where both may run at once."""
+    """Kinds of each copy lane of a rank: one lane a direction where both may run at once."""
     if not any(timeline.copies):
         return []
     return [[kind for kinds in _KINDS.values() for kind in kinds]] if timeline.costs.one_way else list(_KINDS.values())
