@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -10,11 +11,15 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.check import PlannedJob, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.replan import with_room_for
 from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.planner.replanning import propose
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.simulator import simulate
 
 LLAMA = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
     --ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
@@ -65,3 +70,13 @@ def test_activations_and_messages_of_a_large_model_are_within_a_limit_in_gib(mor
     ranks = estimated(asked, Planner(asked)).ranks
     assert max(rank.activations + rank.messages for rank in ranks) <= limit * 2**30
     assert max(rank.activations for rank in ranks) >= 0.5 * limit * 2**30, "the limit is made use of"
+
+
+def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
+    """What was assumed to fit into half the memory is 1F1B's in full, as measured; what runs may go on."""
+    running = simulate(plan(Request("1f1b", 4, 8)), Request("1f1b", 4, 8).costs_on(sequential(4)))
+    request = Request("adaptive", 4, 8, memory_limit=0.5, search_seconds=0.01, chunk_choices=(1,))
+    limited, free = propose(request, running.schedule), propose(with_room_for(running, request), running.schedule)
+    assert limited.after.makespan > limited.before.makespan
+    assert free.after.makespan <= free.before.makespan
+    assert with_room_for(running, replace(request, memory_limit=2.0)).memory_limit == 2.0

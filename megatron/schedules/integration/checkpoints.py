@@ -32,7 +32,8 @@ def load_base_checkpoint(
 ) -> Any:
     """Refuses the old format where it would put layers into others' places."""
     found = stock(load_dir, args, rank0=rank0, **kwargs)
-    if session.layers_elsewhere and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
+    moved = session.planner is not None and not session.planner.placement.looped
+    if moved and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
         raise RuntimeError(
             f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
             "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"

@@ -149,7 +149,7 @@ def _shared(build: Stock, planner: Planner) -> Stock:
 
 def _build_chunks(stock: Stock, session: Session, build_chunk: Any, *args: Any, **kwargs: Any) -> Any:
     build = _placed(build_chunk, session)
-    if session.planner is not None and session.shares_vocabulary:
+    if session.planner is not None and session.planner.shares_vocabulary:
         build = _shared(build, session.planner)
     model = stock(build, *args, **kwargs)
     if session.two_copies:
@@ -200,72 +200,27 @@ def _compile_helpers(stock: Stock, session: Session) -> None:
 
 
 HOOKS = (
-    Hook(arguments, "parse_args", "our flags, in any script, whatever flags of its own it adds", _parse_args),
-    Hook(
-        arguments,
-        "validate_args",
-        "bad flags end the job before processes are connected; chunks and layout are set after stock's validation, "
-        "which knows only its own interleaving",
-        _validate_args,
-    ),
+    Hook(arguments, "parse_args", "our flags, in any script", _parse_args),
+    Hook(arguments, "validate_args", "stock's validation knows only its own interleaving", _validate_args),
     Hook(
         dataset_utils,
         "compile_helpers",
-        "stock compiles its data sets' helpers at every start, and ends where it cannot; the wheel brings them "
-        "compiled, without a Makefile",
+        "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
     ),
-    Hook(
-        training,
-        "get_forward_backward_func",
-        "stock chooses its schedule by pipeline size alone",
-        _get_forward_backward_func,
-    ),
-    Hook(
-        training,
-        "training_log",
-        "the line of an iteration gets the pipeline's figures, and this tells that line from others",
-        log_line.training_log,
-    ),
-    Hook(
-        training,
-        "print_rank_last",
-        "stock makes and prints its line in one function; here the line is complete, and every rank calls this",
-        log_line.print_rank_last,
-    ),
+    Hook(training, "get_forward_backward_func", "stock chooses by pipeline size alone", _get_forward_backward_func),
+    Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),
+    Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", log_line.print_rank_last),
     Hook(
         RerunStateMachine,
         "validate_result",
-        "scripts look for NaN in every microbatch's loss, and reading it waits for the device: it is read when all "
-        "passes have been started",
+        "scripts look for NaN in each loss, and reading one waits for the device: read when all passes are queued",
         _validate_result,
     ),
-    Hook(
-        training,
-        "get_model",
-        "stock puts the output layer on the last rank, and the vocabulary on the two ends (scripts with a model "
-        "provider)",
-        _build_chunks,
-    ),
-    Hook(
-        dist_utils,
-        "build_virtual_pipeline_stages",
-        "stock puts the output layer on the last rank, and the vocabulary on the two ends (scripts with a model "
-        "configuration)",
-        _build_chunks,
-    ),
-    Hook(
-        parallel_state,
-        "is_pipeline_first_stage",
-        "scripts ask it which data a chunk needs, some without naming the chunk",
-        _is_pipeline_first_stage,
-    ),
-    Hook(
-        parallel_state,
-        "is_pipeline_last_stage",
-        "scripts ask it where the loss and its data are, some without naming the chunk",
-        _is_pipeline_last_stage,
-    ),
+    Hook(training, "get_model", "stock's places of embedding and output layer (model providers)", _build_chunks),
+    Hook(dist_utils, "build_virtual_pipeline_stages", "the same (scripts with a model configuration)", _build_chunks),
+    Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
+    Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
     Hook(
         parallel_state,
         "default_embedding_ranks",
@@ -275,7 +230,7 @@ HOOKS = (
     Hook(
         training,
         "build_train_valid_test_data_iterators",
-        "of several validation sets, a chunk without data forgets how long they are",
+        "a chunk without data forgets how long each of several validation sets is",
         _build_data_iterators,
     ),
     Hook(
@@ -287,28 +242,25 @@ HOOKS = (
     Hook(
         checkpointing,
         "generate_state_dict",
-        "stock keeps the arguments in checkpoints; the layout there is this job's own choice, and an object a process "
-        "without this package could not load",
+        "stock saves its arguments; our layout is an object that a process without this package cannot load",
         checkpoints.generate_state_dict,
     ),
     Hook(
         checkpointing,
         "_load_base_checkpoint",
-        "stock reads its old format chunk by chunk without a look at the layers in them, and lets names that do not "
-        "match go by",
+        "stock reads its old format chunk by chunk, whatever layers are in it",
         checkpoints.load_base_checkpoint,
     ),
     Hook(
         fully_parallel,
         "distribute_main_replicas_with_precomputed_distribution",
-        "stock shares the writing of a checkpoint out by rank, and a rank with both copies of a tied embedding would "
-        "write it twice",
+        "a rank with both copies of a tied embedding would write it twice",
         checkpoints.distribute_main_replicas,
     ),
     Hook(
         fully_parallel,
         "_fill_in_deferred_sharded_items",
-        "stock shares the reading out likewise, and would let both copies of a tied embedding have one optimizer state",
+        "both copies of a tied embedding would share one optimizer state",
         checkpoints.fill_in_deferred_sharded_items,
     ),
 )

@@ -13,10 +13,12 @@ from megatron.training import print_rank_0, print_rank_last
 
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.replan import with_room_for
 from megatron.schedules.integration.free_device_memory import bytes_left
 from megatron.schedules.integration.log.run_log import Logged, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.job.values import MemoryLimit
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.slow_ranks import IdleWatch, SlowWatch, slow_links
@@ -44,7 +46,7 @@ class JobReplan:
         iteration: the one under way, as stock logs it.
         measured: what the job measures anyway; None for nothing.
         begun, end: iterations behind the job, and the last of this run.
-        measures_limit: whether the memory limit comes from what devices have left.
+        limit: the memory limit that the user gave, which may be one that the job measures; None without one.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class JobReplan:
         measured: Measured | None,
         begun: int,
         end: int,
-        measures_limit: bool,
+        limit: MemoryLimit | None,
     ) -> None:
         store = dist.PrefixStore("megatron-schedules", dist.distributed_c10d._get_default_store())
         self._planner, self._function, self._profiler, self._iteration = planner, function, profiler, iteration
@@ -67,7 +69,7 @@ class JobReplan:
         self._slow, self._idle, self._end = slow, IdleWatch(), end
         self._measure = first_measurement(measured, begun) is not measured
         self._file = None if measured is None else measured.file
-        self._measures_limit = measures_limit
+        self._has_limit, self._measures_limit = limit is not None, limit is not None and limit.is_measured
 
     def boundary(self) -> None:
         """Before a training call looks for its program."""
@@ -114,7 +116,7 @@ class JobReplan:
         running = simulate(self._planner.running, request.costs_on(self._planner.placement))
         self._slow.expect(iteration_of(running).stages)
         self._idle.expect()
-        self._replanner.start(request)
+        self._replanner.start(request if self._has_limit else with_room_for(running, request))
 
     def _limit(self, request: Request, profile: JobProfile) -> float:
         """The memory limit for what devices have left, as a fraction of 1F1B's: the least of all ranks."""

@@ -87,7 +87,7 @@ def begin(
         measured=measured,
         begun=flags.begun,
         end=flags.end,
-        measures_limit=settings.measures_limit,
+        limit=settings.memory_limit,
     )
     function.between = replan.boundary
     return RunningJob(function, log, replan)

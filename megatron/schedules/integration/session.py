@@ -48,19 +48,9 @@ class Session:
         return self.planner is not None and self.planner.last_stage_rank == 0
 
     @property
-    def shares_vocabulary(self) -> bool:
-        """Whether each rank has a part of the embedding and of the output layer."""
-        return self.planner is not None and self.planner.shares_vocabulary
-
-    @property
     def two_copies(self) -> bool:
         """Whether one rank may have both copies of a tied embedding, which stock has on two ranks."""
-        return self.loss_on_first_rank or self.shares_vocabulary
-
-    @property
-    def layers_elsewhere(self) -> bool:
-        """Whether a rank's chunks hold other layers than stock's chunks of the same number would."""
-        return self.planner is not None and not self.planner.placement.looped
+        return self.planner is not None and (self.loss_on_first_rank or self.planner.shares_vocabulary)
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
         """Whether stock's answer about a stage would be wrong: the stage is a chunk of a V."""

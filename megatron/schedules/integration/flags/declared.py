@@ -24,9 +24,10 @@ _SWITCHES = {
     "runs. Planned in the background, an iteration ahead. Give it where samples are packed from documents "
     "(--sft, --dataloader-inter-document-masking) or differ in length, above all in long contexts. Gradients of a "
     "step are added up in the planned order; samples and losses stay those of the step.",
-    "replan": "Plan again, in the background, for what the job has measured of itself (iterations 3 to 8, or those of "
-    "--pipeline-measure), and switch to the new order if it is shorter; again where a rank or the messages between "
-    "two become slow. Losses stay the same. Give it in long jobs.",
+    "replan": "Plan again, in the background, for the costs that the job has measured of itself (iterations 3 to 8, or "
+    "those of --pipeline-measure), and switch to the new order if it is shorter; again where a rank or the messages "
+    "between two become slow. Losses stay the same. Give it in long jobs. --pipeline-schedule auto without "
+    "--pipeline-costs does so by itself, where enough iterations are left.",
 }
 # What training says of the flags that the command line has too.
 _IN_TRAINING = {

@@ -1,4 +1,4 @@
-"""Refuses what the command line alone shows to be wrong, before the seconds that importing torch and Megatron take."""
+"""Refuses what is wrong by the command line alone, before torch and Megatron are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
     except TooEarlyError:
         return
     except _FlagError as error:
-        # Of our flags in one line, and of Megatron's beside them; of its own alone it says what it says.
+        # One line where a flag of ours is given; otherwise Megatron prints its own.
         if any(word.startswith(FLAGS["schedule"]) for word in (*argv, error.flag)):
             refuse(str(error))
     except PlanError as error:
@@ -59,7 +59,7 @@ def _refuse_misspelt(words: Iterable[str]) -> None:
 
 
 class _FlagError(Exception):
-    """What is wrong with one flag, as the parser sees it.
+    """A flag that the parser refuses.
 
     Args:
         message: the parser's.

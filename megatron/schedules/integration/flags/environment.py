@@ -1,4 +1,4 @@
-"""What a launcher's environment says of a process: its number, and how many there are."""
+"""What a launcher's environment says: the number of a process, and how many there are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron.schedules.estimate.bounds import within
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
-# Those that Megatron and torch read as numbers, each with what it is where it is unset.
+# Those that Megatron and torch read as numbers, with their values where they are unset.
 _READ = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
 def whole_variable(name: str, unset: int) -> int:
-    """The number that the environment variable ``name`` holds, ``unset`` where it is not set.
+    """Value of the environment variable ``name``, ``unset`` where it is not set.
 
     Raises:
         PlanError: where it holds something else, or more than is possible.
@@ -28,7 +28,7 @@ def whole_variable(name: str, unset: int) -> int:
 
 
 def check_environment() -> None:
-    """Refuse an environment that names no process, before Megatron stumbles over it.
+    """Refuses an environment that names no process.
 
     Raises:
         PlanError: naming the variable.
@@ -40,6 +40,6 @@ def check_environment() -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks for a job, whoever started it; one with no number speaks for itself."""
+    """Whether this process prints for the job; a process without a number does."""
     rank = whole(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     return rank is None or rank <= 0

@@ -1,4 +1,4 @@
-"""Which of Megatron's flags about data :mod:`.gpt` cannot follow, and the files they name, without Megatron."""
+"""Refuses flags about data that :mod:`.gpt` does not support, and reads the files that flags name, without Megatron."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Index, decode, read_file
 
-# Flags that ask for samples of another make.
+# Flags for samples of another kind.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
 _SEQUENCES = "--per-dataset-sequences-path"
 
 
 def refuse_other_data(argv: Sequence[str]) -> None:
-    """End with status 2 and one line where a flag asks for data that :func:`.gpt.forward_step` cannot feed."""
+    """Ends with status 2 and one line where a flag asks for data that :func:`.gpt.forward_step` does not support."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in (*_OTHER_DATA, "--sft", "--dataloader-inter-document-masking", "--mock-data"):
         parser.add_argument(flag, action="store_true")
@@ -39,7 +39,7 @@ def refuse_other_data(argv: Sequence[str]) -> None:
 
 
 def sequences_per_dataset(path: Path) -> dict[str, tuple[int, int]]:
-    """How many sequences and documents each data set holds, by its path, as the JSON file ``path`` says.
+    """Numbers of sequences and documents of each data set, by its path, from the JSON file ``path``.
 
     Ends with status 2 and one line where it says something else.
     """

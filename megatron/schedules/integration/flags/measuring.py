@@ -1,4 +1,4 @@
-"""In which iterations a job measures itself, and where it writes that."""
+"""The iterations in which a job measures itself, and the folder that it writes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COSTS = "costs.json"
 
 
 class Measured(NamedTuple):
-    """What a job measures of itself.
+    """What a job measures.
 
     Args:
-        counted: the iteration in which bytes are counted; those after it are timed.
+        counted: the iteration in which bytes are counted; the following ones are timed.
         last: the last that is timed.
-        file: for the costs; None for nowhere.
+        file: for the costs; None for none.
         timeline: the folder of the timeline; None for none.
     """
 

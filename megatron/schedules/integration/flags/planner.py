@@ -1,4 +1,4 @@
-"""Plans and lowered programs for the numbers of microbatches a training run meets."""
+"""Plans and programs for the numbers of microbatches of a training run."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class Planner:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages live, whatever the number of microbatches."""
+        """Where the stages are, for every number of microbatches."""
         return self.first.placement
 
     @property
     def costs(self) -> Costs:
-        """What plans are made for."""
+        """The costs that plans are made for."""
         return self._request.costs
 
     @property
     def decisions(self) -> Decisions:
-        """What is settled about the stages."""
+        """Layer partition, recompute and offload."""
         return self._request.decisions
 
     def peak_bytes(self, timeline: Timeline) -> float | None:
-        """The most activation bytes that any rank holds in ``timeline``; None where the model's sizes are not known."""
+        """Peak activation memory of the worst rank in ``timeline``, bytes; None for a model of unknown size."""
         memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
         if memory is None or counts is None:
             return None
@@ -88,12 +88,12 @@ class Planner:
 
     @cached_property
     def layers_away(self) -> tuple[int, ...] | None:
-        """Of how many of each stage's decoder layers, the first ones, O takes the activations; None for all."""
+        """Number of each stage's first decoder layers whose activations O takes; None for all."""
         return self._layers_of(self._request.decisions.offloaded)
 
     @cached_property
     def recomputed_layers(self) -> tuple[range, ...] | None:
-        """Which of each stage's decoder layers R recomputes: after those that are offloaded; None for all."""
+        """Decoder layers of each stage that R recomputes, which follow those that are offloaded; None for all."""
         again = self._layers_of(self._request.decisions.recomputed)
         away = self.layers_away or (0,) * self.placement.stages
         if again is None:
@@ -108,28 +108,28 @@ class Planner:
 
     @property
     def digest(self) -> str:
-        """Tells the first plan, and the costs by which its messages are placed, from any other."""
+        """Digest of the first plan and of the costs by which its messages are placed."""
         return digest(to_csv(self.first), self.placement, self._request)
 
     @property
     def timeline(self) -> Timeline:
-        """The first plan, timed under the costs given."""
+        """The first plan, timed by its costs."""
         return self.timeline_of(self.first.microbatches)
 
     def timeline_of(self, num_microbatches: int) -> Timeline:
-        """The plan for so many microbatches, timed under the costs given."""
+        """The plan for so many microbatches, timed by its costs."""
         if num_microbatches not in self._timelines:
             schedule = self.schedule(num_microbatches)
             self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
         return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
-        """What ``rank`` does for ``num_microbatches``; planned, lowered and proved to end when first asked for."""
+        """The program of ``rank`` for ``num_microbatches``; planned, lowered and checked on the first call."""
         key = num_microbatches, forward_only, rank
         if not forward_only:
             self._microbatches = num_microbatches
         if key not in self._programs:
-            programs, self._first_programs = self._first_programs, ()  # of other ranks nothing is kept
+            programs, self._first_programs = self._first_programs, ()  # those of other ranks are dropped
             if forward_only or num_microbatches != self.first.microbatches or not programs:
                 programs = self._proved(num_microbatches, forward_only=forward_only)
             self._programs[key] = programs[rank]
@@ -137,7 +137,7 @@ class Planner:
 
     @property
     def request(self) -> Request:
-        """What is planned for the number of microbatches that the job has."""
+        """The request for the number of microbatches that the job has."""
         return replace(self._request, microbatches=self._microbatches)
 
     @property
@@ -154,9 +154,9 @@ class Planner:
         return _checked(schedule, request.costs_on(self.placement))
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
-        """From now on train by ``schedule``, and plan other numbers of microbatches for the costs of ``request`` too.
+        """Trains by ``schedule`` from now on, and plans other numbers of microbatches for the costs of ``request``.
 
-        Programs of evaluations stay as they are: they have no backwards to wait for.
+        Programs of evaluations do not change: they have no backwards.
         """
         self._request = replace(request, placement=self.placement)
         self._schedules, self._timelines = {schedule.microbatches: schedule}, {}
@@ -164,7 +164,7 @@ class Planner:
         self.first, self._first_programs = schedule, proved
 
     def for_lengths(self, num_microbatches: int, attention: tuple[float, float]) -> LengthsPlanner:
-        """What plans iterations of so many microbatches that differ in length.
+        """Returns the planner of iterations of so many microbatches that differ in length.
 
         Args:
             num_microbatches: n.

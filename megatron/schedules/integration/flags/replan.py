@@ -9,6 +9,7 @@ from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import AUTO, follows_costs, names_following_costs
 from megatron.schedules.planner.request import Request
+from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.errors import PlanError
 
 # Of 1F1B's memory: what V-Min takes, the least with which ranks are busy at all.
@@ -39,6 +40,16 @@ def replans_by_itself(spec: JobSpec, request: Request) -> bool:
     settings = spec.settings
     follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
     return settings.schedule.name == AUTO and settings.costs is None and not settings.plan_lengths and follows
+
+
+def with_room_for(running: Timeline, request: Request) -> Request:
+    """``request`` of a job without a memory limit of its own: ``running``, its plan as measured, stays within memory.
+
+    Otherwise a plan could be replaced by a longer one, only because passes hold more than was assumed.
+    """
+    if request.memory_limit is None:
+        return request
+    return replace(request, memory_limit=max(request.memory_limit, running.limit / request.ranks))
 
 
 def with_first_limit(request: Request) -> Request:
