@@ -84,7 +84,7 @@ def _validate_args(stock: Replacement, session: Session) -> Replacement:
         if standin.needed() and not standin.enabled():
             refuse(
                 "no CUDA device here, and Megatron requires one: to try it on the CPU call "
-                "megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)"
+                'megatron.schedules.without_gpu() before Megatron is imported (docs/install.md)'
             )
         if settings.vocabulary_parallel and spec.shape is not None:
             args.padded_vocab_size = spec.shape.vocabulary
