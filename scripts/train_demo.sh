@@ -139,7 +139,9 @@ if [[ -n $on_cpu ]]; then
 fi
 "$python" scripts/compare_logs.py "${names[@]}"
 
-if [[ -n $on_cpu && $schedule != 1f1b && -n $plan ]]; then
+if [[ -n $on_cpu && $schedule != 1f1b && -z $plan ]]; then
+  say "speed is not compared: no iteration was recorded. It takes --train-iters 5 or more, without --pipeline-measure."
+elif [[ -n $on_cpu && $schedule != 1f1b ]]; then
   echo
   say "now the same two plans with passes that sleep for their planned time (about 20 s). Sleeping takes no core, so"
   say "every rank is as fast as with a device of its own. This is an emulation, not a measurement of GPUs."
