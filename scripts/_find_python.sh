@@ -1,10 +1,10 @@
 # shellcheck shell=bash
 # Finds a Python that .venv can be made with. Sourced by setup.sh; defines find_python.
 #
-# Every candidate is run before it is believed: `python3` may be too old, a pyenv shim may refuse to run,
-# and a distribution's Python may come without its venv module.
+# Each candidate is run before it is used: `python3` may be too old, a pyenv shim may refuse to run, and a distribution's
+# Python may lack the venv module.
 
-# Prints the paths that may be a Python, the likeliest first.
+# Prints paths that may be a Python, the most likely first.
 _python_candidates() {
   local name folder line conda
   for name in python3.12 python3.13 python3.14 python3 python; do
@@ -17,7 +17,7 @@ _python_candidates() {
   for folder in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv" "$(pyenv root 2>/dev/null || true)"; do
     [[ -n $folder ]] && printf '%s\n' "$folder"/versions/*/bin/python3
   done
-  # conda: the installation in use, the usual places, and the environments that it has noted down
+  # conda: the active installation, the usual places, and the environments that conda lists
   conda=${CONDA_EXE:-$(type -P conda || true)}
   for folder in "${CONDA_PREFIX:-}" "${conda:+${conda%/*/*}}" "${HOME:-}"/{mini,ana}conda3 \
     "${HOME:-}"/{miniforge3,mambaforge,micromamba} /opt/conda /opt/{mini,ana}conda3 /opt/miniforge3; do
@@ -35,10 +35,10 @@ _python_candidates() {
   fi
 }
 
-# Prints the minor version of a CPython 3 that runs and can make environments; fails otherwise. A
-# free-threaded build (abiflags "t") is none: there are no wheels for it.
+# Prints the minor version of a CPython 3 that runs and can make environments; fails otherwise. A free-threaded build
+# (abiflags "t") is refused, because there are no wheels for it.
 _python_minor() {
-  # `timeout` because a shim may wait for an answer, `</dev/null` so that it gets none of ours.
+  # `timeout`, because a shim may wait for input; `</dev/null`, so that it does not read ours.
   timeout 20 "$1" -I -c '
 import sys
 if sys.version_info[0] != 3 or sys.implementation.name != "cpython" or "t" in sys.abiflags: sys.exit(1)
@@ -48,13 +48,13 @@ print(sys.version_info[1])
 }
 
 # Prints the Python to use: 3.12 if there is one, else 3.13 (both have wheels for every pinned version),
-# else a newer one. $PYTHON, where set, is the only candidate.
+# else a newer one. If $PYTHON is set, it is the only candidate.
 find_python() {
   local candidate minor seen=" " tried="" best="" best_rank=99 rank
   while read -r candidate; do
     [[ -x $candidate && ! -d $candidate && $seen != *" $candidate "* ]] || continue
     seen+="$candidate "
-    # What a shim says may be more than a number, and arithmetic would run it.
+    # A shim may print more than a number, and bash arithmetic would run it.
     if ! minor=$(_python_minor "$candidate") || [[ ! $minor =~ ^[123456789][0123456789]?$ ]]; then
       tried+="  $candidate does not run, or cannot make environments (venv, ensurepip)"$'\n'
       continue

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# What a script sources first.
+# Every script sources this first.
 
-# With it, cd may go to a folder of the same name elsewhere, and prints where.
+# With CDPATH, cd may go to a folder of the same name elsewhere, and prints its path.
 unset CDPATH
 
-# --help: the comment at the script's head, before anything runs.
+# --help prints the comment at the head of the script, before anything runs.
 for _argument in "$@"; do
   [[ $_argument == -h || $_argument == --help ]] || continue
   while read -r _line && [[ $_line == '#'* ]]; do

@@ -13,6 +13,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_start.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh >&2
-# One thread a process: ranks are processes, many of them on few cores.
+# One thread per process, because ranks are processes, many of them on few cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 exec .venv/bin/python -W ignore -m tools.benchmarks "$@"

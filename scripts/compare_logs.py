@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Shows how a training goes from what it prints, and compares training logs as a table.
+"""Shows the progress of a training from its output, and compares training logs as a table.
 
     pretrain ... 2>&1 | python scripts/compare_logs.py --follow .demo/v-half.log
     python scripts/compare_logs.py v-half=.demo/v-half.log 1f1b=.demo/1f1b.log
 
-Reads Megatron's iteration lines, its listing of the arguments, and the lines that the pipeline schedule
-prints about its plan and its memory. What a log does not hold is shown as a dash, or not at all where no log
-holds it. The last log is the baseline.
+Reads Megatron's iteration lines and arguments, and the lines of the pipeline schedule about its plan and memory. What
+a log lacks is shown as a dash. What all logs lack is left out. The last log is the baseline.
 """
 
 from __future__ import annotations
@@ -39,7 +38,13 @@ _MEASURED = re.compile(r"pipeline schedule: peak activation memory measured: .*w
 
 
 class Iteration(NamedTuple):
-    """One iteration line of a log; ``elapsed`` in milliseconds, ``samples`` in one global batch."""
+    """One iteration line of a log.
+
+    number, of: the iteration, and how many the job has.
+    elapsed: milliseconds.
+    samples: of one global batch.
+    loss: of the iteration; None if the line has none.
+    """
 
     number: int
     of: int
@@ -48,15 +53,17 @@ class Iteration(NamedTuple):
     loss: float | None
 
     def tokens_per_second(self, sequence: int) -> float:
-        """Tokens of the whole job, with ``sequence`` tokens in a sample."""
+        """Tokens per second of the whole job, with ``sequence`` tokens per sample."""
         return self.samples * sequence / self.elapsed * 1000
 
 
 class Run(NamedTuple):
-    """What one log says; None where it does not say.
+    """One training, as its log describes it; None for what the log lacks.
 
-    ``sequence`` in tokens, ``bubble`` and ``planned_memory`` in per cent (the latter of 1F1B's), and
-    ``measured_memory`` in bytes on the worst rank.
+    sequence: tokens.
+    bubble: planned, per cent.
+    planned_memory: peak activation memory, per cent of 1F1B's.
+    measured_memory: peak activation memory of the worst rank, bytes.
     """
 
     iterations: tuple[Iteration, ...]
@@ -68,7 +75,7 @@ class Run(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """From the median iteration, the first one left out: it also allocates and, on a GPU, compiles."""
+        """Median over the iterations, without the first, which also allocates and compiles."""
         timed = self.iterations[1:] or self.iterations
         if not timed or self.sequence is None:
             return None
@@ -76,7 +83,7 @@ class Run(NamedTuple):
 
 
 def read_iteration(line: str) -> Iteration | None:
-    """What an iteration line says; None for any other line."""
+    """Reads an iteration line; returns None for any other line."""
     number, elapsed, batch = _ITERATION.search(line), _ELAPSED.search(line), _BATCH.search(line)
     if not (number and elapsed and batch):
         return None
@@ -85,7 +92,7 @@ def read_iteration(line: str) -> Iteration | None:
 
 
 def read_log(text: str) -> Run:
-    """Picks out of a training log what a :class:`Run` holds."""
+    """Reads a training log."""
     iterations = []
     sequence = validation = bubble = planned = measured = None
     for line in text.splitlines():
@@ -103,7 +110,7 @@ def read_log(text: str) -> Run:
 
 
 def follow(lines: Iterable[str], log: TextIO) -> Iterator[str]:
-    """Copies ``lines`` to ``log`` as they come, and yields what a person wants to see of them."""
+    """Copies ``lines`` to ``log`` as they arrive, and yields those that a user wants to see."""
     sequence = None
     for line in lines:
         log.write(line)
@@ -153,7 +160,7 @@ _ROWS = (
 
 
 def table(runs: Sequence[tuple[str, Run]]) -> str:
-    """The comparison as text: a row a quantity, a column a run, and each run's ratio to the last one."""
+    """The comparison as text: a row per quantity, a column per run, and each run's ratio to the last one."""
     baseline_name, baseline = runs[-1]
     names = [name for name, _ in runs]
     lines = [["", *names, *(f"{name} / {baseline_name}" for name in names[:-1])]]
@@ -180,7 +187,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("logs", nargs="*", metavar="NAME=LOG", help="a name for the column, and the log to read")
-    parser.add_argument("--follow", metavar="LOG", help="keep standard input in LOG and show how it goes")
+    parser.add_argument("--follow", metavar="LOG", help="copy standard input to LOG and show the progress")
     arguments = parser.parse_args(argv)
     if (arguments.follow is None) == (not arguments.logs):
         parser.error("give either NAME=LOG ... or --follow LOG")
@@ -206,7 +213,7 @@ def _named_run(argument: str) -> tuple[str, Run]:
         raise ValueError(f"{argument}: write NAME=LOG")
     run = read_log(Path(path).read_text(encoding="utf-8", errors="replace"))
     if not run.iterations:
-        raise ValueError(f"{path}: no iteration line of Megatron's in it; did the training end early?")
+        raise ValueError(f"{path}: it has no iteration line of Megatron; did the training end early?")
     return printable(name), run
 
 

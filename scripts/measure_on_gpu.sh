@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then measures on the GPU of this machine, and keeps the figures under data/<its name>:
+# Measures on the GPU of this machine, and writes the figures to data/<its name>:
 #
-#   profile-<model>.json   what the passes of one chunk of each model cost and hold: tools/profile_passes.py, bf16
-#   split.jsonl            the split's cost and the engine's time a pass
-#   memory.jsonl           bytes held by 4 and 8 pipeline ranks that share the GPU, messages through the host
+#   profile-<model>.json   times and memory of the passes of one chunk of each model: tools/profile_passes.py, bf16
+#   split.jsonl            cost of the split backward, and the engine's time per pass
+#   memory.jsonl           memory of 4 and 8 pipeline ranks that share the GPU, with messages through the host
 #
 #     bash scripts/measure_on_gpu.sh              everything, in half an hour
 #     bash scripts/measure_on_gpu.sh --try-on-cpu   the same steps with tiny models, to see that they work
 #
-# A profile that is there already is kept; remove it to measure again.
+# An existing profile is kept; remove it to measure again. Sets up .venv if it is missing.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh
@@ -17,11 +17,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1-}" in
 "") sample=() ;;
 --try-on-cpu) sample=(--quick) ;;
-*) echo "measure_on_gpu.sh: error: $1 is no flag of this; see --help" >&2 && exit 2 ;;
+*) echo "measure_on_gpu.sh: error: unknown flag $1; see --help" >&2 && exit 2 ;;
 esac
 bash scripts/setup.sh >&2
 
-# One thread a process: ranks are processes. The check that starts no driver lets ranks be forked from one process.
+# One thread per process, because ranks are processes. The NVML check starts no CUDA driver, so that processes can fork.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 python=.venv/bin/python
@@ -30,7 +30,7 @@ name=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.c
 if ((${#sample[@]})); then
   [[ -z $name ]] || { echo "measure_on_gpu.sh: error: --try-on-cpu is for machines without a GPU" >&2 && exit 2; }
   name=.benchmark/gpu-steps
-  # Name, layers, heads, hidden size; of the chunk's two layers only the shape matters.
+  # Name, layers, heads, hidden size. Two layers are profiled, so only their shape matters.
   models=("tiny 8 4 64")
   common=(--seq-length 32 --micro-batch-size 1 --vocab-size 256 --profile-repetitions 3)
   export TORCHDYNAMO_DISABLE=1
@@ -45,7 +45,7 @@ mkdir -p "$name"
 for model in "${models[@]}"; do
   read -r title layers heads hidden <<<"$model"
   [[ ! -e $name/profile-$title.json ]] || continue
-  # Two layers and not a whole chunk: a profile says how many, and the planner scales.
+  # Two layers instead of a whole chunk: the profile says how many, and the planner scales them.
   "$python" tools/profile_passes.py --output "$name/profile-$title.json" --profile-name "$title" --profile-layers 2 \
     --num-layers "$layers" --num-attention-heads "$heads" --hidden-size "$hidden" "${common[@]}"
 done

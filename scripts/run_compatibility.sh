@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains every feature of Megatron's under every schedule beside stock's own 1F1B, and writes docs/compatibility.md.
-# Then runs examples/slurm, under a real SLURM where it is installed (apt-get install slurm-wlm munge).
+# Trains each feature of Megatron under each schedule and under stock's own 1F1B, and writes docs/compatibility.md.
+# Then tests examples/slurm, under a real SLURM if it is installed (apt-get install slurm-wlm munge).
 # On 2 cores without a GPU it takes about half an hour. Arguments go to pytest:
 #
 #     bash scripts/run_compatibility.sh

@@ -20,9 +20,9 @@ if ! type -P "$python" >/dev/null; then
   echo "run_gpu_tests.sh: error: there is no Python $python; set PYTHON to one that has torch and megatron-core" >&2
   exit 2
 fi
-# One thread a process: ranks are processes. The check that starts no driver lets ranks be forked from one process.
+# One thread per process, because ranks are processes. The NVML check starts no CUDA driver, so that processes can fork.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Megatron's fused kernels are compiled where that is what is tested: it takes a C compiler, and time in every rank.
+# Megatron's fused kernels are compiled only by the piece that tests it: that needs a C compiler, and time on every rank.
 export TORCHDYNAMO_DISABLE=1
 exec "$python" -W ignore -m tools.gpu_tests "$@"

@@ -19,7 +19,7 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 failed=()
 
-# step <name> <command...>: runs it, quietly unless it fails, and says in one line how it went.
+# step <name> <command...>: runs the command, quietly unless it fails, and reports the result in one line.
 step() {
   local name=$1 begun=$SECONDS output
   shift
@@ -37,8 +37,8 @@ step "ruff format" ruff format --check .
 step "mypy" mypy
 step "import-linter" lint-imports
 
-# told <name> <begun> <status>: says in one line how it went.
-told() {
+# report <name> <begun> <status>: reports the result in one line.
+report() {
   if (($3 == 0)); then
     echo "== $1: passed ($((SECONDS - $2)) s)"
   else
@@ -51,21 +51,21 @@ begun=$SECONDS
 if (($#)); then
   echo "== pytest"
   python -m pytest "$@"
-  told pytest "$begun" $?
+  report pytest "$begun" $?
 else
-  # Jobs of several ranks mostly wait for one another: all other tests run beside them, and are shown after them.
+  # Jobs of several ranks mostly wait for one another. All other tests run at the same time, and are shown afterwards.
   others=$(mktemp)
   trap 'rm -f "$others"' EXIT
   trap 'kill 0' INT TERM
   python -m pytest -p no:cacheprovider tests --ignore=tests/integration >"$others" 2>&1 &
-  echo "== pytest: tests/integration, beside all others"
+  echo "== pytest: tests/integration, at the same time as all others"
   python -m pytest tests/integration
-  told "pytest of tests/integration" "$begun" $?
+  report "pytest of tests/integration" "$begun" $?
   wait $!
   status=$?
   echo "== pytest: all others"
   cat "$others"
-  told "pytest of all others" "$begun" "$status"
+  report "pytest of all others" "$begun" "$status"
 fi
 
 if ((${#failed[@]})); then

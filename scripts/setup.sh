@@ -4,8 +4,8 @@
 #     bash scripts/setup.sh                      finds a Python by itself
 #     PYTHON=/path/to/python bash scripts/setup.sh
 #
-# A second run takes a moment: it compares a stamp of what was installed with what is asked for. A run that
-# was cut short is started afresh by the next one.
+# A second run takes a moment: it compares what is installed with what is required. If a run was interrupted, the next one
+# starts again from an empty .venv.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh
@@ -37,7 +37,7 @@ up_to_date() {
 if command -v flock >/dev/null; then
   exec 9<"$root"
   flock -n 9 || {
-    say "another set-up is at work in this folder, waiting for it"
+    say "another set-up is running in this folder; waiting for it"
     flock 9
   }
 fi
@@ -50,10 +50,10 @@ fi
 started=$SECONDS
 
 if [[ -e $unfinished ]]; then
-  say "an earlier set-up was cut short; starting .venv afresh"
+  say "an earlier set-up was interrupted; making .venv again"
   rm -rf "$venv"
 elif [[ -d $venv ]] && ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
-  say "the Python of .venv does not run or is too old; starting .venv afresh"
+  say "the Python of .venv does not run or is too old; making .venv again"
   rm -rf "$venv"
 fi
 
@@ -68,12 +68,12 @@ if [[ ! -d $venv ]]; then
 fi
 touch "$unfinished"
 
-# run_pip <arguments>: runs pip with its output in the log, and says every 15 s how far it is.
+# run_pip <arguments>: runs pip with its output in the log, and prints its progress every 15 s.
 run_pip() {
   local begun=$SECONDS report=15 child
   "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 9<&- &
   child=$!
-  # shellcheck disable=SC2064  # the child of now is meant
+  # shellcheck disable=SC2064  # expands now: this child is meant
   trap "kill $child 2>/dev/null; exit 130" INT TERM
   while kill -0 "$child" 2>/dev/null; do
     sleep 0.2
@@ -86,7 +86,7 @@ run_pip() {
   trap - INT TERM
   if ! wait "$child"; then
     tail -n 25 "$log" >&2
-    # pip takes back what it could not finish, so .venv is whole; only one that was killed leaves it torn.
+    # pip undoes what it could not finish, so .venv is usable. Only a killed pip leaves it broken.
     rm -f "$unfinished"
     fail "pip could not install the packages; the lines above are the end of $log"
   fi
@@ -96,12 +96,12 @@ if [[ -f $stamp ]]; then
   say "bringing .venv up to date with pyproject.toml and constraints.txt"
 else
   say "installing PyTorch, megatron-core and the test tools into .venv"
-  say "this takes 2 to 10 minutes, by the speed of the network, and 6 GB of disk (PyTorch brings its CUDA libraries)"
+  say "this takes 2 to 10 minutes, depending on the network, and 6 GB of disk (PyTorch brings its CUDA libraries)"
 fi
 : >"$log"
 isolation=(--no-build-isolation)
 if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 14))'; then
-  # megatron-core has no wheel for this Python: pip builds it, with the build tools that it names.
+  # megatron-core has no wheel for this Python: pip builds it with the build tools that it requires.
   say "megatron-core is built from source for this Python, which needs a C++ compiler"
   isolation=()
 fi

@@ -53,7 +53,7 @@ case $schedule in
     >/dev/null || exit 2 ;;
 esac
 
-# The corpus depends on the Python and on the two tools, and is made again when one of them changes.
+# The corpus depends on the Python and on two tools. It is made again when one of them changes.
 corpus=$demo/$(cat tools/demo_corpus.py tools/preprocess_data.py .venv/pyvenv.cfg | sha256sum | cut -c1-12)
 if [[ ! -f $corpus/python_text_document.idx ]]; then
   say "making the corpus from the source files of the Python installation"
@@ -71,13 +71,12 @@ model=(
   --data-path "$corpus/python_text_document" --split "90,5,5"
   --micro-batch-size 2 --global-batch-size 16 --train-iters 50
   --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.2 --adam-beta2 0.95 --weight-decay 0.1
-  # Clipping adds up the norms of ranks, whose layers differ: rounding, but two runs would drift apart by it.
+  # Clipping adds up norms by rank, and ranks have different layers: its rounding would make two runs drift apart.
   --clip-grad 0
   --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0
   --eval-iters 2 --eval-interval 1000 --log-interval 1
 )
-# Megatron's own linears, and none of Apex's kernels. Without a GPU it runs on gloo; with one there must be one for each
-# rank.
+# Megatron's own linear layers, without Apex's kernels. With fewer GPUs than ranks it runs on the CPU over gloo.
 model+=(--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion)
 on_cpu=yes
 if "$python" -c "import sys, torch; sys.exit(torch.cuda.device_count() < $ranks)" >/dev/null 2>&1; then
@@ -89,8 +88,8 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
 
-# Weights drawn at start depend on where a layer lives. To compare schedules both runs start from the same ones,
-# which a job without a pipeline draws and writes (at a learning rate of 0, in a batch of one).
+# Initial weights depend on the placement of layers. So that both runs start from the same ones, a job without a pipeline
+# draws and saves them (with a learning rate of 0).
 weights=$demo/weights-$(echo "${model[@]}" "${flags[@]}" | sha256sum | cut -c1-12)
 if [[ ! -f $weights/latest_checkpointed_iteration.txt ]]; then
   say "drawing the weights that both runs start from"
@@ -105,7 +104,7 @@ if [[ ! -f $weights/latest_checkpointed_iteration.txt ]]; then
 fi
 start=(--load "$weights" --finetune --no-load-optim --no-load-rng)
 
-# train <schedule>: shows the lines that tell how it goes, and keeps everything in the log.
+# train <schedule>: shows the lines that matter, and writes all output to the log.
 train() {
   local log=$demo/${1##*/}.log
   say "training under $1, $ranks pipeline ranks; everything it prints goes to ${log#"$root"/}"
@@ -140,7 +139,9 @@ if [[ -n $on_cpu ]]; then
 fi
 "$python" scripts/compare_logs.py "${names[@]}"
 
-if [[ -n $on_cpu && $schedule != 1f1b && -n $plan ]]; then
+if [[ -n $on_cpu && $schedule != 1f1b && -z $plan ]]; then
+  say "speed is not compared: no iteration was recorded. It takes --train-iters 5 or more, without --pipeline-measure."
+elif [[ -n $on_cpu && $schedule != 1f1b ]]; then
   echo
   say "now the same two plans with passes that sleep for their planned time (about 20 s). Sleeping takes no core, so"
   say "every rank is as fast as with a device of its own. This is an emulation, not a measurement of GPUs."

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
+from megatron.schedules.integration.timeline_files import saved_timeline
+from megatron.schedules.measure.recorded_run import Recorded
+from megatron.schedules.planner.registry import Request, plan
+from megatron.schedules.schedule.simulator import simulate
 from tests.shell_scripts import ROOT, Checkout
 
 # Trains as $TRAINING says, compares logs in earnest, and has no GPU.
@@ -21,7 +26,7 @@ esac
 TRAINED = r"""
 for name in "$@"; do [ "$last" = --pipeline-schedule ] && schedule=$name; last=$name; done
 echo "  seq_length .................... 128"
-echo "pipeline schedule: timeline of iteration 5 (...) written to $STUBS/$schedule: timeline.html, recorded.json"
+echo "$TIMELINE" | sed "s/SCHEDULE/$schedule/"
 echo " iteration 1/ 1 | elapsed time per iteration (ms): 1000.0 | global batch size: 16 | lm loss: 5.6 |"
 """
 REFUSED = """
@@ -50,8 +55,17 @@ def checkout(tmp_path: Path) -> Checkout:
     return found
 
 
+def trained(checkout: Checkout, *arguments: str) -> CompletedProcess[str]:
+    """The demo with jobs that succeed, and print where their timelines are as real ones do."""
+    request = Request("1f1b", 2, 2)
+    schedule = plan(request)
+    timeline = simulate(schedule, request.costs_on(schedule.placement))
+    line = saved_timeline(Recorded(timeline, timeline, 5, "none"), checkout.stubs / "SCHEDULE")
+    return checkout.run("scripts/train_demo.sh", *arguments, TRAINING=TRAINED, TIMELINE=line)
+
+
 def test_what_a_figure_is_worth_is_said_before_it(checkout: Checkout) -> None:
-    done = checkout.run("scripts/train_demo.sh", TRAINING=TRAINED)
+    done = trained(checkout)
     assert (done.returncode, done.stderr) == (0, "")
     said = [
         "Tokens per second do not compare the schedules",
@@ -64,9 +78,15 @@ def test_what_a_figure_is_worth_is_said_before_it(checkout: Checkout) -> None:
 
 
 def test_both_plans_are_emulated_from_what_the_jobs_recorded(checkout: Checkout) -> None:
-    done = checkout.run("scripts/train_demo.sh", "--pipeline-schedule", "v-zb", TRAINING=TRAINED)
+    done = trained(checkout, "--pipeline-schedule", "v-zb")
     files = [f"{name}={checkout.stubs}/{name}/recorded.json" for name in ("v-zb", "1f1b")]
     assert f"\nemulated scripts/emulate_plans.py {' '.join(files)}\n" in done.stdout
+
+
+def test_a_demo_too_short_to_be_emulated_says_so(checkout: Checkout) -> None:
+    done = checkout.run("scripts/train_demo.sh", TRAINING=TRAINED, TIMELINE="")
+    assert "speed is not compared: no iteration was recorded" in done.stdout
+    assert "emulated" not in done.stdout
 
 
 def test_a_refusal_is_printed_once(checkout: Checkout) -> None:
