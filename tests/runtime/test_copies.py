@@ -26,7 +26,7 @@ def pair(size: int = 8, value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 # --- in threads ---------------------------------------------------------------------------------------------------
 
 
-class Standing:
+class StoppedClock:
     """A clock that stands at 0: what a thread sleeps is until when, in seconds. Nobody wakes before :meth:`go_on`."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Standing:
 
 
 def test_copies_take_the_time_that_is_given_one_after_another_each_way():
-    clock = Standing()
+    clock = StoppedClock()
     made = ThreadCopies(gbps=1e-3, pace=clock.pace)  # a million bytes a second
     out = [made.to_host([pair(30_000)]), made.to_host([pair(10_000), pair(20_000)])]
     back = made.from_host([pair(30_000)])
@@ -60,7 +60,7 @@ def test_a_copy_that_is_begun_later_ends_later():
 
 
 def test_one_way_at_a_time():
-    clock = Standing()
+    clock = StoppedClock()
     made = ThreadCopies(1e-3, both_ways=False, pace=clock.pace)
     clock.go_on()
     made.to_host([pair(30_000)])
