@@ -1,4 +1,4 @@
-"""The command line of the GPU tests."""
+"""Runs the GPU tests and writes a report."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TRIED = Path(".benchmark/gpu-steps")
 def main(given: Sequence[str], pieces: Sequence[Piece] = PIECES) -> int:
     """Runs the selected pieces; returns the exit status."""
     parser = argparse.ArgumentParser(_PROGRAM, description=__doc__)
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="a name of --list; all of them without any")
-    parser.add_argument("--list", action="store_true", help="the pieces, and no more")
-    parser.add_argument("--try-on-cpu", action="store_true", help="the same steps with tiny models, without a GPU")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; results and logs go beside it")
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="a name from --list; without one, all pieces")
+    parser.add_argument("--list", action="store_true", help="list the pieces and exit")
+    parser.add_argument("--try-on-cpu", action="store_true", help="run the same steps with tiny models on the CPU")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="report to write; results and logs go next to it")
     asked = parser.parse_args(given)
     if asked.list:
         print(listed(pieces))
