@@ -30,7 +30,7 @@ def main(given: Sequence[str], pieces: Sequence[Piece] = PIECES) -> int:
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help="a name from --list; without one, all pieces")
     parser.add_argument("--list", action="store_true", help="list the pieces and exit")
     parser.add_argument("--try-on-cpu", action="store_true", help="run the same steps with tiny models on the CPU")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="report to write; results and logs go next to it")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; results and logs go next to it")
     asked = parser.parse_args(given)
     if asked.list:
         print(listed(pieces))
