@@ -10,7 +10,7 @@ from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.model_build import as_built, expert_tensor, numbers, stock_recompute
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.flags.model_shape import shape_of
+from megatron.schedules.integration.layers.arithmetic import shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.settings import Settings
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Sizes, StockLayers
