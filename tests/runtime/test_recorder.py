@@ -137,7 +137,7 @@ def test_passes_of_host_events_follow_each_other():
     assert all(one.end <= other.start for one, other in pairwise(spans))
 
 
-def test_nothing_is_read_before_the_device_has_come_so_far_and_every_mark_is_used_again():
+def test_no_event_is_read_before_it_has_happened_and_all_are_reused():
     clock = DeviceClock()
     recorder = Recorder(clock)
     recorded(one_rank("0F0 0B0"), recorder)
@@ -206,7 +206,7 @@ def test_copies_have_times_of_their_own_and_who_waits_for_one_does_not_compute()
             assert times[f"{rank}B{m}"].start >= back[f"{rank}L{m}"].end
 
 
-def test_marks_of_copies_are_used_again_too():
+def test_events_of_copies_are_reused_too():
     clock = DeviceClock()
     recorder = Recorder(clock)
     for _ in range(2):

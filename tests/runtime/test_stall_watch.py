@@ -154,7 +154,7 @@ def test_the_end_names_collectives_too():
     )
 
 
-def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
+def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_reported_at_the_limit():
     tracker = at(program_of(1), "1F0")
     tracker.arrived()
     watch = watching(tracker)
@@ -210,7 +210,7 @@ def test_a_program_that_failed_does_not_end_the_first_ones_allowance():
         assert stalled_line(watching(tracker), 2 * LIMIT) is None
 
 
-def test_whatever_moves_begins_the_count_again():
+def test_any_progress_restarts_the_count():
     """Passes of nearly the limit each, and the same instruction in run after run, are no stall."""
     program, tracker = program_of(1), PositionTracker()
     watch = watching(tracker)
@@ -312,7 +312,7 @@ def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
     assert line is not None and "error: pipeline rank 1" in line and "at 1F1: stage 1's input" in line
 
 
-def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
+def test_a_device_that_does_not_reach_the_end_is_reported_after_the_program():
     device = Device()
     tracker = PositionTracker(device.mark)
     watch = watching(tracker)
@@ -369,7 +369,7 @@ def test_a_device_that_fails_is_left_to_the_host():
     assert stalled_line(watching(tracker), 10 * LIMIT) is None
 
 
-def test_marks_do_not_pile_up():
+def test_marks_do_not_accumulate():
     device = Device(at_once=True)
     tracker = PositionTracker(device.mark)
     at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
