@@ -1,4 +1,4 @@
-"""How fast copies between a device and its host are: pinned memory, each way alone, and both ways at once."""
+"""Measures copies between a device and its host: pinned memory, each way alone, and both ways at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = {"cuda": 2**28, "cpu": 2**24}
 
 
 def copy_rates(device: torch.device, repetitions: int = 5) -> CopyRates:
-    """Medians of so many repetitions, after one that does not count, in 10**9 bytes a second.
+    """Returns medians of so many repetitions, after a warm-up, in 10**9 bytes a second.
 
     Of one process alone: several GPUs may share a link or the host's memory, and then each gets less.
     """
@@ -38,7 +38,7 @@ def copy_rates(device: torch.device, repetitions: int = 5) -> CopyRates:
 
 
 def _seconds(device: torch.device, begin: tuple[Callable[[], Copying], ...]) -> float:
-    """Until all of them have ended."""
+    """Returns the seconds until all of them have ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

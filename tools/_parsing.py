@@ -1,4 +1,4 @@
-"""The parser of tools that have no dependency on click: it refuses in one line, as all our programs do."""
+"""An argument parser for tools without click: it refuses in one line, as all our programs do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.schedules.utils.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that says what is wrong, without its usage: ``--help`` prints that."""
+    """An ``ArgumentParser`` that prints one line for an error; only ``--help`` prints the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2 after one line on standard error."""
+        """Prints one line on standard error and exits with status 2."""
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")

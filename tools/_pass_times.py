@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """One forward and its backward; ``weight_grad`` is 0 where that was not split."""
+    """Seconds of one forward and its backward; ``weight_grad`` is 0 where the backward was not split."""
 
     forward: float
     input_grad: float
@@ -100,7 +100,7 @@ class Held(NamedTuple):
 
 
 def build(flags: Sequence[str]) -> Model:
-    """The model of Megatron's ``flags``, whose ``--num-layers`` are all in the chunk of layers.
+    """Builds the model of Megatron's ``flags``, with all ``--num-layers`` in the chunk of layers.
 
     Processes must have torchrun's environment, and be as many as tensor and context parallelism ask for.
     """
@@ -136,7 +136,7 @@ def build(flags: Sequence[str]) -> Model:
 
 
 def _keep_memory() -> None:
-    """Have memory stay with this process, as it does with a GPU's allocator.
+    """Keeps freed memory in this process, as a GPU's allocator does.
 
     The C library's gives it back and has it faulted in again, in the midst of whichever pass comes next.
     """
@@ -147,7 +147,7 @@ def _keep_memory() -> None:
 
 
 def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Seconds]:
-    """Time the passes of ``stage`` over and over, without end; without ``split`` the backward is stock's, whole.
+    """Times the passes of ``stage`` repeatedly, without end; without ``split`` the backward is stock's.
 
     One repetition each time one is asked for. On a GPU its own clock is read, at the end of the repetition.
     """
@@ -172,7 +172,7 @@ def time_passes(model: Model, stage: int, *, split: bool = True) -> Iterator[Sec
 
 
 def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:
-    """Time R of all layers of ``stage`` over and over, without end; to be called once for a model, after all else."""
+    """Times R of all layers of ``stage`` repeatedly, without end; to be called once for a model, last."""
     recomputes = Recomputes(capture_state)
     recompute_layers(model.chunks[stage], None, recomputes)
     meter = _meter(model)
@@ -197,7 +197,7 @@ def time_recompute(model: Model, stage: int) -> Iterator[Recomputed]:
 
 
 def held(model: Model, stage: int) -> Held:
-    """What one microbatch of ``stage`` holds, as the runtime's meter counts it."""
+    """Returns the activation memory of one microbatch of ``stage``, by the runtime's meter."""
     meter = _meter(model)
     stages, store = _stages(model, meter)
     activation, gradient = _ends(model, stage, stages)
@@ -218,7 +218,7 @@ def _meter(model: Model) -> ActivationMeter:
 def _stages(
     model: Model, meter: ActivationMeter | None, recomputes: Recomputes | None = None
 ) -> tuple[MegatronStages, WeightGradients]:
-    """The model under the runtime that trains it."""
+    """Returns the model as the runtime's stages."""
     store = WeightGradients(meter)
     call = ScheduleCall(_forward_step, model.batches, 1, False, None, model.args.context_parallel_size)  # type: ignore[arg-type]
     config = get_model_config(model.chunks[0])
@@ -234,7 +234,7 @@ def _bind(model: Model, stage: int, store: WeightGradients) -> None:
 
 
 def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | None, Tensor | None]:
-    """An input of ``stage`` and a gradient of its output, as messages of the pipeline would bring them."""
+    """Returns an input of ``stage`` and a gradient of its output, as messages of the pipeline bring them."""
     message = stages.forward(EMBEDDING, 0, None, split=False, recompute=False)
     assert message is not None
     stages.backward(EMBEDDING, 0, torch.randn_like(message))
@@ -243,7 +243,7 @@ def _ends(model: Model, stage: int, stages: MegatronStages) -> tuple[Tensor | No
 
 
 def _batches(args: Any) -> list[dict[str, Tensor | None]]:
-    """Random tokens for the embedding, random labels for the output layer; the layers between read nothing."""
+    """Returns random tokens for the embedding and random labels for the output layer."""
     shape = args.micro_batch_size, args.seq_length // args.context_parallel_size
     numbers = torch.randint(args.vocab_size or args.padded_vocab_size, shape, device="cuda")
     positions = torch.arange(shape[1], device="cuda").expand(shape)
@@ -258,12 +258,12 @@ def _forward_step(batch: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[
 
 
 def _bare_torch() -> AbstractContextManager[Any]:
-    """Torch without the stand-in, which looks at every call and would count for most of a small pass."""
+    """Disables the stand-in's function mode, which would take most of the time of a small pass."""
     return torch._C.DisableTorchFunction() if ON_CPU else nullcontext()
 
 
 def _now() -> Any:
-    """This moment: the host's on a CPU, on a GPU that at which it will have done what it was given so far."""
+    """Returns the time, on a GPU once it has done what it was given so far."""
     if ON_CPU:
         return time.perf_counter()
     moment = torch.cuda.Event(enable_timing=True)
@@ -279,5 +279,5 @@ def _differences(moments: Sequence[Any]) -> list[float]:
 
 
 def has_te() -> bool:
-    """Whether Transformer Engine is here, which Megatron takes for granted unless told otherwise."""
+    """Whether Transformer Engine is installed, which Megatron assumes by default."""
     return te_fault() is None

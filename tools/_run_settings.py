@@ -25,19 +25,19 @@ runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 
 
 def gpus_here() -> int:
-    """How many GPUs this machine has."""
+    """Returns the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def model_flags(model: Model) -> str:
-    """Those of ``pretrain_gpt.py`` that describe ``model``, with made-up data."""
+    """Returns flags of ``pretrain_gpt.py`` that describe ``model``, with mock data."""
     return f"{model.flags} --tokenizer-type NullTokenizer --mock-data"
 
 
 def run_setting(setting: Setting, folder: Path, more: Sequence[str] = ()) -> Outcome:
-    """A few iterations through ``pretrain_gpt.py``, one process a GPU; what their logs say.
+    """Runs a few iterations of ``pretrain_gpt.py``, one process a GPU; returns what their logs report.
 
     Args:
         setting: what to run.

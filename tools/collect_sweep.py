@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows what a sweep over SLURM predicted of its candidates and what was measured, as a table.
+"""Shows predicted and measured results of a sweep over SLURM, as a table.
 
     python -m tools.collect_sweep runs/sweep-98.5B-20260102-030405
     python -m tools.collect_sweep runs/sweep-98.5B-20260102-030405 --format markdown --output table.md
@@ -37,7 +37,7 @@ _WARM_UP = 2  # iterations that also allocate, compile and connect
 
 
 class Candidate(NamedTuple):
-    """A row of candidates.csv; what the row leaves out is None."""
+    """A row of candidates.csv; None where a cell is empty."""
 
     number: int
     method: str
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a candidate's logs say; None where they do not. ``seconds`` of the median iteration after the first two."""
+    """The results in a candidate's logs, None where missing. ``seconds``: the median iteration after the first two."""
 
     status: str
     seconds: float | None = None
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def read_candidates(path: Path) -> list[Candidate]:
-    """The rows of candidates.csv.
+    """Reads the rows of candidates.csv.
 
     Raises:
         ValueError: where it has no row, or lacks a column that is needed.
@@ -92,7 +92,7 @@ def _candidate(number: int, row: dict[str, str], path: Path) -> Candidate:
 
 
 def read_outcome(folder: Path, job_output: Path) -> Outcome:
-    """What became of a candidate.
+    """Reads the outcome of a candidate.
 
     Args:
         folder: with the ranks' logs, at any depth.
@@ -136,7 +136,7 @@ class _Column(NamedTuple):
 
 
 def _measured_mfu(candidate: Candidate, outcome: Outcome) -> float | None:
-    """The same work in the measured time."""
+    """Returns the MFU of the measured time."""
     if not (candidate.mfu and candidate.seconds and outcome.seconds):
         return None
     return candidate.mfu * candidate.seconds / outcome.seconds
@@ -157,7 +157,7 @@ _COLUMNS = (
 
 
 def in_order(rows: Iterable[tuple[Candidate, Outcome]]) -> list[tuple[Candidate, Outcome]]:
-    """The fastest first, then what did not end well."""
+    """Returns the fastest first, then those that failed."""
     return sorted(rows, key=lambda row: (row[1].status != "done", row[1].seconds or 0.0, row[0].number))
 
 
@@ -167,7 +167,7 @@ def _cells(row: tuple[Candidate, Outcome]) -> list[str]:
 
 
 def as_csv(rows: Sequence[tuple[Candidate, Outcome]]) -> str:
-    """A line a candidate, empty cells for what is not known."""
+    """Returns a line for each candidate, with empty cells for unknown values."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([column.name for column in _COLUMNS])
@@ -177,14 +177,14 @@ def as_csv(rows: Sequence[tuple[Candidate, Outcome]]) -> str:
 
 
 def as_markdown(rows: Sequence[tuple[Candidate, Outcome]]) -> str:
-    """A table of Markdown."""
+    """Returns a Markdown table."""
     lines = [[column.title for column in _COLUMNS], ["---"] * len(_COLUMNS)]
     lines += [[cell.replace("|", "\\|") for cell in _cells(row)] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def as_text(rows: Sequence[tuple[Candidate, Outcome]]) -> str:
-    """A table for a terminal."""
+    """Returns a table for a terminal."""
     table = Table()
     for column in _COLUMNS:
         table.add_column(column.title, justify="left" if column.name in ("method", "sizes", "outcome") else "right")
@@ -200,7 +200,7 @@ _FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the folder, write the table."""
+    """Reads the folder and writes the table."""
     parser = Parser(prog="collect_sweep", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="the sweep's, with candidates.csv")
     parser.add_argument("--format", choices=_FORMATS, default="text")

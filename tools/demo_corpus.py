@@ -27,7 +27,7 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 
 
 def source_files(library: Path) -> list[Path]:
-    """The ``*.py`` files under ``library``, tests and installed packages left out, in a fixed mixed order.
+    """Returns the ``*.py`` files under ``library`` without tests and installed packages, in a fixed mixed order.
 
     The order is that of a hash of each file's path, so that a corpus cut short at any size holds files from
     the whole library and not those at the front of the alphabet.

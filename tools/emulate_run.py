@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Carries out a schedule with passes that sleep, one stage slower than planned perhaps, and writes what happened.
+"""Runs a schedule with passes that sleep, if wanted with one stage slower than planned, and writes the timeline.
 
     python tools/emulate_run.py --slow 2=1.5 --output timeline
 
@@ -78,7 +78,7 @@ def _emulate(
     cure: str | None,
     output: Path,
 ) -> None:
-    """Run one iteration of a schedule with passes that sleep, and write its timeline."""
+    """Runs one iteration of a schedule with passes that sleep, and writes its timeline."""
     check_size(pipeline_size, microbatches, None, f"--pipeline-size {pipeline_size} with --microbatches {microbatches}")
     request = Request(schedule, pipeline_size, microbatches, Costs.parse(costs))
     true = slowed(request, *_slow(slow))
@@ -115,7 +115,7 @@ def _say(what: str, recorded: Recorded) -> None:
 
 
 def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:
-    """The costs of ``request`` where the layers that ``stage`` has when spread evenly take ``factor`` times as long."""
+    """Returns the costs of ``request`` where the layers of ``stage``, divided evenly, take ``factor`` times as long."""
     stages = _stages(request)
     if not 0 <= stage < stages:
         raise PlanError(f"--slow {stage}={factor:g}: there are stages 0 to {stages - 1}")
@@ -123,7 +123,7 @@ def slowed(request: Request, stage: int = 0, factor: float = 1.0) -> Costs:
 
 
 def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
-    """``request`` for the times of stages that were measured; with ``layers`` these are placed for them, too."""
+    """Returns ``request`` with the measured times of stages; with ``layers`` also with a layer partition for them."""
     planned, measured = (iteration_of(each).stages for each in (recorded.planned, recorded.timeline))
     times = [now / before for before, now in zip(planned, measured, strict=True)]
     usual = statistics.median(times)
@@ -132,7 +132,7 @@ def cured(request: Request, recorded: Recorded, *, layers: bool) -> Request:
 
 
 def _with_layers(costs: Costs, times: Sequence[float]) -> Costs:
-    """``costs`` where the layers of each stage take so many times as long; all hold alike."""
+    """Returns ``costs`` where the layers of each stage take so many times as long; memory does not change."""
     layers = [Part(split=Load(time, time, time, 1.0)) for time in times for _ in range(_LAYERS_A_STAGE)]
     mean = statistics.fmean(times)
     scaled = replace(
@@ -154,7 +154,7 @@ def _stages(request: Request) -> int:
 
 
 def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
-    """One iteration as it went with passes that sleep.
+    """Returns one recorded iteration with passes that sleep.
 
     Args:
         request: the schedule, and the times of its passes as planned.
@@ -181,7 +181,7 @@ def emulated(request: Request, true: Costs, unit_ms: float) -> Recorded:
 
 
 def _on_a_rank(programs: Sequence[Program], costs: StageCosts) -> list[tuple[float, float]]:
-    """Start and end of each pass of this rank, in milliseconds by its own clock."""
+    """Returns start and end of each pass of this rank, in milliseconds by its own clock."""
     from megatron.schedules.runtime.recorder import HostClock, Recorder
     from tools.benchmarks import emulated_ours
     from tools.benchmarks.emulated_passes import Passes

@@ -53,7 +53,7 @@ _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF
 
 
 class InputError(ValueError):
-    """What is wrong with the input or the flags, in one line."""
+    """A fault of the input or the flags, in one line."""
 
 
 class Document(NamedTuple):
@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What is used of a Megatron tokenizer."""
+    """The used part of a Megatron tokenizer."""
 
     vocab_size: int
     eod: int
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
 
 
 def input_files(patterns: Sequence[str]) -> list[Path]:
-    """The files that ``patterns`` (paths, or globs where ``**`` goes down folders) name, each once.
+    """Returns the files of ``patterns`` (paths, or globs where ``**`` matches folders), each once.
 
     Raises:
         InputError: a pattern names no file.
@@ -155,7 +155,7 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
 
 
 def build_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that the flags ask for, built by Megatron's own factory.
+    """Builds the tokenizer of the flags, by Megatron's own factory.
 
     Raises:
         InputError: Megatron cannot build it.
@@ -196,7 +196,7 @@ class Encoder:
         self._append_eod = append_eod
 
     def __call__(self, document: Document) -> Encoded:
-        """The ids of each text of ``document``; none for an empty text."""
+        """Returns the ids of each text of ``document``; none for an empty text."""
         return Encoded(tuple(map(self._ids, document.texts)), document.size)
 
     def _ids(self, text: str) -> np.ndarray:
@@ -207,7 +207,7 @@ class Encoder:
 
 
 def encode_all(documents: Iterator[Document], encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """Yields what ``encoder`` makes of each document, in order, computed by ``workers`` processes."""
+    """Yields each document encoded, in order, computed by ``workers`` processes."""
     if workers == 1:
         yield from map(encoder, documents)
         return
@@ -231,7 +231,7 @@ _encoder_of_this_worker: Encoder
 
 
 def _adopt(encoder: Encoder) -> None:
-    """Keeps the encoder in a worker process, where a batch finds it."""
+    """Stores the encoder in a worker process."""
     global _encoder_of_this_worker
     begin_worker()
     _encoder_of_this_worker = encoder
@@ -288,7 +288,7 @@ def _report(documents: int, size: int, seconds: float) -> None:
 
 
 def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
-    """Does what the flags ask for and returns the datasets written, one a JSON key.
+    """Writes the datasets and returns them, one for each JSON key.
 
     Raises:
         InputError: something about the input or the flags is wrong; no dataset was written then.
@@ -337,7 +337,7 @@ def preprocess(arguments: argparse.Namespace) -> list[DatasetWriter]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Flags of this program and, unless byte level is enough, the tokenizer flags of Megatron's training."""
+    """Parses the flags of this program and, unless byte level is used, the tokenizer flags of Megatron's training."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("input and output").add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="text files, JSONL files, globs")

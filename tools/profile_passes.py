@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures what the passes of a model cost on one device, and writes a cost profile for the planner.
+"""Measures the times and memory of a model's passes on one device, and writes a cost profile for the planner.
 
     python tools/profile_passes.py --output profile.json --num-layers 30 --hidden-size 5120 --num-attention-heads 40 \\
         --seq-length 1024 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 8
@@ -77,7 +77,7 @@ class Planned(NamedTuple):
 
 
 def parse(argv: Sequence[str], processes: int) -> Planned:
-    """What ``argv`` asks for, to be measured by so many processes; ends with status 2 and one line where it cannot."""
+    """Parses ``argv``, to be measured by so many processes; exits with status 2 and one line where it cannot."""
     parser = _parser()
     own, others = parser.parse_known_args(argv)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -130,7 +130,7 @@ def _parser() -> Parser:
 
 
 def _for_one_device(flags: Sequence[str]) -> list[str]:
-    """``flags`` without those of schedules, those of :data:`_LEFT_OUT`, and their values."""
+    """Returns ``flags`` without those of schedules, those of :data:`_LEFT_OUT`, and their values."""
     kept, skipped = [], 0
     schedules = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     for word in schedules.parse_known_args(flags)[1]:
@@ -156,7 +156,7 @@ class RefusedError(Exception):
 
 
 def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileForm:
-    """Measure: the profile's JSON. Needs torchrun's environment; ``say`` is told what goes on, and if it is a count."""
+    """Measures and returns the profile's JSON. Needs torchrun's environment; ``say`` prints progress."""
     say("importing Megatron", False)
     with contextlib.redirect_stdout(sys.stderr):
         import torch
@@ -223,7 +223,7 @@ def _spread(seconds: Sequence[float]) -> TimedForm[float]:
 
 
 def _join_nobody() -> None:
-    """What torchrun would set for a single process."""
+    """Sets what torchrun would set for a single process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -232,7 +232,7 @@ def _join_nobody() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, measure, write."""
+    """Checks, measures, and writes."""
     try:
         processes = whole_variable("WORLD_SIZE", 1)
     except PlanError as error:

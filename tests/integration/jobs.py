@@ -47,7 +47,7 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     plain_attention,
-    standing_step,
+    stalled_step,
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
@@ -139,9 +139,9 @@ def counted(world: int, flags: Sequence[str]) -> list[list[bool]]:
     return run_ranks(world, _counted, list(flags))
 
 
-def standing(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
-    """A job whose rank 1 may not come out of its sixth forward step (:mod:`.standing_step`); each rank's threads."""
-    return run_ranks(world, _standing, list(flags), how, timeout=60.0)
+def stalled(world: int, flags: Sequence[str], how: str) -> list[list[str]]:
+    """A job whose rank 1 may not come out of its sixth forward step (:mod:`.stalled_step`); each rank's threads."""
+    return run_ranks(world, _stalled, list(flags), how, timeout=60.0)
 
 
 def copied(
@@ -200,6 +200,11 @@ def compiles_helpers() -> list[bool]:
     return run_ranks(1, _compiles_helpers)[0]
 
 
+def devices_in_a_backward() -> list[str]:
+    """Where a backward's tensors lie that were made on "cuda", moved there, or pinned."""
+    return run_ranks(1, _devices_in_a_backward)[0]
+
+
 def schedule_module() -> str:
     """Where the schedule function comes from that a script gets which has installed us and does not ask for one."""
     return run_ranks(1, _schedule_module)[0]
@@ -227,6 +232,23 @@ def _compiles_helpers() -> list[bool]:
         dataset_utils.compile_helpers()
         found.append(bool(called))
     return found
+
+
+def _devices_in_a_backward() -> list[str]:
+    found: list[torch.Tensor] = []
+
+    class Making(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            found.extend((torch.zeros(1, device="cuda"), gradient.cuda(), gradient.to("cuda:0"), gradient.pin_memory()))
+            return gradient
+
+    Making.apply(torch.ones(1, requires_grad=True)).backward()
+    return [tensor.device.type for tensor in found]
 
 
 def _schedule_module() -> str:
@@ -373,8 +395,8 @@ def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> li
     return found
 
 
-def _standing(flags: list[str], how: str) -> list[str]:
-    standing_step.put_in_place(how)
+def _stalled(flags: list[str], how: str) -> list[str]:
+    stalled_step.put_in_place(how)
     _rank_main(flags)
     return [thread.name for thread in threading.enumerate()]
 

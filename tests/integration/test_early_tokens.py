@@ -38,7 +38,7 @@ def step(samples: Any, model: Any) -> Any:
     return model(tokens), None
 
 
-def test_it_runs_ahead_any_number_of_microbatches_and_each_is_read_again(part):
+def test_it_runs_ahead_any_number_of_microbatches_and_each_is_replayed(part):
     samples = ({"tokens": torch.tensor([number])} for number in range(6))
     early = early_tokens(step, samples, part)
     assert [early.read(part.embed).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -67,7 +67,7 @@ def test_what_else_is_asked_of_the_samples_they_answer(part):
     assert not hasattr(early.replay(), "length")
 
 
-def test_a_step_that_reads_more_the_second_time_is_told(part):
+def test_a_step_that_reads_more_the_second_time_is_an_error(part):
     early = early_tokens(step, iter([{"tokens": torch.tensor([number])} for number in range(4)]), part)
     early.read(part.embed)
     samples = early.replay()
@@ -76,7 +76,7 @@ def test_a_step_that_reads_more_the_second_time_is_told(part):
         next(samples)
 
 
-def test_a_step_without_the_embedding_is_told(part):
+def test_a_step_without_the_embedding_is_an_error(part):
     with pytest.raises(RuntimeError, match="did not call the model's embedding"):
         early_tokens(lambda samples, model: None, iter([]), part).read(part.embed)
     assert not part.peeking

@@ -53,7 +53,7 @@ USUAL = (("dropout", "v-half"),)
 
 
 def here_and_there(stage: int, microbatch: int) -> tuple[int, int] | None:
-    """Some stay; of the others some are away for long, and some come back no sooner than they are needed."""
+    """Some stay; of the others some are offloaded for long, and some come back no sooner than they are needed."""
     return None if (stage + microbatch) % 4 == 3 else (microbatch % 3, stage % 3)
 
 
@@ -102,7 +102,7 @@ def copied(megatron, path: Path, schedule: Schedule, **how: object):
     return megatron("copied", schedule.ranks, flags, **how)
 
 
-def test_every_storage_goes_once_each_way_into_memory_that_is_used_again(megatron, tmp_path):
+def test_every_storage_is_copied_once_each_way_into_reused_memory(megatron, tmp_path):
     for iterations in copied(megatron, tmp_path / "v.csv", plan(Request("v-half", 2, 6))):
         assert len(iterations) == 3
         moved, host_bytes = iterations[0]
@@ -111,7 +111,7 @@ def test_every_storage_goes_once_each_way_into_memory_that_is_used_again(megatro
         assert sorted(map(tuple, out)) == sorted(map(tuple, back)) and len(out) == 9
         # Each of a stage's two layers saves as much as eighteen hidden states of the small model.
         assert all(sum(sizes) >= 2 * 18 * 16 * 32 * 4 for sizes in out)
-        assert host_bytes < sum(map(sum, out)), "not all are away at once"
+        assert host_bytes < sum(map(sum, out)), "not all are offloaded at once"
 
 
 def test_a_stage_may_offload_some_of_its_layers(megatron, tmp_path):
@@ -129,14 +129,14 @@ def test_too_little_host_memory_ends_the_job_with_a_reason(megatron, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-1p", marks=pytest.mark.full_matrix)])
-def test_what_is_away_is_not_held(megatron, tmp_path, schedule):
+def test_offloaded_bytes_are_not_held(megatron, tmp_path, schedule):
     """Every microbatch goes as soon as it may and comes back as late, so that a rank holds little more than one."""
     made = plan(Request(schedule, 3, 6))
     flags = "--train-iters 2 --num-layers 12 --hidden-size 64 --seq-length 64 --max-position-embeddings 64".split()
     flags = [*MODEL, *UNTIED, *flags, "--global-batch-size", "6", "--pipeline-measure", str(tmp_path)]
-    away, here = (
+    offloaded, kept = (
         megatron("train", 3, [*flags, *as_file(tmp_path / "schedule.csv", made, distances)]).peaks
         for distances in (lambda stage, microbatch: (0, 0), None)
     )
-    assert away[0] <= 1.02 * here[0] / 3, "of three microbatches one is there"
-    assert away[1] <= here[1]
+    assert offloaded[0] <= 1.02 * kept[0] / 3, "of three microbatches one is there"
+    assert offloaded[1] <= kept[1]

@@ -44,7 +44,7 @@ def costs(path: Path, flags: list[str], **facts: Any) -> Any:
     return costs_of(completed(spec_of(args), args), 2).on(sequential(2), Decisions(layers=(4, 4)))
 
 
-def test_what_was_recomputed_while_measuring_is_not_added_again(tmp_path):
+def test_recompute_while_measuring_is_not_added_twice(tmp_path):
     plain = costs(tmp_path / "c.json", []).times[Kind.I]
     assert plain == pytest.approx((5, 5))
     assert costs(tmp_path / "c.json", FULL, recompute="full").times[Kind.I] == pytest.approx((5, 5))

@@ -106,7 +106,7 @@ def test_a_label_that_is_no_word_takes_none_apart():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_words_are_looked_up_where_they_are(deterministic):
+def test_tokens_are_looked_up_on_the_rank_that_has_them(deterministic):
     weight, words = torch.randn(WORDS, HIDDEN), torch.randint(WORDS, (2, 3))
     parts = [
         arithmetic.look_up(words, weight[at : at + 4], Cut(at, 4), deterministic=deterministic) for at in (0, 4, 8)

@@ -18,7 +18,7 @@ from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests.runtime.late_copies import LateCopies
 
 
-class Away:
+class OffloadedModel:
     """A forward whose activations have been on the host before it is over; that of ``stock`` is left alone."""
 
     def __init__(self, stock: Any) -> None:
@@ -40,9 +40,9 @@ class Away:
 def both_orders(make: Any, compare: Any = helpers.compare, **settings: Any) -> None:
     for order in (TOGETHER, SEVERAL_I_AHEAD):
         model = make(**settings)
-        away = Away(model)
-        compare(model, order, forward=away)
-        assert away.copies.storages("out") == away.copies.storages("back") >= 3
+        offloaded_model = OffloadedModel(model)
+        compare(model, order, forward=offloaded_model)
+        assert offloaded_model.copies.storages("out") == offloaded_model.copies.storages("back") >= 3
 
 
 def local_linears() -> None:
@@ -79,11 +79,11 @@ def whole_linears_fire_their_hooks_under_fused_accumulation() -> None:
             model = helpers.block(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
             hooks = helpers.MainGrads(model, torch.float32)
             split_linears(model, WeightGradients(hooked=offloaded))
-            away = Away(None if offloaded else model)
+            offloaded_model = OffloadedModel(None if offloaded else model)
             for x in helpers.inputs_of(2, torch.bfloat16):
-                helpers.loss(away(model, x)).backward()
+                helpers.loss(offloaded_model(model, x)).backward()
         assert set(hooks.fired.values()) == {2}
-        assert bool(away.copies.moved) == offloaded
+        assert bool(offloaded_model.copies.moved) == offloaded
         found.append([parameter.main_grad for parameter in model.parameters()])
     helpers.assert_same("main_grad", found[1], found[0])
 

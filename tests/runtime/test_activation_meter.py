@@ -151,14 +151,12 @@ def test_hold_shares_storages_with_the_graph():
     assert meter.current == 0
 
 
-def test_the_peak_can_be_reset():
+def test_the_peak_stays_when_memory_is_released():
     meter = ActivationMeter()
     hold = meter.hold([torch.zeros(100)])
     meter.hold([torch.zeros(100)]).release()
-    assert meter.peak == 800
-    meter.reset_peak()
-    assert meter.peak == 400
     hold.release()
+    assert meter.peak == 800 and meter.current == 0
 
 
 def test_nothing_is_counted_outside_or_for_sparse_tensors():

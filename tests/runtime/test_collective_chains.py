@@ -33,7 +33,7 @@ def workers() -> list[threading.Thread]:
 # --- in a thread --------------------------------------------------------------------------------------------------
 
 
-def test_chains_are_carried_out_in_order_while_the_program_goes_on():
+def test_chains_run_in_order_while_the_program_goes_on():
     worker, seen, go = Worker(), [], threading.Event()
 
     def chain(number: int) -> Callable[[], Tensor | None]:
@@ -53,7 +53,7 @@ def test_chains_are_carried_out_in_order_while_the_program_goes_on():
     assert seen == [(number, "pipeline collectives") for number in range(6)]
 
 
-def test_what_a_chain_gives_has_no_history_and_is_let_go_of_once_it_is_taken():
+def test_the_result_of_a_chain_has_no_history_and_is_freed_once_it_is_taken():
     worker, weight = Worker(), torch.ones(3, requires_grad=True)
     coming = worker.post(lambda: weight * 2)
     given = coming.wait()
@@ -78,7 +78,7 @@ def test_there_is_a_thread_only_where_something_is_posted_and_until_the_end():
         assert workers() == before
 
 
-def test_a_run_that_is_given_up_leaves_no_thread():
+def test_an_abandoned_run_leaves_no_thread():
     before = workers()
     transport = Transport(Channels({}, {}, CPU), SPEC)
     transport.collective(lambda: None)
@@ -94,7 +94,7 @@ def test_messages_of_any_shape_go_with_collectives_too():
     transport.finish()
 
 
-def test_after_one_that_raised_none_is_carried_out_and_all_say_why():
+def test_after_an_error_no_chain_runs_and_all_raise_it():
     before, worker, carried_out = workers(), Worker(60), []
 
     def raising() -> Tensor:
@@ -111,7 +111,7 @@ def test_after_one_that_raised_none_is_carried_out_and_all_say_why():
     assert not carried_out and workers() == before
 
 
-def test_one_that_raised_where_nobody_asks_ends_the_process_with_a_line(capsys: pytest.CaptureFixture[str]):
+def test_an_unreported_error_ends_the_process_with_a_line(capsys: pytest.CaptureFixture[str]):
     lines: list[str] = []
     worker = Worker(0.05, lines.append)
     worker.post(lambda: torch.ones(2) @ torch.ones(3))
@@ -120,7 +120,7 @@ def test_one_that_raised_where_nobody_asks_ends_the_process_with_a_line(capsys: 
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_one_that_raised_and_was_told_of_ends_nothing():
+def test_a_reported_error_does_not_end_the_process():
     lines: list[str] = []
     worker = Worker(0.05, lines.append)
     with pytest.raises(RuntimeError):
@@ -207,7 +207,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return cuda
 
 
-def test_a_chain_runs_beside_what_computes_which_waits_where_it_takes_the_result(cuda: FakeCuda):
+def test_a_chain_runs_in_the_background_and_the_computing_stream_waits_for_its_result(cuda: FakeCuda):
     stream = SideStream(torch.device("cuda", 0), cuda)
 
     def chain() -> Tensor:
@@ -225,7 +225,7 @@ def test_a_chain_runs_beside_what_computes_which_waits_where_it_takes_the_result
     assert cuda.log == ["main waits for side"], "the host does not"
 
 
-def test_what_a_chain_holds_stays_until_its_event_has_come(cuda: FakeCuda):
+def test_tensors_of_a_chain_stay_until_its_event_has_come(cuda: FakeCuda):
     stream, alive = SideStream(torch.device("cuda", 0), cuda), []
     for _ in range(4):
         inputs = torch.ones(3)
@@ -285,7 +285,7 @@ def _group_body() -> tuple[list[int], list[tuple[Any, ...]], float]:
     return dist.get_process_group_ranks(group), asked, total
 
 
-def test_there_is_a_group_of_each_whole_pipeline_and_every_process_is_told_of_all():
+def test_there_is_a_group_of_each_pipeline_and_every_process_makes_all():
     found = run_ranks(4, _group_body)
     asked = [(ranks, timedelta(seconds=9), "options", "pipeline collectives") for ranks in PIPELINES]
     for rank, (members, told, total) in enumerate(found):

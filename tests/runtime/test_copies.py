@@ -26,7 +26,7 @@ def pair(size: int = 8, value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 # --- in threads ---------------------------------------------------------------------------------------------------
 
 
-class Standing:
+class StoppedClock:
     """A clock that stands at 0: what a thread sleeps is until when, in seconds. Nobody wakes before :meth:`go_on`."""
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class Standing:
         assert self._awake.wait(600)
 
 
-def test_copies_take_the_time_that_is_given_one_after_another_each_way():
-    clock = Standing()
+def test_copies_take_the_configured_time_one_after_another_each_way():
+    clock = StoppedClock()
     made = ThreadCopies(gbps=1e-3, pace=clock.pace)  # a million bytes a second
     out = [made.to_host([pair(30_000)]), made.to_host([pair(10_000), pair(20_000)])]
     back = made.from_host([pair(30_000)])
@@ -60,7 +60,7 @@ def test_a_copy_that_is_begun_later_ends_later():
 
 
 def test_one_way_at_a_time():
-    clock = Standing()
+    clock = StoppedClock()
     made = ThreadCopies(1e-3, both_ways=False, pace=clock.pace)
     clock.go_on()
     made.to_host([pair(30_000)])
@@ -82,7 +82,7 @@ def test_memory_is_not_written_before_it_has_been_read():
     assert (read == 7).all() and (memory == 0).all()
 
 
-def test_an_error_is_told_to_who_waits_and_does_not_keep_the_others():
+def test_an_error_is_raised_where_the_copy_is_waited_for_and_others_go_on():
     made, good = ThreadCopies(), pair()
     bad = made.to_host([(torch.zeros(3, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))])
     made.to_host([good]).wait()
@@ -163,7 +163,7 @@ def on_streams(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, **settings: Any)
     return StreamCopies(torch.device("cuda", 0), cuda=cuda, **settings)
 
 
-def test_copies_begin_after_what_the_device_has_to_do_and_it_waits_only_where_it_is_told(monkeypatch):
+def test_copies_begin_after_queued_work_and_the_device_waits_only_where_required(monkeypatch):
     cuda = FakeCuda()
     made = on_streams(cuda, monkeypatch)
     out = made.to_host([pair(3), pair(5)])
@@ -240,7 +240,7 @@ def test_stages_that_differ_by_a_little_share_a_block():
     assert memory.take(667_648).memory is block.memory
 
 
-def test_of_equal_blocks_the_one_given_back_first_is_taken():
+def test_of_equal_blocks_the_one_released_first_is_used():
     memory = HostMemory(ThreadCopies().allocate)
     blocks = [memory.take(4096) for _ in range(3)]
     for block in blocks:

@@ -128,7 +128,7 @@ def test_nothing_hangs_whatever_waits_for_the_device(varied: bool):
             assert ends(programs, varied=varied), programs
 
 
-def test_nothing_hangs_where_all_ranks_meet():
+def test_nothing_hangs_with_collectives_of_all_ranks():
     for seed in range(60):
         passes = random_schedule(seed, shared=True)
         for schedule in (passes, forwards_of(passes)):

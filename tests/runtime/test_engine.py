@@ -127,7 +127,7 @@ class Recorder:
         self.reduced.append(stage)
 
 
-def test_a_hop_on_the_same_rank_copies_nothing_and_hands_over_a_leaf():
+def test_a_message_to_the_same_rank_copies_nothing_and_passes_a_leaf():
     source = torch.ones(4, requires_grad=True)
     output = source * 2
     stages = Recorder({0: output, 1: None})

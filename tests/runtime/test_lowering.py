@@ -44,7 +44,7 @@ def test_sends_follow_their_pass_and_receives_come_before_the_pass_in_which_they
     ]
 
 
-def test_where_a_receive_stands_depends_on_what_passes_take():
+def test_the_position_of_a_receive_depends_on_the_times_of_passes():
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     slow = Costs(stage_weights=(2, 1)).on(sequential(2))
     assert texts(lower(one_f_one_b, slow))[1] == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE1"
@@ -78,7 +78,7 @@ def test_wrap_around_between_two_ranks():
     ]
 
 
-def test_receives_stand_in_the_senders_order_where_they_are_used_in_another():
+def test_receives_have_the_order_of_the_sends_even_if_they_are_used_in_another():
     crossed = schedule(sequential(2), 3, "0F0 0F1 0F2", "1F2 1F0 1F1")
     receiver = lower(crossed)[1]
     assert str(receiver) == "rank 1: 1RECV_F0 1RECV_F1 1RECV_F2 1F2 1F0 1F1"
@@ -111,7 +111,7 @@ def test_a_result_that_its_receiver_never_uses_is_refused():
         lower(schedule(sequential(2), 1, "0F0", ""))
 
 
-def test_channels_are_both_directions_of_every_hop():
+def test_channels_are_both_directions_of_every_link():
     assert channels_of(sequential(3)) == ((0, 1), (1, 0), (1, 2), (2, 1))
     assert channels_of(v_shape(3)) == channels_of(sequential(3))
     assert (2, 0) in channels_of(interleaved(3, 2)) and (0, 2) in channels_of(interleaved(3, 2))

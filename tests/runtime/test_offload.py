@@ -1,4 +1,4 @@
-"""O and L: what a forward saved is away between them, and comes back as it was."""
+"""O and L: tensors that a forward saved are on the host between them, and come back unchanged."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class OffloadingStages(PlainStages):
     def forward(
         self, stage: int, microbatch: int, activation: Tensor | None, *, split: bool, recompute: bool
     ) -> Tensor | None:
-        away = self.program.offloads(stage, microbatch)
-        with self.offloads.forward(stage, microbatch) if away else nullcontext(), self.offloads.saving():
+        offloaded = self.program.offloads(stage, microbatch)
+        with self.offloads.forward(stage, microbatch) if offloaded else nullcontext(), self.offloads.saving():
             return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -117,7 +117,7 @@ def sandwich(offloads: Offloads, forward, backward=Tensor.backward) -> None:
     offloads.assert_empty()
 
 
-def test_while_it_is_away_nothing_is_held():
+def test_offloaded_activations_take_no_device_memory():
     meter, weight = ActivationMeter(), nn.Parameter(torch.randn(64, 64))
     offloads = Offloads(ThreadCopies())
     offloads.meter = meter
@@ -168,7 +168,7 @@ class _Saves(torch.autograd.Function):
         return gradient, *[None] * len(ctx.saved_tensors)
 
 
-def test_views_of_one_storage_are_copied_as_one_and_are_views_of_one_again():
+def test_views_of_one_storage_are_copied_as_one_and_stay_views_of_one():
     copies, x = LateCopies(), torch.ones(1, requires_grad=True)
     numbers = torch.arange(48.0)
 
@@ -223,7 +223,7 @@ def test_an_input_goes_where_its_holder_gives_it_up():
     assert copies.storages("out") == 3
 
 
-def test_what_is_filled_again_by_whoever_emptied_it_stays():
+def test_an_emptied_storage_that_is_refilled_stays():
     """As Megatron's selective recompute does with outputs."""
     copies, x, inside = LateCopies(), torch.randn(100, requires_grad=True), torch.randn(100)
     offloads = Offloads(copies)
@@ -274,7 +274,7 @@ def test_a_write_to_a_saved_tensor_is_still_an_error(when: str):
 
 
 def iteration(offloads: Offloads, size: int = 1000, microbatches: int = 3) -> None:
-    """Several microbatches away at once, and back in order."""
+    """Several microbatches offloaded at once, and back in order."""
     x = torch.randn(size, requires_grad=True)
     losses = []
     for m in range(microbatches):
@@ -288,7 +288,7 @@ def iteration(offloads: Offloads, size: int = 1000, microbatches: int = 3) -> No
         losses[m].backward()
 
 
-def test_host_memory_is_taken_once_and_used_again():
+def test_host_memory_is_allocated_once_and_reused():
     copies = LateCopies()
     offloads = Offloads(copies)
     for _ in range(3):
@@ -337,7 +337,7 @@ def test_a_copy_that_fails_ends_the_program_with_one_line(way: str):
     )
 
 
-def test_what_does_not_follow_is_told():
+def test_calls_out_of_order_are_errors():
     offloads, x = Offloads(LateCopies()), torch.randn(4, requires_grad=True)
     with pytest.raises(RuntimeError, match="nothing of stage 1, microbatch 2 is offloaded"):
         offloads.offload(1, 2)

@@ -190,7 +190,7 @@ def test_what_goes_wrong() -> None:
         job.R(1)
 
 
-def test_an_input_that_was_written_to_is_noticed() -> None:
+def test_an_input_that_was_written_to_is_an_error() -> None:
     job = Job((0,)).do("F0")
     with torch.no_grad():
         job._inputs[0].add_(1.0)

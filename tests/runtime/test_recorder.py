@@ -38,16 +38,24 @@ class HandClock:
         with self._lock:
             self.now += milliseconds
 
-    def mark(self) -> float:
-        return self.now
+    def event(self) -> HandEvent:
+        return HandEvent(self)
 
-    def passed(self, mark: float) -> bool:
+
+class HandEvent:
+    """An event of a :class:`HandClock`."""
+
+    def __init__(self, clock: HandClock) -> None:
+        self._clock, self._time = clock, 0.0
+
+    def record(self) -> None:
+        self._time = self._clock.now
+
+    def query(self) -> bool:
         return True
 
-    def between(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-    def reuse(self, marks: list[float]) -> None: ...
+    def elapsed_time(self, later: HandEvent) -> float:
+        return later._time - self._time
 
 
 class Timed(engine.Recorder):
@@ -66,21 +74,29 @@ class DeviceClock:
     """A device that is behind its host: a moment is passed when the test says so."""
 
     def __init__(self) -> None:
-        self.done, self.made, self.free = 0, 0, 0
+        self.done, self.recorded, self.made = 0, 0, 0
 
-    def mark(self) -> int:
+    def event(self) -> DeviceEvent:
         self.made += 1
-        return self.made
+        return DeviceEvent(self)
 
-    def passed(self, mark: int) -> bool:
-        return mark <= self.done
 
-    def between(self, earlier: int, later: int) -> float:
-        assert later <= self.done, "an event that has not happened was read"
-        return float(later - earlier)
+class DeviceEvent:
+    """An event of a :class:`DeviceClock`: the n-th that is recorded happens at n."""
 
-    def reuse(self, marks: list[int]) -> None:
-        self.free += len(marks)
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock, self._at = clock, 0
+
+    def record(self) -> None:
+        self._clock.recorded += 1
+        self._at = self._clock.recorded
+
+    def query(self) -> bool:
+        return self._at <= self._clock.done
+
+    def elapsed_time(self, later: DeviceEvent) -> float:
+        assert later.query(), "an event that has not happened was read"
+        return float(later._at - self._at)
 
 
 def recorded(program: object, recorder: Recorder, clock: HandClock | None = None) -> None:
@@ -104,14 +120,15 @@ def test_each_pass_has_its_own_time():
     assert recorder.take() is None
 
 
-def test_a_hosts_clock_goes_forward_in_milliseconds(monkeypatch: pytest.MonkeyPatch):
+def test_host_events_go_forward_in_milliseconds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("time.perf_counter", iter((3.0, 3.25)).__next__)
-    clock = HostClock()
-    earlier, later = clock.mark(), clock.mark()
-    assert clock.between(earlier, later) == 250 and clock.passed(later)
+    earlier, later = HostClock().event(), HostClock().event()
+    earlier.record()
+    later.record()
+    assert earlier.elapsed_time(later) == 250 and later.query()
 
 
-def test_passes_of_a_hosts_clock_follow_each_other():
+def test_passes_of_host_events_follow_each_other():
     recorder = Recorder(HostClock())
     recorded(one_rank("0F0 0B0 0F1 0B1", n=2), recorder)
     spans = recorder.take()
@@ -120,7 +137,7 @@ def test_passes_of_a_hosts_clock_follow_each_other():
     assert all(one.end <= other.start for one, other in pairwise(spans))
 
 
-def test_nothing_is_read_before_the_device_has_come_so_far_and_every_mark_is_used_again():
+def test_no_event_is_read_before_it_has_happened_and_all_are_reused():
     clock = DeviceClock()
     recorder = Recorder(clock)
     recorded(one_rank("0F0 0B0"), recorder)
@@ -130,9 +147,12 @@ def test_nothing_is_read_before_the_device_has_come_so_far_and_every_mark_is_use
     first = recorder.take()
     assert first == [(Pass.parse("0F0"), 1.0, 2.0), (Pass.parse("0B0"), 3.0, 4.0)]
     assert recorder.take() is None
-    clock.done = clock.made
+    clock.done = clock.recorded
     assert recorder.take() is not None
-    assert clock.free == clock.made == 10
+    assert clock.made == 10
+    for _ in range(2):
+        recorded(one_rank("0F0 0B0"), recorder)
+    assert clock.made == 10
 
 
 def test_the_time_waited_for_a_message_is_no_part_of_the_pass():
@@ -186,17 +206,18 @@ def test_copies_have_times_of_their_own_and_who_waits_for_one_does_not_compute()
             assert times[f"{rank}B{m}"].start >= back[f"{rank}L{m}"].end
 
 
-def test_marks_of_copies_are_used_again_too():
+def test_events_of_copies_are_reused_too():
     clock = DeviceClock()
     recorder = Recorder(clock)
-    recorder.begin()
-    recorder.began(Action(Kind.F, 0, 0))
-    mark = recorder.copying()
-    mark()
-    recorder.ended(Action(Kind.F, 0, 0))
-    mark()
-    recorder.end()
-    clock.done = clock.made
-    assert recorder.take() == [(Pass.parse("0F0"), 1.0, 3.0)]
-    assert recorder.copies == [(Pass.parse("0O0"), 2.0, 4.0)], "it ends after the pass that began it"
-    assert clock.free == clock.made == 5
+    for _ in range(2):
+        recorder.begin()
+        recorder.began(Action(Kind.F, 0, 0))
+        mark = recorder.copying()
+        mark()
+        recorder.ended(Action(Kind.F, 0, 0))
+        mark()
+        recorder.end()
+        clock.done = clock.recorded
+        assert recorder.take() == [(Pass.parse("0F0"), 1.0, 3.0)]
+        assert recorder.copies == [(Pass.parse("0O0"), 2.0, 4.0)], "it ends after the pass that began it"
+    assert clock.made == 5

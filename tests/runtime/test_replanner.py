@@ -209,7 +209,7 @@ def test_where_no_process_starts_all_go_on_with_a_warning(monkeypatch: pytest.Mo
                        "out of processes"]  # fmt: skip
 
 
-def test_who_asks_again_gets_the_later_plan_only() -> None:
+def test_a_second_request_replaces_the_first() -> None:
     ranks = job()
     endless = replace(MEASURED, search_seconds=1000.0)
     said = ranks.run({0: [endless], 3: [MEASURED]})

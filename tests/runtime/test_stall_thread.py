@@ -1,4 +1,4 @@
-"""The stall watch in its thread: slow programs are left alone, those that stand end with one line, and at no cost."""
+"""The stall watch in its thread: slow programs go on, stalled ones end with one line, and it costs next to nothing."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Sleeping(Recorder):
         return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
 
-class Standing(Recorder):
-    """Stages whose forwards stand until something is said of it."""
+class Stalled(Recorder):
+    """Stages whose forwards stall until a line is printed."""
 
     def __init__(self, lines: Lines) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Standing(Recorder):
         return super().forward(stage, microbatch, activation, split=split, recompute=recompute)
 
 
-def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_frame(told):
+def test_a_slow_program_ends_in_silence_and_a_stalled_one_is_reported_with_its_frame(told):
     lines, start = told
     tracker = PositionTracker()
     start(tracker, 2.0)  # longer than a pass by far, shorter than all
@@ -89,7 +89,7 @@ def test_a_slow_program_ends_in_silence_and_one_that_stands_is_told_with_its_fra
         run(one_rank("0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", n=5), Sleeping(0.5), NoTransport(), (), tracker)
     assert lines == []
     with tracker.running():
-        run(one_rank("0F0 0B0"), Standing(lines), NoTransport(), (), tracker)
+        run(one_rank("0F0 0B0"), Stalled(lines), NoTransport(), (), tracker)
     (line,) = lines
     assert "pipeline rank 0 of 1 (global rank 0) has stalled for" in line and "in 0F0" in line
     number = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "_lines.come.wait(" in text)
@@ -115,7 +115,7 @@ def python(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
 
 
-def test_a_process_that_stands_ends_with_a_status_and_one_line():
+def test_a_stalled_process_ends_with_a_status_and_one_line():
     script = """
         import time
         from megatron.schedules.runtime.engine import run

@@ -1,4 +1,4 @@
-"""The stall watch: what moves is left alone; what stands still is named, on the host and on the device."""
+"""The stall watch: what moves is left alone; what has stalled is named, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def warm(tracker: PositionTracker) -> PositionTracker:
     return tracker
 
 
-def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
+def stalled_line(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
     """The line, where nothing moves for ``seconds``."""
     return next((line for _ in range(looks) if (line := watch.look(seconds / looks))), None)
 
@@ -88,8 +88,8 @@ def stand(watch: StallWatch, seconds: float, looks: int = 50) -> str | None:
 def test_a_pass_that_waits_for_a_message_names_it_and_its_sender():
     tracker = at(program_of(1), "1F0")
     watch = watching(tracker)
-    assert stand(watch, LIMIT + GRACE - 3) is None, "ranks that stand in a pass of their own speak first"
-    line = stand(watch, 6)
+    assert stalled_line(watch, LIMIT + GRACE - 3) is None, "ranks that stall in a pass of their own report first"
+    line = stalled_line(watch, 6)
     assert line is not None and "\n" not in line
     assert "error: pipeline rank 1 of 2 (global rank 7) has stalled for 11" in line
     assert "s at 1F0: stage 1's input of microbatch 0 has not come from pipeline rank 0, which has died" in line
@@ -113,9 +113,9 @@ def test_a_pass_that_waits_for_a_message_names_it_and_its_sender():
 )
 def test_each_kind_of_step_says_what_is_waited_for(rank: int, actions: list[str], waits: bool, said: str):
     watch = watching(at(program_of(rank), *actions))
-    line = stand(watch, LIMIT + 3)
-    assert (line is None) == waits, "who waits for another rank lets it speak first"
-    line = line or stand(watch, GRACE)
+    line = stalled_line(watch, LIMIT + 3)
+    assert (line is None) == waits, "a rank that waits for another lets it report first"
+    line = line or stalled_line(watch, GRACE)
     assert line is not None and said in line
 
 
@@ -135,30 +135,30 @@ def test_what_a_collective_brings_is_named_with_whom_it_comes_from(rank: int, ac
     program = lower(shared_plan("1f1b", 2, 4))[rank]
     tracker = at(program, action)
     watch = watching(tracker)
-    line = stand(watch, LIMIT + 3)
-    assert (line is None) == waits, "who waits for another rank lets it speak first"
-    line = line or stand(watch, GRACE)
+    line = stalled_line(watch, LIMIT + 3)
+    assert (line is None) == waits, "a rank that waits for another lets it report first"
+    line = line or stalled_line(watch, GRACE)
     assert line is not None and said in line
     tracker.arrived()
-    line = stand(watching(tracker), LIMIT + 3)
+    line = stalled_line(watching(tracker), LIMIT + 3)
     assert line is not None and f"in {action}, which takes longer than that" in line
 
 
 def test_the_end_names_collectives_too():
     tracker = at(lower(forwards_of(shared_plan("1f1b", 2, 4)))[0], "0S3")
     tracker.reach(End.SENDS)
-    line = stand(watching(tracker), 2 * LIMIT)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
     assert line is not None
     assert (
         "its last messages are not received by pipeline rank 1, or a rank has not joined its last collective," in line
     )
 
 
-def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_told_at_the_limit():
+def test_a_pass_whose_message_is_there_waits_for_nobody_and_is_reported_at_the_limit():
     tracker = at(program_of(1), "1F0")
     tracker.arrived()
     watch = watching(tracker)
-    assert stand(watch, LIMIT - 3) is None
+    assert stalled_line(watch, LIMIT - 3) is None
     line = watch.look(4)
     assert line is not None and "has stalled for 101 s in 1F0, which takes longer than that" in line
 
@@ -172,11 +172,11 @@ def test_chunks_of_one_rank_wait_for_no_message():
 def test_the_end_names_who_takes_the_last_messages():
     tracker = at(program_of(1, "1f1b", ranks=3))
     tracker.reach(End.SENDS)
-    line = stand(watching(tracker), 2 * LIMIT)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
     assert line is not None
     assert "at the end of its program: its last messages are not received by pipeline rank 0 or 2, which has" in line
     tracker.reach(End.AFTER)
-    line = stand(watching(tracker), 2 * LIMIT)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
     assert line is not None and "after its program, where all ranks exchange results and gradients" in line
 
 
@@ -186,7 +186,7 @@ def test_the_first_program_has_four_times_the_limit_for_compiling_and_loading():
     with tracker.running():
         tracker.begin(program_of(0))
         tracker.reach(step(program_of(0), "0F0"))
-        assert stand(watch, 4 * LIMIT - 3) is None
+        assert stalled_line(watch, 4 * LIMIT - 3) is None
         line = watch.look(4)
         assert line is not None and "has stalled for 401 s in 0F0" in line
     with pytest.raises(ValueError), tracker.running():
@@ -194,7 +194,7 @@ def test_the_first_program_has_four_times_the_limit_for_compiling_and_loading():
     with tracker.running():
         tracker.begin(program_of(0))
         tracker.reach(step(program_of(0), "0F0"))
-        assert stand(watch, LIMIT - 3) is None
+        assert stalled_line(watch, LIMIT - 3) is None
         line = watch.look(4)
         assert line is not None and "has stalled for 101 s in 0F0" in line
 
@@ -207,10 +207,10 @@ def test_a_program_that_failed_does_not_end_the_first_ones_allowance():
     with tracker.running():
         tracker.begin(program_of(0))
         tracker.reach(step(program_of(0), "0F0"))
-        assert stand(watching(tracker), 2 * LIMIT) is None
+        assert stalled_line(watching(tracker), 2 * LIMIT) is None
 
 
-def test_whatever_moves_begins_the_count_again():
+def test_any_progress_restarts_the_count():
     """Passes of nearly the limit each, and the same instruction in run after run, are no stall."""
     program, tracker = program_of(1), PositionTracker()
     watch = watching(tracker)
@@ -219,23 +219,23 @@ def test_whatever_moves_begins_the_count_again():
             tracker.begin(program)
             for each in program.instructions[:6]:
                 tracker.reach(each)
-                assert stand(watch, LIMIT - 2) is None
+                assert stalled_line(watch, LIMIT - 2) is None
                 if tracker.host is not None and tracker.host.awaits:
                     tracker.arrived()
-                    assert stand(watch, LIMIT - 2) is None
+                    assert stalled_line(watch, LIMIT - 2) is None
     for _ in range(10):
         tracker.begin(program)
         tracker.reach(program.instructions[0])
-        assert stand(watch, LIMIT - 2) is None
+        assert stalled_line(watch, LIMIT - 2) is None
 
 
 def test_between_programs_nothing_is_watched():
     tracker = PositionTracker()
     watch = watching(tracker)
-    assert stand(watch, 10 * LIMIT) is None
+    assert stalled_line(watch, 10 * LIMIT) is None
     with tracker.running():
         at(program_of(0), "0F0", tracker=tracker)
-    assert stand(watch, 10 * LIMIT) is None
+    assert stalled_line(watch, 10 * LIMIT) is None
 
 
 def test_what_an_error_left_undone_is_not_watched():
@@ -243,7 +243,7 @@ def test_what_an_error_left_undone_is_not_watched():
     with pytest.raises(ValueError), tracker.running():
         at(program_of(0), "0F0", "0SEND_F0", tracker=tracker)
         raise ValueError
-    assert stand(watching(tracker), 10 * LIMIT) is None
+    assert stalled_line(watching(tracker), 10 * LIMIT) is None
 
 
 def test_the_engine_notes_each_step_and_that_its_message_has_come():
@@ -275,18 +275,18 @@ def test_the_engine_notes_each_step_and_that_its_message_has_come():
 # --- the device ---------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_stands_is_named_where_it_stands_though_the_host_ran_ahead():
+def test_a_device_that_stalls_is_named_where_it_stalls_though_the_host_ran_ahead():
     device = Device()
     tracker = PositionTracker(device.mark)
     watch = watching(tracker)
     with tracker.running():
         at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)
         device.passes(2)  # 1F0: its message, and itself
-        line = stand(watch, 2 * LIMIT)
+        line = stalled_line(watch, 2 * LIMIT)
         assert line is not None and "the GPU of pipeline rank 1 of 2 (global rank 7) has stalled for" in line
         assert "at 1F1: stage 1's input of microbatch 1 has not come from pipeline rank 0" in line
         device.passes(1)
-        line = stand(watch, 2 * LIMIT)
+        line = stalled_line(watch, 2 * LIMIT)
         assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
 
 
@@ -298,7 +298,7 @@ def test_a_device_that_waits_for_a_collective_is_named():
         at(lower(shared_plan("1f1b", 2, 4))[1], "1S0", "1ADD3", tracker=tracker)
         tracker.reach(End.SENDS)
     device.passes(2)
-    line = stand(watching(tracker), 2 * LIMIT)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
     assert line is not None and "the GPU of" in line
     assert "at 1ADD3: the result of 1EMBED_BACK3 has not come from pipeline rank 0" in line
 
@@ -308,11 +308,11 @@ def test_a_device_that_has_done_all_leaves_the_host_to_be_named():
     tracker = PositionTracker(device.mark)
     at(program_of(1), "1F0", "1F1", tracker=tracker)
     device.passes(9)
-    line = stand(watching(tracker), 2 * LIMIT)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
     assert line is not None and "error: pipeline rank 1" in line and "at 1F1: stage 1's input" in line
 
 
-def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
+def test_a_device_that_does_not_reach_the_end_is_reported_after_the_program():
     device = Device()
     tracker = PositionTracker(device.mark)
     watch = watching(tracker)
@@ -321,16 +321,16 @@ def test_a_device_that_does_not_come_to_the_end_is_noticed_after_the_program():
         tracker.reach(End.SENDS)
         tracker.reach(End.AFTER)
     device.passes(1)
-    line = stand(watch, 2 * LIMIT)
+    line = stalled_line(watch, 2 * LIMIT)
     assert line is not None and "the GPU of" in line and "at the end of its program" in line
     device.passes(1)
-    line = stand(watch, 2 * LIMIT)
+    line = stalled_line(watch, 2 * LIMIT)
     assert line is not None and "after its program" in line
     device.passes(1)
-    assert stand(watch, 10 * LIMIT) is None
+    assert stalled_line(watch, 10 * LIMIT) is None
 
 
-def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
+def test_the_device_is_asked_only_where_the_host_has_stalled_and_once_a_limit():
     """Between programs, while a checkpoint is written perhaps."""
     device = Device()
     tracker = PositionTracker(device.mark)
@@ -339,8 +339,8 @@ def test_the_device_is_asked_only_where_the_host_has_stood_and_once_a_limit():
         at(program_of(0), "0F0", tracker=tracker)
     (mark,) = device.marks
     mark.passed, mark.asked = True, 0
-    assert stand(watch, LIMIT - 1) is None and mark.asked == 0
-    assert stand(watch, 3 * LIMIT) is None and mark.asked == 3
+    assert stalled_line(watch, LIMIT - 1) is None and mark.asked == 0
+    assert stalled_line(watch, 3 * LIMIT) is None and mark.asked == 3
 
 
 def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
@@ -350,7 +350,7 @@ def test_a_host_that_waits_long_for_a_device_that_moves_is_let_be():
     program = program_of(1, n=64)
     at(program, *(f"1F{m}" for m in range(64)), tracker=tracker)
     for _ in range(len(device.marks) - 1):
-        assert stand(watch, GRACE - 1) is None
+        assert stalled_line(watch, GRACE - 1) is None
         device.passes(1)
 
 
@@ -366,10 +366,10 @@ def test_a_device_that_fails_is_left_to_the_host():
     with tracker.running():
         at(program_of(1), "1F0", "1F1", tracker=tracker)
     looking.append(True)
-    assert stand(watching(tracker), 10 * LIMIT) is None
+    assert stalled_line(watching(tracker), 10 * LIMIT) is None
 
 
-def test_marks_do_not_pile_up():
+def test_marks_do_not_accumulate():
     device = Device(at_once=True)
     tracker = PositionTracker(device.mark)
     at(program_of(1), "1F0", "1F1", "1F2", tracker=tracker)

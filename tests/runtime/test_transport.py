@@ -118,7 +118,7 @@ def test_a_process_must_be_in_one_pipeline():
 
 @pytest.mark.parametrize("d", [2, 3, 8, 64])
 @pytest.mark.parametrize(("place", "most"), [(sequential, 4), (v_shape, 4), (partial(interleaved, chunks=2), 6)])
-def test_no_rank_meets_two_others_in_a_round(place: Callable[[int], Placement], most: int, d: int):
+def test_no_rank_talks_to_two_others_in_a_round(place: Callable[[int], Placement], most: int, d: int):
     """So a pipeline of 64 ranks is connected as fast as one of four."""
     channels = channels_of(place(d))
     found = rounds(reversed(channels))
@@ -141,7 +141,7 @@ def _asked_for_body() -> list[tuple[Any, ...]]:
     return asked
 
 
-def test_every_process_is_told_of_all_groups_in_one_order():
+def test_every_process_makes_all_groups_in_one_order():
     """Torch counts them for their names; and each gets options of its own, for torch writes into them."""
     found = run_ranks(4, _asked_for_body)
     assert found == [found[0]] * 4
@@ -245,7 +245,7 @@ class FakeEnd:
         return next(self._works)
 
 
-def test_completed_sends_are_let_go_of_in_order_while_running():
+def test_completed_sends_are_freed_in_order_while_running():
     works = [FakeWork() for _ in range(4)]
     transport = Transport(Channels({1: FakeEnd(works)}, {}, CPU), ONE)
     storages = []

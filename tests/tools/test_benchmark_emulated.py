@@ -73,7 +73,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
     assert "ours v-zb" in section(rows)
 
 
-def test_what_is_relieved_runs_and_holds_what_is_planned(job):
+def test_memory_saving_runs_and_holds_what_is_planned(job):
     _, rows, _, _ = job
     stock = [row for row in rows if row["engine"] == "megatron-core"]
     ours = {(row["schedule"], row["memory_saving"]): row for row in rows if row["engine"] == "ours"}

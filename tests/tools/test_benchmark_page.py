@@ -42,7 +42,7 @@ def test_a_claim_that_did_not_hold_stands_out() -> None:
     assert claims_table([(part, [])]).splitlines()[-1] == "| This | 1 | **not held** | [p](#a-part) |"
 
 
-def test_writing_the_page_again_measures_nothing(tmp_path: Path) -> None:
+def test_writing_the_page_from_data_measures_nothing(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "benchmarks.json", tmp_path / "docs")
     data = json.loads((tmp_path / "docs" / "benchmarks.json").read_text())

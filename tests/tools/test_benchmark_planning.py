@@ -80,7 +80,7 @@ def test_measured_cells_make_tables():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_problems_by_lot_are_sound_and_the_same_again(seed):
+def test_random_problems_are_sound_and_reproducible(seed):
     request = drawn(seed)
     assert request == drawn(seed)
     assert request.memory_limit >= least_limit(request)

@@ -104,7 +104,7 @@ def test_rows_come_from_another_process(capfd):
     assert "no more rows" in capfd.readouterr().err
 
 
-def test_relieved_plans_have_their_own_verdicts():
+def test_plans_that_save_memory_have_their_own_verdicts():
     def claims(times: float, said: float) -> list[Claim]:
         held = [memory_saving.Held(2, round(2000 * times), 1.5, said, 1500)] * 4
         rows = [

@@ -66,7 +66,7 @@ def test_a_piece_that_takes_too_long_is_ended_with_all_it_started(tmp_path):
     assert gone(outcome.rows[0]["child"])
 
 
-def test_what_a_piece_leaves_behind_is_ended_and_told(tmp_path):
+def test_processes_that_a_piece_leaves_behind_are_ended_and_reported(tmp_path):
     outcome = run_apart(gpu_pieces.piece("leaves"), ON_CPU, tmp_path)
     assert (outcome.result, outcome.note) == (Result.FAILED, "left processes behind, which were ended")
     assert gone(outcome.rows[0]["child"])
@@ -182,7 +182,7 @@ def test_what_cannot_be_done_is_refused_in_a_line(machine, capsys, given, there,
 
 
 @pytest.mark.parametrize("lacks", ["torch", "setuptools", "megatron.core"])
-def test_a_python_that_lacks_something_is_told_what(monkeypatch, lacks):
+def test_a_python_that_lacks_something_is_reported(monkeypatch, lacks):
     found = needs.find_spec
     monkeypatch.setattr(needs, "find_spec", lambda name: None if name == lacks else found(name))
     assert needs.missing().startswith(f"{sys.executable} has no {lacks}; set PYTHON to a Python")
@@ -197,7 +197,7 @@ def test_a_report_is_named_after_its_device():
 # The report
 
 
-def test_a_report_tells_of_every_piece_and_a_failure_stands_out():
+def test_a_report_lists_every_piece_and_a_failure_stands_out():
     pieces = [gpu_pieces.piece("passes"), gpu_pieces.piece("faulty"), gpu_pieces.piece("sleeps")]
     rows = [{"a": 1.23456, FAULT: ""}, {"b": "x | y\nz", FAULT: "wrong"}, {"b": "none", FAULT: None}]
     stamp = {"date": "2000-01-01", "commit": "abc"}
@@ -288,7 +288,7 @@ def test_the_list_names_every_piece_and_how_many_gpus_it_takes():
     assert [line.split()[:2] for line in lines] == [[piece.name, str(piece.gpus)] for piece in PIECES]
 
 
-def test_a_python_that_is_not_there_is_told():
+def test_a_missing_python_is_reported():
     ended = script(PYTHON="/no/python")
     assert ended.returncode == 2
     assert ended.stderr == (

@@ -40,7 +40,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 
 
 def _run(part: Part, rows: Callable[[Say], Iterable[Row]], quick: bool, as_json: bool, *, whole: bool) -> None:
-    """Measure; print, or write to the page where these are ``whole`` part's rows."""
+    """Measures parts; writes the page if these are whole parts, else prints the rows."""
     found: list[Row] = []
     for row in rows(_say):
         found.append(row)

@@ -1,4 +1,4 @@
-"""Rows measured in a process of its own: what is imported and replaced there stays there; and Megatron on its ranks."""
+"""Measures rows in a separate process, where imports and replacements stay; and prepares Megatron on its ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Measure = Callable[[bool, Say], Iterator[Row]]
 
 
 def rows_apart(measure: Measure, quick: bool, say: Say) -> Iterator[Row]:
-    """The rows of ``measure(quick, say)``, a module-level function, from a new process.
+    """Yields the rows of ``measure(quick, say)``, a module-level function, from a new process.
 
     Raises:
         RuntimeError: where that process fails; it has written why.
@@ -50,7 +50,7 @@ def _measured(measure: Measure, quick: bool, pipe: Connection) -> None:
 
 
 def tell_megatron() -> None:
-    """Set what Megatron reads of torchrun's environment, on a rank of a default process group that is there."""
+    """Sets the environment variables of torchrun that Megatron reads, for a rank of the default process group."""
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}

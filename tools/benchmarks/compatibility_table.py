@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/compatibility.md from what the tests found: which of Megatron's features work under which schedule.
+"""Writes docs/compatibility.md from test results: which of Megatron's features work under which schedule.
 
     pytest tests/integration --full-matrix --features-to docs/compatibility.json
     python -m tools.benchmarks.compatibility_table
@@ -57,7 +57,7 @@ NEEDS_GPU = {
 
 
 def rows(results: Sequence[dict[str, Any]]) -> str:
-    """The table's body: a line a feature, in the order of the tests."""
+    """Returns the table's body: a line for each feature, in the order of the tests."""
     lines = []
     for feature in dict.fromkeys(found["feature"] for found in results):
         own = [found for found in results if found["feature"] == feature and "refusal" not in found]
@@ -69,7 +69,7 @@ def rows(results: Sequence[dict[str, Any]]) -> str:
 
 
 def refused(results: Sequence[dict[str, Any]]) -> str:
-    """A line for everything that is refused at start-up, with what the user is told."""
+    """Returns a line for everything that is refused at start-up, with its message."""
     lines = []
     for found in results:
         if "refusal" in found:
@@ -91,7 +91,7 @@ def _tests(found: Sequence[dict[str, Any]]) -> str:
 
 
 def written(results: Sequence[dict[str, Any]]) -> str:
-    """The whole page."""
+    """Returns the page."""
     table = f"| feature | {' | '.join(f'`{name}`' for name in SCHEDULES)} | test |\n|{'---|' * (len(SCHEDULES) + 2)}\n"
     page = HEAD + table + rows(results) + "\n"
     if no := refused(results):
@@ -100,7 +100,7 @@ def written(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the results, write the page."""
+    """Reads the results and writes the page."""
     results = json.loads((DOCS / "compatibility.json").read_text())
     write_text(DOCS / "compatibility.md", written(results))
     failed = [found["test"] for found in results if found.get("outcome") not in ("passed", "skipped")]

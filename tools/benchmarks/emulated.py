@@ -1,4 +1,4 @@
-"""Throughput of whole iterations: our engine, stock megatron-core and torch run passes that sleep for a known time."""
+"""Throughput of iterations: our engine, stock megatron-core and torch, with passes that sleep for a known time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIT_STEPS = 16
 def measure(
     quick: bool, say: Say, pipeline_size: int | None = None, microbatches: int | None = None, costs: str | None = None
 ) -> Iterator[Row]:
-    """A row for each schedule of each engine in every setting, or only in those named; stock 1F1B's is the first."""
+    """Yields a row for each schedule of each engine in every setting; stock 1F1B's is the first."""
     for d, each, text in product(
         [pipeline_size] if pipeline_size else (4, 8) if quick else (4, 8, 16),
         [None] if microbatches else (2,) if quick else (2, 4),
@@ -111,18 +111,18 @@ def _row(one: Contestant, spread: Spread, costs: Costs, setting: Mapping[str, An
 
 
 def simulated(schedule: Schedule, costs: StageCosts, latency: float) -> float:
-    """The seconds of an iteration, of costs in seconds, by the simulator."""
+    """Returns the simulated seconds of an iteration."""
     return simulate(schedule, replace(costs, comm=latency)).makespan
 
 
 def _fitted_latency(found: Sequence[Contestant], spreads: Sequence[Spread], costs: Costs) -> float:
-    """The P2P latency that fits our schedules."""
+    """Returns the P2P latency that fits our schedules."""
     pairs = [(one.schedule, s.median) for one, s in zip(found, spreads, strict=True) if one.engine == "ours"]
     return fitted_latency([(each, costs.on(each.placement), seconds) for each, seconds in pairs], UNIT_S / 2)
 
 
 def fitted_latency(measured: Sequence[tuple[Schedule, StageCosts, float]], most: float) -> float:
-    """The P2P latency, up to ``most``, with which the simulator is least wrong, in least squares.
+    """Returns the P2P latency, up to ``most``, with the smallest squared error of the simulator.
 
     Args:
         measured: schedules, their costs in seconds, and the seconds that they took.
@@ -133,7 +133,7 @@ def fitted_latency(measured: Sequence[tuple[Schedule, StageCosts, float]], most:
 
 
 def fitted(measured: Sequence[tuple[Callable[[float], float], float]], most: float) -> float:
-    """The same of what is simulated for a latency, and the seconds that it took."""
+    """Returns the same from the simulated time for a latency, and the measured seconds."""
 
     def wrong(latency: float) -> float:
         return sum((seconds / expected(latency) - 1) ** 2 for expected, seconds in measured)

@@ -1,4 +1,4 @@
-"""Who takes part in the emulation, and how their times are taken. Importing this imports Megatron."""
+"""The engines of the emulation and their timing. Importing this imports Megatron."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ class Contestant(NamedTuple):
 
 
 def ours(request: Request) -> list[Contestant]:
-    """Our schedules that have a name, planned for the costs of ``request``."""
+    """Returns our named schedules, planned for the costs of ``request``."""
     return [of_ours(name, replace(request, schedule=name)) for name in OURS]
 
 
 def adaptive(request: Request) -> list[Contestant]:
-    """Our adaptive within each of :data:`LIMITS`, for the costs of ``request``, which may have a P2P latency."""
+    """Returns our adaptive schedule within each of :data:`LIMITS`, for the costs of ``request``."""
     asked = replace(request, schedule="adaptive")
     return [of_ours(f"adaptive {limit:g}", replace(asked, memory_limit=limit)) for limit in LIMITS]
 
 
 def of_ours(name: str, request: Request) -> Contestant:
-    """Our engine with the plan for ``request``."""
+    """Returns our engine with the plan for ``request``."""
     schedule = plan(request)
     return of_plan(name, schedule, request.costs_on(schedule.placement))
 
 
 def of_plan(name: str, schedule: Schedule, costs: StageCosts) -> Contestant:
-    """Our engine with ``schedule``, lowered for ``costs``."""
+    """Returns our engine with ``schedule``, lowered for ``costs``."""
     programs = lower(schedule, costs)
     check(programs)
     return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
 
 
 def others(by_name: Sequence[Contestant]) -> list[Contestant]:
-    """What stock and torch can run at the size of :func:`ours`; 1F1B of stock comes first."""
+    """Returns what stock and torch can run at the size of :func:`ours`; stock's 1F1B comes first."""
     one, two = (_named(by_name, name).schedule for name in ("1f1b", "interleaved-1f1b"))
     d, n = one.ranks, one.microbatches
     found = [
@@ -85,20 +85,20 @@ def others(by_name: Sequence[Contestant]) -> list[Contestant]:
 
 
 def stocks(name: str, schedule: Schedule) -> Contestant:
-    """Stock's own function for one chunk a rank or several, whose order is that of ``schedule``."""
+    """Returns stock's own schedule function with the order of ``schedule``."""
     start = partial(emulated_stock.start, schedule.placement, schedule.microbatches)
     return Contestant("megatron-core", name, schedule, start)
 
 
 def _named(found: Sequence[Contestant], name: str) -> Contestant:
-    """Ours of that name."""
+    """Returns our schedule of that name."""
     return next(one for one in found if (one.engine, one.name) == ("ours", name))
 
 
 def measure(
     found: Sequence[Contestant], costs: Sequence[StageCosts], repetitions: int, timeout: float
 ) -> list[list[float]]:
-    """For each of ``found``, which has our ``v-zb``, the seconds of every repetition; its ``costs`` are in seconds.
+    """Returns the seconds of every repetition of each of ``found``, which must include our ``v-zb``.
 
     The repetitions go round: whatever else the machine does meanwhile, it does to all of them.
     """
@@ -114,7 +114,7 @@ def measure(
 def _on_a_rank(
     found: Sequence[Contestant], costs: Sequence[StageCosts], settling: tuple[Contestant, StageCosts], repetitions: int
 ) -> list[tuple[float, float]]:
-    """Begin and end of every iteration on this rank, after each engine has warmed up once in quick time."""
+    """Returns begin and end of every iteration on this rank, after a quick warm-up of each engine."""
     begin_together()
     around = dict.fromkeys(Kind, 0.0)
     emulated_ours.settle(lower(settling[0].schedule), Passes(settling[1], around))

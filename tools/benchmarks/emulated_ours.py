@@ -31,21 +31,21 @@ _ROUNDS = 2  # the second corrects the first, whose sleeps were too long
 
 
 def start(programs: Sequence[Program], passes: Passes, observers: Sequence[Observer] = ()) -> Callable[[], None]:
-    """What carries out this rank's one of ``programs`` once."""
+    """Returns a function that runs this rank's one of ``programs`` once."""
     program = programs[dist.get_rank()]
     stages = _Stages(passes, program)
     return lambda: carry_out(program, stages, observers)
 
 
 def carry_out(program: Program, stages: Stages, observers: Sequence[Observer] = ()) -> None:
-    """``program`` once, on these stages and our own transport."""
+    """Runs ``program`` once, on these stages and our own transport."""
     run(program, stages, Transport(_channels(channels_of(program.placement)), _SPEC), observers)
 
 
 def settle(
     programs: Sequence[Program], passes: Passes, average: Callable[[Sequence[float]], float] = statistics.mean
 ) -> None:
-    """Run this rank's one of ``programs`` a few times, and have passes sleep so long that they take their time.
+    """Runs this rank's one of ``programs`` a few times, and corrects how long passes sleep.
 
     From call to return, by the ``average`` over each kind; a trial outside of a run would be quicker, for its code and
     data are still in the processor's caches.
@@ -113,7 +113,7 @@ class _Stages(Stages):
     def add_embedding(self, microbatch: int, gradient: Tensor) -> None: ...
 
     def collective(self, op: Op, microbatch: int) -> Callable[[], Tensor]:
-        """The messages of a real one: hidden states, a number or three for each token, and its word."""
+        """Returns the messages of a real collective: hidden states, numbers for each token, and the token."""
         first, last = self._placement.rank_of[0], self._placement.rank_of[-1]
         hidden, tokens, words = torch.zeros(SHAPE), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2], dtype=torch.int64)
         every = [torch.zeros(3, *SHAPE[:2]) for _ in range(self._placement.ranks)]
@@ -137,7 +137,7 @@ class _Stages(Stages):
 
 
 class _Timed(_Stages):
-    """The same, noting by how many seconds longer than its time each pass took."""
+    """The same; records by how many seconds each pass took too long."""
 
     def __init__(self, passes: Passes, program: Program) -> None:
         super().__init__(passes, program)

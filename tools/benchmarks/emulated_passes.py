@@ -1,4 +1,4 @@
-"""Passes that compute nothing and take a known time from call to return: the same for every engine."""
+"""Passes that only sleep, for a known time: the same for every engine."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Passes:
         """Times are multiplied by this: a warm-up need not last long."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int = 0) -> float:
-        """How long a pass takes; without lengths all microbatches are alike."""
+        """Returns the seconds of a pass; without lengths all microbatches are equal."""
         return self.costs.durations_of([Pass(stage, kind, microbatch)])[0]
 
     def run(self, kind: Kind, stage: int, microbatch: int = 0) -> None:
-        """Sleep for the pass's time."""
+        """Sleeps for the pass's time."""
         time.sleep(max(self.seconds(kind, stage, microbatch) * self.pace - self.around[kind], 0.0))
 
     def fill(self, kind: Kind, stage: int, begun: float) -> None:
-        """Sleep for what is left of the pass's time since ``begun``, by :func:`time.monotonic`."""
+        """Sleeps for what is left of the pass's time since ``begun``, by :func:`time.monotonic`."""
         time.sleep(max(begun + self.seconds(kind, stage) * self.pace - time.monotonic(), 0.0))
 
 
 class Layers(nn.Module):
-    """A stage as autograd sees it: its forward is F, its backward ``backward``: B, or I where W is run by itself."""
+    """A stage for autograd: its forward is F, its backward B, or I where W is run separately."""
 
     def __init__(self, passes: Passes, stage: int, backward: Kind) -> None:
         super().__init__()

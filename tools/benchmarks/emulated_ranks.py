@@ -1,4 +1,4 @@
-"""Ranks as processes forked from this one, which has imported all they need, joined over gloo on this machine."""
+"""Ranks as processes forked from this one after its imports, joined over gloo on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(ranks: int, body: Callable[[], Any], timeout: float) -> list[Any]:
-    """What ``body()`` returns on each of ``ranks`` forked gloo ranks.
+    """Returns the results of ``body()`` on ``ranks`` forked gloo ranks.
 
     Raises:
         RankError: as soon as one rank fails, or where they take longer than ``timeout`` seconds; all are ended then.
@@ -95,7 +95,7 @@ def _rank(rank: int, ranks: int, folder: Path, pipe: Connection, body: Callable[
 
 
 def _keep_time() -> None:
-    """Have this process, and gloo's threads to come, wake up when they should, whatever else the machine does.
+    """Gives this process and gloo's later threads precise wake-ups on a busy machine.
 
     Linux lets a sleep last 50 microseconds longer, to save wake-ups. Ranks stand for machines of their own: where the
     system allows it they go before other processes.
@@ -106,7 +106,7 @@ def _keep_time() -> None:
 
 
 def begin_together() -> float:
-    """Return at the same moment on all ranks, soon after the last has called this; the time of it."""
+    """Returns the time, at the same moment on all ranks, soon after the last has called this."""
     last = torch.tensor([time.monotonic()], dtype=torch.float64)
     dist.all_reduce(last, dist.ReduceOp.MAX)
     time.sleep(max(last.item() + _AHEAD_S - time.monotonic(), 0.0))

@@ -30,7 +30,7 @@ P2P latency per setting, fitted to our schedules. `adaptive X` plans within X of
 
 
 def section(rows: Sequence[Row]) -> str:
-    """The setting that single claims are about, then all settings in short."""
+    """Returns the section: the setting of single claims, then all settings in short."""
     text = [_HOW]
     if key := [row for row in rows if _setting(row) == KEY]:
         text += [f"### {_named(KEY)}", _in_full(key)]
@@ -54,7 +54,7 @@ def _who(row: Row) -> str:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the simulator, the setting ``KEY``, and the schedules that others have too."""
+    """Returns claims about the simulator, the setting ``KEY``, and the schedules that others have too."""
     return list(_claims(rows))
 
 
@@ -88,7 +88,7 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
 
 
 def _beside_equals(rows: Sequence[Row]) -> Iterator[tuple[float, Row, Row]]:
-    """By how much longer each of ours that others have too took than each of theirs."""
+    """Yields how much longer each of our schedules took than the same one of others."""
     found = {(_setting(row), row["engine"], row["schedule"]): row for row in rows}
     for (setting, engine, schedule), mine in found.items():
         for whose, name in EQUALS.get(schedule, ()) if engine == "ours" else ():
@@ -107,7 +107,7 @@ def _in_full(rows: Sequence[Row]) -> str:
 
 
 def _in_short(rows: Sequence[Row]) -> str:
-    """A line for each schedule, a column for each set of costs."""
+    """Returns a line for each schedule, a column for each set of costs."""
     costs = list(dict.fromkeys(row["costs"] for row in rows))
     table = []
     for who in dict.fromkeys(map(_who, rows)):
@@ -118,7 +118,7 @@ def _in_short(rows: Sequence[Row]) -> str:
 
 
 def _fastest(rows: Sequence[Row]) -> str:
-    """How often each schedule is the fastest of its setting."""
+    """Counts how often each schedule is the fastest of its setting."""
     settings = dict.fromkeys(map(_setting, rows))
     best = (min((row for row in rows if _setting(row) == each), key=lambda row: row["seconds"]) for each in settings)
     return f"Fastest: {', '.join(f'{who} in {times}' for who, times in Counter(map(_who, best)).most_common())}."

@@ -1,4 +1,4 @@
-"""Stock megatron-core's own pipeline schedules on passes that sleep: its functions, its point-to-point messages."""
+"""Stock megatron-core's pipeline schedules on passes that sleep: its functions, its point-to-point messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(
     passes: Passes,
     layers: Callable[[Passes, int], nn.Module] = sleeping,
 ) -> Callable[[], None]:
-    """What runs stock's 1F1B once, or with several chunks its interleaved 1F1B, on stages of these ``layers``."""
+    """Returns a function that runs stock's 1F1B, interleaved with several chunks, once on stages of ``layers``."""
     _without_cuda()
     config = _config(placement)
     chunks = [_Chunk(config, layers(passes, stage)) for stage in placement.stages_of(dist.get_rank())]
@@ -55,7 +55,7 @@ def start(
 
 
 def _config(placement: Placement) -> TransformerConfig:
-    """As Megatron's own arguments set it: interleaved overlaps its messages with computing."""
+    """Returns the configuration that Megatron's arguments give: interleaved overlaps its messages."""
     several = placement.chunks > 1
     return TransformerConfig(
         num_layers=placement.stages,
@@ -73,7 +73,7 @@ def _config(placement: Placement) -> TransformerConfig:
 
 @cache
 def _without_cuda() -> None:
-    """All that these functions ask of CUDA, on the CPU; the whole stand-in would slow down every call of torch's."""
+    """Replaces what these functions use of CUDA; the whole stand-in would slow down every torch call."""
     zeros = torch.zeros
 
     def on_the_cpu(*size: Any, device: Any = None, **rest: Any) -> Tensor:
@@ -86,7 +86,7 @@ def _without_cuda() -> None:
 
 @cache
 def _groups() -> ProcessGroupCollection:
-    """Every rank alone but for the pipeline."""
+    """Returns groups of one rank, except for the pipeline."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     groups = ProcessGroupCollection()
     groups.tp = groups.cp = alone

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's own schedules on passes that sleep: its stages, its messages, its loops."""
+"""torch.distributed.pipelining's schedules on passes that sleep: its stages, its messages, its loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO_CHUNKS: dict[str, tuple[Any, Callable[[int, int], Placement]]] = {
 
 
 def order(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The passes of one of ``TWO_CHUNKS`` in torch's order, which needs no process group to be made."""
+    """Returns the passes of one of ``TWO_CHUNKS`` in torch's order, without a process group."""
     kind, place = TWO_CHUNKS[name]
     of_rank_0 = [SimpleNamespace(num_stages=2 * ranks, group_size=ranks, group_rank=0, submod=None)] * 2
     made = kind(of_rank_0, microbatches, loss_fn=_loss).pipeline_order
@@ -42,7 +42,7 @@ def order(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def start(kind: Any, placement: Placement, microbatches: int, passes: Passes) -> Callable[[], None]:
-    """What runs one iteration of torch's schedule ``kind``."""
+    """Returns a function that runs one iteration of torch's schedule ``kind``."""
     stages = [_stage(stage, placement.stages, passes) for stage in placement.stages_of(dist.get_rank())]
     schedule = kind(stages if placement.chunks > 1 else stages[0], microbatches, loss_fn=_loss, scale_grads=False)
     whole = torch.zeros((SHAPE[0] * microbatches, *SHAPE[1:]))

@@ -1,4 +1,4 @@
-"""Microbatches of different lengths: planned for equal ones, and planned for their lengths; simulated and emulated."""
+"""Microbatches of different lengths, planned for equal lengths and for their own; simulated and emulated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNIT_S, _HOP_S = 0.040, 0.001
 
 
 class _Setting(NamedTuple):
-    """One schedule for one way of drawing lengths.
+    """One schedule and one distribution of lengths.
 
     Args:
         name: of the schedule.
@@ -54,7 +54,7 @@ class _Setting(NamedTuple):
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A simulated row for each schedule, size and way of drawing, and emulated ones of a few iterations."""
+    """Yields a simulated row for each schedule, size and distribution, and emulated ones of a few iterations."""
     for n in (16,) if quick else (16, 32):
         for drawn in _DRAWS[: 1 if quick else None]:
             for name in _EMULATED if quick else _SCHEDULES:
@@ -65,7 +65,7 @@ def measure(quick: bool, say: Say) -> Iterator[Row]:
 
 
 def lengths_of(n: int, drawn: str, draw: random.Random) -> list[list[int]]:
-    """The lengths of the sequences of each of ``n`` microbatches."""
+    """Returns the lengths of the sequences of each of ``n`` microbatches."""
     if drawn == _ALONE:
         return [[draw.randint(_LEAST, _CONTEXT)] for _ in range(n)]
 
@@ -90,7 +90,7 @@ def _sets(n: int, drawn: str, count: int) -> list[MicrobatchLoads]:
 
 @cache
 def _setting(name: str, n: int, drawn: str) -> _Setting:
-    """The schedule planned for equal microbatches that take as long as those drawn do on average."""
+    """Returns the schedule planned for equal microbatches of the average cost."""
     shares, ratio = times.attention_shares(_MODEL), times.loads(_MODEL).ratio
     costs = Costs(*ratio, _HOP_S / _UNIT_S, attention=shares)
     every = _sets(n, drawn, 200)
@@ -175,7 +175,7 @@ def _emulated(drawn: str, repetitions: int, say: Say) -> Iterator[Row]:
 
 
 def _named[T](found: Sequence[T]) -> list[tuple[str, T]]:
-    """Each with the name of its schedule: two of every one in turn."""
+    """Returns each with the name of its schedule, two of each."""
     return [(_EMULATED[at // 2], each) for at, each in enumerate(found)]
 
 

@@ -1,4 +1,4 @@
-"""Plans for microbatches of different lengths, measured: claims and Markdown tables."""
+"""Claims and Markdown tables about plans for microbatches of different lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRAWN = {"one a microbatch, a quarter of a context or more": "one document per 
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How it was measured, then the tables."""
+    """Returns how it was measured, then the tables."""
     simulated, emulated = _apart(rows)
     text = [_HOW, "### Time saved, simulated", _simulated(simulated)]
     if emulated:
@@ -27,7 +27,7 @@ def section(rows: Sequence[Row]) -> str:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the time saved, the time to plan, and the simulator."""
+    """Returns claims about the time saved, the time to plan, and the simulator."""
     return _claims(*_apart(rows))
 
 
@@ -37,7 +37,7 @@ def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _simulated(rows: Sequence[Row]) -> str:
-    """A line for each kind of draw, from the schedule that gains least to the one that gains most."""
+    """Returns a line for each distribution, from the schedule that gains least to the one that gains most."""
     table = []
     for drawn, n in dict.fromkeys((str(row["drawn"]), row["microbatches"]) for row in rows):
         these = [row for row in rows if (row["drawn"], row["microbatches"]) == (drawn, n)]
@@ -90,7 +90,7 @@ def _who(row: Row) -> str:
 
 
 def _emulated(rows: Sequence[Row]) -> str:
-    """A line for each schedule, a column for each kind of draw."""
+    """Returns a line for each schedule, a column for each distribution."""
     seconds = {(row["schedule"], row["drawn"], row["planned_for"]): row["seconds"] for row in rows}
     draws = list(dict.fromkeys(str(row["drawn"]) for row in rows))
     table = []

@@ -1,4 +1,4 @@
-"""Bytes of activations that every rank really holds in training, against the plan."""
+"""Measures the activation memory of every rank in training, and compares it with the plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ON_GPU += ["--max-position-embeddings", "1024"]
 
 
 class Peaks(NamedTuple):
-    """What one rank held.
+    """Peak memory of one rank.
 
     Args:
         whole: the most by plan, in microbatches' worth of the rank's activations, held to the end of W.
@@ -57,7 +57,7 @@ class Peaks(NamedTuple):
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each schedule and number of ranks."""
+    """Yields a row for each schedule and number of ranks."""
     return rows_apart(_measure, quick, say)
 
 
@@ -83,7 +83,7 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
 
 def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Sequence[Peaks]) -> dict[str, Any]:
-    """Each rank's bytes against planned microbatches times the bytes of one, and the worst against 1F1B's."""
+    """Returns each rank's bytes against the planned ones, and the worst rank's against 1F1B's."""
     planned = [round(rank.planned * rank.one) for rank in found]
     errors = [rank.full / plan - 1 for rank, plan in zip(found, planned, strict=True)]
     return {
@@ -107,7 +107,7 @@ def _model() -> list[str]:
 
 
 def _weight_share() -> float:
-    """The part of a decoder layer's activations that is still held from I to W."""
+    """Returns the share of a decoder layer's activations that is still held from I to W."""
     from tools import _pass_times as times
 
     tell_megatron()
@@ -116,7 +116,7 @@ def _weight_share() -> float:
 
 
 def _train(schedule: str, size: int, share: float) -> Peaks:
-    """One iteration of training on this rank, whose schedule runs for a single microbatch first, then for all."""
+    """Trains one iteration on this rank, first with a single microbatch, then with all."""
     import torch.distributed as dist
 
     import pretrain_gpt
@@ -150,7 +150,7 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the plan's bytes and the shares of 1F1B's; then the same with recompute and offload."""
+    """Returns claims about the planned bytes and the shares of 1F1B's; then with recompute and offload."""
     schedules, saved = _apart(rows)
     found = []
     if schedules:
@@ -176,7 +176,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How it was measured, and every schedule's worst rank; then the same with recompute and offload."""
+    """Returns how it was measured, and every schedule's worst rank; then with recompute and offload."""
     schedules, saved = _apart(rows)
     text = [_HOW, _table(schedules)]
     return "\n\n".join([*text, memory_saving.section(saved)] if saved else text)
@@ -192,7 +192,7 @@ gradients hold on the worst rank, relative to 1F1B's worst rank."""
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """A line for each schedule; measured and planned for each number of ranks."""
+    """Returns a line for each schedule; measured and planned for each number of ranks."""
     sizes = list(dict.fromkeys(row["pipeline_size"] for row in rows))
     found = {(row["schedule"], row["pipeline_size"]): row for row in rows}
     heads = [f"{what}, {size} ranks" for size in sizes for what in ("measured", "planned")]

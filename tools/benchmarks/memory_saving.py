@@ -1,4 +1,4 @@
-"""Bytes of activations that ranks really hold where the plan recomputes or offloads, on the device and on the host."""
+"""Measures activation memory on device and host where the plan recomputes or offloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMORY_SAVINGS = {
 
 
 class Held(NamedTuple):
-    """What one rank held, in bytes but for the plan.
+    """Memory of one rank, in bytes; the plan in microbatches.
 
     Args:
         planned: the most by plan, in microbatches' worth of an average rank's decoder layers.
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 def measure(model: Sequence[str], one: int, quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each limit and what may be done to keep within it.
+    """Yields a row for each limit and way to save memory.
 
     Args:
         model: its flags.
@@ -61,7 +61,7 @@ def measure(model: Sequence[str], one: int, quick: bool, say: Say) -> Iterator[R
 
 
 def memory_saving_row(limit: str, memory_saving: str, one: int, found: Sequence[Held]) -> dict[str, Any]:
-    """Each rank's bytes against planned microbatches times the bytes of one."""
+    """Returns each rank's bytes against the planned ones."""
     planned = [round(rank.planned * one) for rank in found]
     errors = [rank.full / plan - 1 for rank, plan in zip(found, planned, strict=True)]
     return {
@@ -80,7 +80,7 @@ def memory_saving_row(limit: str, memory_saving: str, one: int, found: Sequence[
 
 
 def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
-    """One iteration of training on this rank."""
+    """Trains one iteration on this rank."""
     import torch.distributed as dist
 
     import pretrain_gpt
@@ -113,7 +113,7 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About bytes on the device and on the host."""
+    """Returns claims about bytes on the device and on the host."""
     worst = max(rows, key=lambda row: abs(row["worst_error"]))
     found = [
         Claim(
@@ -136,7 +136,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """A line for each limit."""
+    """Returns a line for each limit."""
     how = (
         f"With recompute, offload ({_GBPS} GB/s) or both, `adaptive` on four ranks within a fraction of 1F1B's memory: "
         "measured device memory over planned, on the rank that is furthest off, and KiB on the host that takes most."

@@ -1,4 +1,4 @@
-"""What the parts of the benchmark share: rows of figures, how they are summed up, and where they are kept."""
+"""Shared by the parts of the benchmark: rows of figures, their summary, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class Claim(NamedTuple):
-    """One claim, and what the measurements say of it.
+    """One claim and its verdict from the measurements.
 
     Args:
         text: what should hold.
@@ -74,11 +74,11 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Returns the statistics of at least one value."""
         return Spread(statistics.median(values), min(values), max(values))
 
     def per(self, other: Spread) -> float:
-        """The ratio of the medians."""
+        """Returns the ratio of the medians."""
         return self.median / other.median
 
 
@@ -89,17 +89,17 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def verdict(held: bool) -> str:
-    """In words."""
+    """Returns the verdict in words."""
     return "held" if held else "not held"
 
 
 def span(values: Sequence[float], form: str) -> str:
-    """From the least to the most."""
+    """Returns the range from the least to the most."""
     return f"{min(values):{form}}-{max(values):{form}}" if values else ""
 
 
 def claims_table(parts: Sequence[tuple[Part, Sequence[Row]]]) -> str:
-    """A line for each claim of each part, with a link to the part's section."""
+    """Returns a line for each claim of each part, with a link to the part's section."""
     lines = ["| claim | measured | verdict | details |", "| --- | --- | --- | --- |"]
     for part, rows in parts:
         link = f"[{part.name}](#{re.sub(r'[^a-z0-9 -]', '', part.title.lower()).replace(' ', '-')})"
@@ -110,7 +110,7 @@ def claims_table(parts: Sequence[tuple[Part, Sequence[Row]]]) -> str:
 
 
 def machine() -> str:
-    """The processor's name and how many of its cores there are."""
+    """Returns the processor's name and number of cores."""
     name = platform.processor() or "a CPU of unknown name"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -119,14 +119,14 @@ def machine() -> str:
 
 
 class Kept:
-    """The rows of every part, with the day, the machine and the command of each, in a JSON file beside the page."""
+    """The rows of every part, with its date, machine and command, in a JSON file next to the page."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "benchmarks.json"
         self.parts: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def keep(self, part: Part, rows: Sequence[Row], command: str) -> None:
-        """Put ``rows`` in the place of what was measured before."""
+        """Replaces the rows of a part."""
         today = datetime.date.today().isoformat()
         self.parts[part.name] = {"date": today, "machine": machine(), "command": command, "rows": [*rows]}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class Kept:
             write_text(images / f"{part.name}.svg", part.drawing(rows))
 
     def page(self, parts: Sequence[Part]) -> str:
-        """The claims and the tables that show them, as Markdown."""
+        """Returns the claims and their tables, as Markdown."""
         found = [(part, self.parts[part.name]) for part in parts if part.name in self.parts]
         measured: dict[str, list[str]] = {}
         for part, kept in found:

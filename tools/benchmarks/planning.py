@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Measures how good the adaptive schedules are, and how long planning takes; writes a page of figures and a drawing.
+"""Measures the quality of adaptive schedules and the planning time; writes a page of figures and a drawing.
 
-What was measured is kept, by cell and by the planner's code: a run that was cut short goes on where it stopped.
+Results are cached by cell and by the planner's code: an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TIMED = ((8, 32, 10.0), (16, 64, 30.0), (32, 128, 60.0), (64, 512, 180.0))
 
 
 class Cells(NamedTuple):
-    """Everything that is measured, by where it goes in the report."""
+    """All measurements, by section of the report."""
 
     peers: dict[tuple[int, int, str], Cell]
     optima: dict[str, Cell]
@@ -48,14 +48,14 @@ class Cells(NamedTuple):
     times: list[tuple[Cell, float]]
 
     def untimed(self) -> list[Cell]:
-        """Those whose processor time nobody asks for, the longest first."""
+        """Returns the cells that are not timed, the longest first."""
         saved = [cell for cells in self.saved.values() for cell in cells]
         found = dict.fromkeys([*self.peers.values(), *self.optima.values(), *self.curve.values(), *saved, *self.lots])
         return sorted(found, key=lambda cell: -cell.ranks * cell.microbatches * (cell.seconds or 1))
 
 
 def cells_of(peers: table.Json, quick: bool) -> Cells:
-    """What to measure; a sample of it where there is little time."""
+    """Returns what to measure, or with ``quick`` a sample of it."""
     costs = {name: table.costs_text(numbers) for name, numbers in peers["costs"].items()}
     sizes: dict[tuple[int, int, str], float] = {}
     for row in peers["rows"]:
@@ -100,7 +100,7 @@ def _offload(part: float) -> str:
 
 
 class Kept:
-    """Results in a file of JSON lines, each with its cell and the version of the code it was measured with."""
+    """Cached results in a file of JSON lines, each with its cell and the version of the code."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.version = path, code_version()
@@ -116,18 +116,18 @@ class Kept:
                     self.results[entry["cell"]] = entry["result"]
 
     def find(self, cell: Cell) -> Result | None:
-        """What was measured for ``cell``."""
+        """Returns the result for ``cell``."""
         return self.results.get(str(cell))
 
     def keep(self, cell: Cell, result: Result) -> None:
-        """Write ``result`` down at once."""
+        """Writes ``result`` at once."""
         self.results[str(cell)] = result
         with self.path.open("a") as file:
             file.write(json.dumps({"version": self.version, "cell": str(cell), "result": result}) + "\n")
 
 
 def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
-    """Measure what is not there yet, in ``jobs`` processes."""
+    """Measures what is missing, in ``jobs`` processes."""
     missing = [cell for cell in cells if kept.find(cell) is None]
     console = Console(stderr=True, highlight=False)
     if len(missing) < len(cells):
@@ -147,7 +147,7 @@ def run(cells: Sequence[Cell], kept: Kept, jobs: int, what: str) -> None:
 
 
 def report(cells: Cells, kept: Kept, peers: table.Peers, command: str) -> str:
-    """The page."""
+    """Returns the page."""
     lots = [found for cell in cells.lots if (found := kept.find(cell))]
     curve = {seconds: found for seconds, cell in cells.curve.items() if (found := kept.find(cell))}
     d, n, name = _DRAWN
@@ -214,7 +214,7 @@ On one core, including the schedules by name that the search starts from; costs 
 
 
 def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) -> str:
-    """The frontier with everybody's schedules in it."""
+    """Draws the frontier with the schedules of all projects."""
     d, n, name = _DRAWN
     points = [Point(rung["limit"], rung["bubble"], max(0.0, rung["bubble_bound"])) for rung in found["rungs"]]
     ours = [Mark(title(each["name"]), "", each["peak"], each["bubble"]) for each in found["named"]]
@@ -234,7 +234,7 @@ def drawing(found: Result, saved: dict[str, list[Found]], peers: table.Peers) ->
 
 
 def _curves(saved: dict[str, list[Cell]], kept: Kept) -> dict[str, list[Found]]:
-    """The drawing's curves: recompute, and offload where copies are slowest."""
+    """Returns the drawing's curves: recompute, and offload with the slowest copies."""
     looks = {"again": "recompute", "offload": _offload(_COPIES[-1])}
     return {
         look: [

@@ -1,4 +1,4 @@
-"""What the planning benchmark measures, one cell at a time: figures of plans, as plain data."""
+"""The measurements of the planning benchmark, one cell at a time: figures of plans, as plain data."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Cell:
 
 
 def code_version() -> str:
-    """A name for the code that the figures depend on."""
+    """Returns a version of the code that the figures depend on."""
     return hashlib.sha256(Path(__file__).read_bytes() + cache_directory.code_version().encode()).hexdigest()[:16]
 
 
 def measure(cell: Cell) -> Result:
-    """The figures of ``cell``, with the processor time they took: other programs on the machine do not count."""
+    """Returns the figures of ``cell``, with the processor time that they took."""
     _warm_up()
     started = time.process_time()
     result = _MEASURES[cell.kind](cell)
@@ -72,7 +72,7 @@ def measure(cell: Cell) -> Result:
 
 
 def _frontier(cell: Cell) -> Result:
-    """Every rung of the ladder, and the named schedules."""
+    """Returns every memory limit of the ladder, and the named schedules."""
     request = Request("adaptive", cell.ranks, cell.microbatches, Costs.parse(cell.costs))
     costs, unit = request.costs.around_one()
     request = replace(request, costs=costs)
@@ -94,7 +94,7 @@ def _frontier(cell: Cell) -> Result:
 
 
 def _memory_saving(cell: Cell) -> Result:
-    """One plan, with the recomputed and the offloaded layers chosen for it."""
+    """Returns one plan with recomputed and offloaded layers."""
     costs = replace(Costs.parse(cell.costs), copy=cell.copy)
     asked = Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to)
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)
@@ -109,7 +109,7 @@ def _memory_saving(cell: Cell) -> Result:
 
 
 def _random(cell: Cell) -> Result:
-    """One plan of a problem nobody has chosen, against the named schedules within the same memory."""
+    """Returns one plan of a random problem, against the named schedules within the same memory."""
     request = drawn(cell.seed)
     assert request.memory_limit is not None
     limit = request.memory_limit * request.ranks
@@ -129,7 +129,7 @@ def _random(cell: Cell) -> Result:
 
 
 def drawn(seed: int) -> Request:
-    """A size, costs, uneven stages and a memory limit drawn by lot."""
+    """Returns a random size, costs, uneven stages and a memory limit."""
     lot = random.Random(seed)
     ranks = lot.randint(2, 24)
     microbatches = lot.randint(1, 3 * ranks)
@@ -143,14 +143,14 @@ def drawn(seed: int) -> Request:
 
 
 def _time(cell: Cell) -> Result:
-    """A plan as a user asks for it, named schedules included."""
+    """Returns a plan as a user gets it, named schedules included."""
     costs = Costs.parse(cell.costs)
     schedule = plan(Request("adaptive", cell.ranks, cell.microbatches, costs, memory_limit=cell.up_to))
     return _figures(simulate(schedule, costs.on(schedule.placement)), 1.0)
 
 
 def _figures(timeline: Timeline, unit: float) -> Result:
-    """What the tables show; ``unit`` is that of the times."""
+    """Returns the figures of the tables; ``unit`` is that of the times."""
     return {
         "name": timeline.schedule.name,
         "bubble": timeline.bubble,
@@ -160,7 +160,7 @@ def _figures(timeline: Timeline, unit: float) -> Result:
 
 
 def _warm_up() -> None:
-    """Compile, or load what was compiled, before the clock runs."""
+    """Compiles, or loads compiled code, before the timing."""
     plan(Request("adaptive", 2, 2, memory_limit=1.0, search_seconds=0.001))
 
 

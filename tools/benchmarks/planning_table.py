@@ -1,4 +1,4 @@
-"""The planning benchmark's report: from measured cells to Markdown, and to the points of the drawing."""
+"""The report of the planning benchmark: Markdown and the points of the drawing, from measured cells."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BEST_KNOWN = {"20,20,20,0": {2.5: 1120, 3.0: 1060}, "20,22,15,1": {2.0: 1257, 2.
 
 
 def best_within(found: Result, memory: float) -> Result | None:
-    """The best rung of a frontier that holds no more than ``memory``."""
+    """Returns the best plan of a frontier within ``memory``."""
     rungs = [rung for rung in found["rungs"] if rung["limit"] <= memory + _EPSILON]
     return rungs[-1] if rungs else None
 
 
 class Peers:
-    """Other projects' schedules, and ours beside each.
+    """Other projects' schedules, each compared with ours.
 
     Args:
         data: as read from tools/benchmarks/peers.json.
@@ -53,11 +53,11 @@ class Peers:
                 self.pairs.append((row, ours))
 
     def unmet(self) -> list[tuple[Json, Result]]:
-        """Rows with a smaller bubble than ours; theirs are rounded to four digits."""
+        """Returns rows with a smaller bubble than ours; theirs are rounded to four digits."""
         return [(row, ours) for row, ours in self.pairs if not _met(row, ours)]
 
     def section(self) -> str:
-        """Every row against ours: counts by size, and each row that is unmet."""
+        """Returns every row against ours: counts by size, and each row that is unmet."""
         names, unmet = list(self.data["costs"]), self.unmet()
         count: dict[tuple[int, int, str], list[bool]] = defaultdict(list)
         for row, ours in self.pairs:
@@ -89,7 +89,7 @@ class Peers:
         return "\n".join(lines)
 
     def low_memory(self) -> str:
-        """Where memory is scarce and costs are real: ours against the best of all projects within the same memory."""
+        """Returns ours against the best of all projects within the same small memory, at measured costs."""
         best: dict[tuple[int, int, str, float], tuple[Json, Result]] = {}
         for row, ours in self.pairs:
             if row["costs"] != "A" and row["peak"] <= LOW_MEMORY * row["d"] + _EPSILON:
@@ -122,14 +122,14 @@ class Peers:
         )
 
     def marks(self, d: int, n: int, costs: str) -> list[Mark]:
-        """The other projects' points at one size."""
+        """Returns the other projects' points at one size."""
         wanted = {"d": d, "n": n, "costs": costs}
         rows = [row for row in self.data["rows"] if all(row[key] == value for key, value in wanted.items())]
         return [Mark(row["schedule"], row["peer"].split("-2")[0], row["peak"], row["bubble"]) for row in rows]
 
 
 def optima(cells: Mapping[str, Cell], find: Find) -> str:
-    """Makespans against proved and best known ones of a two-chunk V placement; ours may use four chunks."""
+    """Returns makespans against proved and best known ones of a two-chunk V placement; ours may use four chunks."""
     body, worst = [], 0.0
     for costs, cell in cells.items():
         found = find(cell)
@@ -158,7 +158,7 @@ def optima(cells: Mapping[str, Cell], find: Find) -> str:
 
 
 def curve(found: Mapping[float, Result], most: float) -> str:
-    """The frontier's table; ``found`` is by seconds of search."""
+    """Returns the frontier's table; ``found`` is by seconds of search."""
     longest = max(found)
     body = []
     for rung in found[longest]["rungs"]:
@@ -182,7 +182,7 @@ def curve(found: Mapping[float, Result], most: float) -> str:
 
 
 def saved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result], find: Find) -> str:
-    """What recompute and offload make of each memory limit; ``curves`` is without, by seconds of search."""
+    """Returns the gain of recompute and offload at each memory limit; ``curves`` is without, by seconds of search."""
     body = []
     longest = curves[max(curves)] if curves else {"rungs": []}
     ranks = next(iter(cells.values()))[0].ranks
@@ -207,7 +207,7 @@ def _lost(found: Result) -> str:
 
 
 def lots(results: Sequence[Result]) -> str:
-    """Problems drawn by lot: what must always hold, and what is gained."""
+    """Returns results of random problems: what must always hold, and what is gained."""
     if not results:
         return "Nothing was measured.\n"
     with_name = [found for found in results if found["named"] is not None]
@@ -225,7 +225,7 @@ def lots(results: Sequence[Result]) -> str:
 
 
 def times(cells: Sequence[tuple[Cell, float]], find: Find) -> str:
-    """Planning time, named schedules included; each cell comes with its target or 0."""
+    """Returns planning times, named schedules included; each cell comes with its target or 0."""
     body = []
     for cell, target in cells:
         found = find(cell)
@@ -237,7 +237,7 @@ def times(cells: Sequence[tuple[Cell, float]], find: Find) -> str:
 
 
 def costs_text(numbers: Sequence[float]) -> str:
-    """A list of costs as ``--costs`` takes it."""
+    """Returns a list of costs as ``--costs`` takes it."""
     text = ",".join(map(number, numbers))
     Costs.parse(text)
     return text
@@ -248,7 +248,7 @@ def _met(row: Json, ours: Result) -> bool:
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the columns after the first ``left`` are numbers."""
+    """Returns a Markdown table; the columns after the first ``left`` are numbers."""
     rules = ["---"] * left + ["---:"] * (len(heads) - left)
     rows = [heads, rules, *body]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Has one process do what every rank of a Megatron job does again at its start, before it forks them."""
+"""Does in one process, before it forks the ranks, what every rank of a Megatron job repeats at its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 
 def quick_start() -> None:
-    """Mock data of fewer documents, and stock's configuration sources read once; for this process and its forks."""
+    """Uses fewer mock documents and reads stock's configuration sources once, for this process and its forks."""
     # Stock draws a hundred thousand documents, and sorts them in every job, on every rank, for every chunk.
     MockGPTLowLevelDataset.size = 2000
     read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))

@@ -1,4 +1,4 @@
-"""What it takes to time every pass, and how near the times are: the same emulated iterations with and without."""
+"""The cost of timing every pass, and the accuracy of the times: emulated iterations with and without."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REPETITIONS = 10
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each schedule."""
+    """Yields a row for each schedule."""
     for name in SCHEDULES[-1:] if quick else SCHEDULES:
         say(f"recording: {name} on {RANKS} ranks, with and without by turns")
         yield row(Request(name, RANKS, MICROBATCHES, COSTS), 3 if quick else _REPETITIONS)
 
 
 def row(request: Request, repetitions: int, unit: float = UNIT_S) -> Row:
-    """One schedule: seconds without and with, their ratios pair by pair, and how far medians are off the sleeps.
+    """Returns one schedule's seconds without and with, their ratios, and the error of the medians.
 
     Args:
         request: the schedule, and the times of its passes in units.
@@ -58,7 +58,7 @@ start and end in milliseconds of all passes of each iteration, by its own clock.
 
 
 def figures(schedule: Schedule, told: Sequence[_Told]) -> Row:
-    """What all ranks told, as a row."""
+    """Returns the figures of all ranks as a row."""
     repetitions = len(told[0][2])
     without, recorded = (
         [
@@ -116,12 +116,12 @@ def _on_a_rank(schedule: Schedule, programs: Sequence[Program], costs: Costs, re
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """None: the table says what recording takes, and how true it is."""
+    """Returns no claims: the table shows cost and accuracy of recording."""
     return []
 
 
 def section(rows: Sequence[Row]) -> str:
-    """What the columns are, and a table."""
+    """Returns the meaning of the columns, and a table."""
 
     def percent(share: float) -> str:
         return f"{100 * share:+.2f} %"

@@ -1,4 +1,4 @@
-"""Recompute and offload placed by the plan, in real processes with real tensors, beside what stock does for memory."""
+"""Recompute and offload by the plan, in real processes with real tensors, compared with stock's memory saving."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ STOCK: dict[str, tuple[str | None, list[str], str]] = {
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each entry of each size; stock 1F1B's is the first."""
+    """Yields a row for each entry of each size; stock 1F1B's is the first."""
     for d, n in SIZES[:1] if quick else SIZES:
         yield from setting(d, n, LIMITS[:1] if quick else LIMITS, 1 if quick else _REPETITIONS, say)
 
 
 def setting(d: int, n: int, limits: Sequence[float], repetitions: int, say: Say) -> Iterator[Row]:
-    """The rows of one size."""
+    """Yields the rows of one size."""
     from tools.benchmarks.saving_ranks import peaks, timed  # Megatron, which --help need not wait for
 
     say(f"memory saving: planning for {d} ranks, {n} microbatches")

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of recompute and offload."""
+"""One entry of the benchmark of recompute and offload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """Who takes part.
+    """One contestant.
 
     Args:
         engine, schedule, memory_saving: name, order, and how memory is saved.

@@ -1,4 +1,4 @@
-"""How entries of the memory saving benchmark run on their ranks, timed or counted. Importing this imports Megatron."""
+"""Runs the entries of the memory saving benchmark on their ranks. Importing this imports Megatron."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start_stock(
     passes: Passes,
     meter: ActivationMeter | None,
 ) -> Callable[[], None]:
-    """Stock's own function on stages that keep real tensors."""
+    """Returns stock's own function on stages that keep real tensors."""
 
     def layers(passes: Passes, stage: int) -> StockLayers:
         return StockLayers(passes, stage, rank_bytes, layer_bytes, meter)
@@ -41,14 +41,14 @@ def start_stock(
 
 
 def start_ours(schedule: Schedule, costs: StageCosts, rank_bytes: int) -> Start:
-    """Our engine with ``schedule``, lowered for ``costs``."""
+    """Returns our engine with ``schedule``, lowered for ``costs``."""
     programs = lower(schedule, costs)
     check(programs)
     return partial(saving_stages.start, programs, rank_bytes)
 
 
 def timed(entries: Sequence[Entry], repetitions: int, timeout: float) -> list[list[float]]:
-    """The seconds of each repetition, by entry; one of them is our ``v-zb``."""
+    """Returns the seconds of each repetition, by entry; one of them is our ``v-zb``."""
     contestants = [
         Contestant(each.engine, each.schedule, each.order, partial(_uncounted, each.start)) for each in entries
     ]
@@ -60,7 +60,7 @@ def _uncounted(start: Start, passes: Passes) -> Callable[[], None]:
 
 
 def peaks(entries: Sequence[Entry], timeout: float) -> list[list[int]]:
-    """The most bytes of activations that each rank holds, by entry: of an iteration in quick time."""
+    """Returns each rank's peak bytes of activations, by entry, in a quick iteration."""
     found = run_ranks(entries[0].order.ranks, partial(_counted, entries), timeout)
     return [list(ranks) for ranks in zip(*found, strict=True)]
 

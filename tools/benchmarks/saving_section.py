@@ -1,4 +1,4 @@
-"""Recompute and offload in the plan, measured: claims and a Markdown table."""
+"""Claims and a Markdown table about recompute and offload in the plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SAVING = {"nothing": "none", "R": "recompute", "O, L": "offload", "R, O, L": "b
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How it was measured, and a table."""
+    """Returns how it was measured, and a table."""
     return "\n\n".join([_HOW.format(**rows[0]["emulated"]), _table(rows)]) + "\n"
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the simulator, the planned bytes, and stock's own recompute."""
+    """Returns claims about the simulator, the planned bytes, and stock's own recompute."""
     return list(_claims(rows))
 
 
@@ -83,7 +83,7 @@ def _named(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """A line for each schedule and way to save memory, time and memory for each size."""
+    """Returns a line for each schedule and way to save memory, with time and memory for each size."""
     sizes = list(dict.fromkeys(map(_size, rows)))
     base = {size: next(row for row in rows if _size(row) == size)["seconds"] for size in sizes}
     found = {(_size(row), *_who(row)): row for row in rows}

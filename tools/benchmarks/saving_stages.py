@@ -1,4 +1,4 @@
-"""Our stages whose forwards keep real tensors: R makes them again, O and L copy them at the bandwidth of the plan."""
+"""Our stages whose forwards keep real tensors: R recomputes them, O and L copy them at the planned bandwidth."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MARKS = 251  # fewer than a byte can tell, and no power of two, as blocks that 
 def start(
     programs: Sequence[Program], rank_bytes: int, passes: Passes, meter: ActivationMeter | None
 ) -> Callable[[], None]:
-    """What carries out this rank's one of ``programs`` once.
+    """Returns a function that runs this rank's one of ``programs`` once.
 
     Args:
         programs: of all ranks.
@@ -48,7 +48,7 @@ def start(
 
 
 class MemorySavingStages(Stages):
-    """The stages of one rank; what their forwards keep is held to the end of W, as far as nothing relieves it."""
+    """The stages of one rank; what their forwards keep stays until W, unless it is recomputed or offloaded."""
 
     def __init__(self, passes: Passes, program: Program, rank_bytes: int, meter: ActivationMeter | None) -> None:
         self._passes, self._program, self._meter = passes, program, meter
@@ -111,7 +111,7 @@ class MemorySavingStages(Stages):
     def reduce_gradients(self, stage: int) -> None: ...
 
     def assert_empty(self) -> None:
-        """Raise RuntimeError where something is still away, or waits for its R or its W."""
+        """Raises RuntimeError where something is still offloaded, or waits for its R or its W."""
         self._offloads.assert_empty()
         self._recomputes.assert_empty()
         if self._open or self._left:
@@ -133,7 +133,7 @@ class MemorySavingStages(Stages):
 
     @contextmanager
     def _taking(self, kind: Kind, stage: int) -> Iterator[None]:
-        """Have what is inside take as long as such a pass."""
+        """Makes the body take as long as such a pass."""
         begun = time.monotonic()
         yield
         self._passes.fill(kind, stage, begun)
@@ -143,7 +143,7 @@ class MemorySavingStages(Stages):
 
 
 def _gbps(costs: StageCosts, rank_bytes: int) -> float:
-    """The bandwidth at which each stage's copy takes its time."""
+    """Returns the bandwidth at which each stage's copy takes its planned time."""
     times = costs.times.get(Kind.O, ())
     rates = [
         held * rank_bytes / time / 1e9 for held, time in zip(costs.held[Share.OFFLOADED], times, strict=False) if time

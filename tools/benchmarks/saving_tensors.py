@@ -1,4 +1,4 @@
-"""Layers of the emulation that keep real tensors for their backward, as many bytes as the plan has them hold."""
+"""Layers of the emulation that keep real tensors for their backward, as many bytes as planned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Keeping(torch.autograd.Function):
 
 
 class StockLayers(nn.Module):
-    """A stage of stock's 1F1B that keeps what its costs say until its backward, which makes the rest again by layers.
+    """A stage of stock's 1F1B that keeps the bytes of its costs until its backward, which recomputes the rest.
 
     Args:
         passes: their times and, by their costs, what they hold.
@@ -79,7 +79,7 @@ class StockLayers(nn.Module):
         return output
 
     def go_back(self) -> None:
-        """All of the backward's time, in which one layer at a time is made again."""
+        """Sleeps for the backward's time, recomputing one layer at a time."""
         begun = time.monotonic()
         again = torch.ones(self._again, dtype=torch.uint8)
         hold = self._meter.hold([again]) if self._meter else None
@@ -89,7 +89,7 @@ class StockLayers(nn.Module):
 
 
 class _Beginning(torch.autograd.Function):
-    """Where the backward begins, what the forward has kept still being there."""
+    """Begins the backward, while the forward's tensors are still there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: StockLayers) -> Tensor:

@@ -1,4 +1,4 @@
-"""What splitting the backward costs: I and W against the whole, and the engine's own time for a pass."""
+"""The cost of splitting the backward: I and W against the whole, and the engine's own time for a pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each size of layer, and for each schedule and size of message of the engine."""
+    """Yields a row for each size of layer, and for each schedule and size of message of the engine."""
     return rows_apart(_measure, quick, say)
 
 
@@ -69,7 +69,7 @@ def _measure(quick: bool, say: Say) -> Iterator[Row]:
 
 
 def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What the repetitions of one layer come to; the ratio is the median of theirs, with its quartiles."""
+    """Returns the result of one layer's repetitions; the ratio is their median, with its quartiles."""
     low, middle, high = statistics.quantiles([pair.ratio for pair in pairs], n=4)
     return {
         "what": "layer",
@@ -83,7 +83,7 @@ def layer_row(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _time_layer(hidden: int, sequence: int, seconds: float) -> list[Pair]:
-    """One decoder layer's backward as stock's and in two, by turns, each as often first."""
+    """Times one decoder layer's backward as a whole and split, alternately."""
     from tools import _pass_times as times
 
     tell_megatron()
@@ -103,7 +103,7 @@ def _time_layer(hidden: int, sequence: int, seconds: float) -> list[Pair]:
 
 
 def _time_engine(rounds: int) -> list[Row]:
-    """Microseconds a pass that one rank's engine takes to run programs whose passes do nothing.
+    """Returns the engine's microseconds a pass, for programs whose passes do nothing.
 
     All schedules and messages by turns, so that a minute in which the host is slow is no schedule's own.
     """
@@ -180,7 +180,7 @@ class _Idle:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the split of a layer's backward, and about the engine."""
+    """Returns claims about the split of a layer's backward, and about the engine."""
     layers, engines = _apart(rows)
     found = []
     if layers:
@@ -207,7 +207,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How both were measured, and their tables."""
+    """Returns how both were measured, and their tables."""
     layers, engines = _apart(rows)
     text = []
     if layers:

@@ -1,4 +1,4 @@
-"""The paper's comparisons through the simulator and the memory model: equal microbatches, and the grid search."""
+"""The paper's comparisons by the simulator and the memory model: equal microbatches, and the grid search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LIMITS = {"3/4": 0.75, "5/4": 1.25}  # of 1F1B's activation memory, for the sea
 
 
 def measure(quick: bool, say: Say, costs_file: Path | None = None) -> Iterator[Row]:
-    """One row for each method at each size, then one for each method of each grid search.
+    """Yields a row for each method at each size, then one for each method of each grid search.
 
     Args:
         quick: a sample of both.
@@ -85,7 +85,7 @@ def _equal_microbatches(quick: bool, say: Say, correction: PassTimes) -> Iterato
 
 
 def _estimates(setting: Setting) -> list[Estimate]:
-    """The setting's own; beside 1F1B also those of searches within parts and more of its memory."""
+    """Returns the setting's estimates, and around 1F1B those of searches within other memory limits."""
     found = [estimate(setting)]
     for name, part in _LIMITS.items() if setting.method.name == "1F1B" else ():
         within = Method(f"adaptive {name}", "adaptive", 2, memory_limit=part * found[0].share)
@@ -116,7 +116,7 @@ def _gib(size: float | None) -> float | None:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """What of the paper's own claims holds in the model."""
+    """Returns which of the paper's claims hold in the model."""
     equal, searched = _apart(rows)
     found = []
     gains = _ratios(equal, "mfu")
@@ -140,7 +140,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How it was estimated, the picture, and the tables."""
+    """Returns how it was estimated, the picture, and the tables."""
     equal, searched = _apart(rows)
     grid = [row for row in searched if row["kind"] == "grid"]
     return "\n\n".join(
@@ -179,7 +179,7 @@ def _measured(rows: Sequence[Row]) -> str:
 
 
 def _best_of_ours(found: Sequence[Row]) -> tuple[float | None, str]:
-    """How much faster the best of ours is than the best 1F1B, and in words."""
+    """Returns how much faster our best is than the best 1F1B, and in words."""
     fitting = {row["method"]: row for row in found if row["mfu"]}
     ours = max((row for name, row in fitting.items() if name in _OURS), key=lambda row: row["mfu"], default=None)
     theirs = max(
@@ -192,7 +192,7 @@ def _best_of_ours(found: Sequence[Row]) -> tuple[float | None, str]:
 
 
 def _with_saving(found: Sequence[Row]) -> str:
-    """What recompute and offload add to the best of ours without them."""
+    """Returns the gain of recompute and offload over our best without them."""
     fitting = {row["method"]: row["mfu"] for row in found if row["mfu"]}
     without = max((mfu for name, mfu in fitting.items() if name in _OURS), default=None)
     with_it = [name for name in _SAVING_NAMES if name in fitting]
@@ -206,7 +206,7 @@ def _with_saving(found: Sequence[Row]) -> str:
 
 
 def _ratios(rows: Sequence[Row], what: str) -> dict[str, list[float]]:
-    """Each method's figure over 1F1B's, of every model and number of microbatches."""
+    """Returns each method's figure over 1F1B's, for every model and number of microbatches."""
     found = defaultdict(list)
     baseline = {(row["model"], row["microbatches"]): row[what] for row in rows if row["method"] == "1F1B"}
     for row in rows:
@@ -226,7 +226,7 @@ def _percent(ratio: float) -> str:
 
 
 def _equal_table(rows: Sequence[Row]) -> str:
-    """A line for each method, from the least to the most of all models and numbers of microbatches."""
+    """Returns a line for each method, with the range over all models and numbers of microbatches."""
     by_method = _by(rows, "method")
     faster, memory = _ratios(rows, "mfu"), _ratios(rows, "activations_gib")
     table = []
@@ -238,7 +238,7 @@ def _equal_table(rows: Sequence[Row]) -> str:
 
 
 def _grid_table(rows: Sequence[Row]) -> str:
-    """A line for each method, a column for each sequence length."""
+    """Returns a line for each method, a column for each sequence length."""
     lengths = list(_by(rows, "sequence_length"))
     found = {(row["method"], row["sequence_length"]): row for row in rows}
     table = []
@@ -258,7 +258,7 @@ def _grid_cell(row: Row) -> str:
 
 
 def drawing(rows: Sequence[Row]) -> str:
-    """Throughput against memory, a panel for each model: a line from few to many microbatches for each method."""
+    """Draws throughput against memory, a panel for each model: a line from few to many microbatches for each method."""
     import matplotlib
 
     matplotlib.use("svg")

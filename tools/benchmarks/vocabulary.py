@@ -1,4 +1,4 @@
-"""A large vocabulary: even layers, layers moved about, and an output layer that all ranks share; passes sleep."""
+"""A large vocabulary: even layers, layer partition, and vocabulary parallelism, with passes that sleep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ work of an average rank: 1 is no bubble. Activation memory is relative to 1F1B's
 
 
 class _Entry(NamedTuple):
-    """A contestant, its costs in seconds, and how its layers and its output layer lie."""
+    """A contestant, its costs in seconds, and how it handles the output layer."""
 
     contestant: Contestant
     costs: StageCosts
@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each contestant and number of microbatches."""
+    """Yields a row for each contestant and number of microbatches."""
     for n in (16,) if quick else (16, 32):
         yield from _setting(n, 1 if quick else _REPETITIONS, say)
     yield from vocabulary_job.measure(quick, say)
@@ -122,7 +122,7 @@ def _row(entry: _Entry, spread: Spread, n: int, latency: float, repetitions: int
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the simulator, then about real jobs."""
+    """Returns claims about the simulator, then about real jobs."""
     emulated, jobs = _apart(rows)
     worst = max((row for row in emulated if row["engine"] == "ours"), key=lambda row: abs(row["error"]))
     of_the_simulator = Claim(
@@ -134,7 +134,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """How it was measured, and a table; then the same of real jobs."""
+    """Returns how it was measured, and a table; then the same for real jobs."""
     emulated, jobs = _apart(rows)
     return "\n\n".join((_HOW, _table(emulated), vocabulary_job.section(jobs)))
 
@@ -144,7 +144,7 @@ def _apart(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """A line for each schedule, a column for each number of microbatches."""
+    """Returns a line for each schedule, a column for each number of microbatches."""
     numbers = list(dict.fromkeys(row["microbatches"] for row in rows))
     found = {(row["engine"], row["schedule"], row["output_layer"], row["microbatches"]): row for row in rows}
     heads = ["", "embedding and output layers", *(f"time, n={n}" for n in numbers), "memory"]

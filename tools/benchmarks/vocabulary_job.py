@@ -1,4 +1,4 @@
-"""Real jobs with a vocabulary of 50 thousand words: what every rank holds, and the losses, beside stock's."""
+"""Real jobs with a vocabulary of 50 thousand: memory of every rank, and losses compared with stock's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARED = "--pipeline-vocabulary-parallel"
 
 
 class Job(NamedTuple):
-    """What is run.
+    """One job.
 
     Args:
         name: of the job.
@@ -49,7 +49,7 @@ _MOST_LOSS_ERROR, _UNEVEN = 1e-6, 0.05
 
 
 class Held(NamedTuple):
-    """What one rank holds, in bytes, and on the last one each iteration's loss."""
+    """Memory of one rank, in bytes, and on the last rank each iteration's loss."""
 
     weights: int
     gradients: int
@@ -59,7 +59,7 @@ class Held(NamedTuple):
 
 
 def measure(quick: bool, say: Say) -> Iterator[Row]:
-    """A row for each job."""
+    """Yields a row for each job."""
     return rows_apart(_measure, quick, say)
 
 
@@ -121,7 +121,7 @@ def _train(flags: Sequence[str]) -> Held:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """About the jobs with vocabulary parallelism: their losses, and how evenly memory is spread over the ranks."""
+    """Returns claims about jobs with vocabulary parallelism: losses, and how evenly memory is spread over the ranks."""
     found = []
     for row in rows:
         if "vocabulary" in row["job"]:
@@ -145,12 +145,12 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def _even(row: Row) -> tuple[str, ...]:
-    """What all ranks should hold alike: under 1F1B not the activations."""
+    """Returns what should be equal on all ranks: under 1F1B not the activations."""
     return ("weights", "gradients", "activations") if "v-half" in row["job"] else ("weights", "gradients")
 
 
 def section(rows: Sequence[Row]) -> str:
-    """A line for each job, with what each rank holds."""
+    """Returns a line for each job, with the memory of each rank."""
     heads = ["MiB, by rank", "weights", "activations"]
     table = [[row["job"], *(_by_rank(row[what]) for what in ("weights", "activations"))] for row in rows]
     how = (

@@ -1,4 +1,4 @@
-"""The command line of the GPU tests: which pieces, where the report goes, and what is missing."""
+"""Runs the GPU tests and writes a report."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TRIED = Path(".benchmark/gpu-steps")
 
 
 def main(given: Sequence[str], pieces: Sequence[Piece] = PIECES) -> int:
-    """Run what is asked for; the exit status."""
+    """Runs the selected pieces; returns the exit status."""
     parser = argparse.ArgumentParser(_PROGRAM, description=__doc__)
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="a name of --list; all of them without any")
-    parser.add_argument("--list", action="store_true", help="the pieces, and no more")
-    parser.add_argument("--try-on-cpu", action="store_true", help="the same steps with tiny models, without a GPU")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; results and logs go beside it")
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help="a name from --list; without one, all pieces")
+    parser.add_argument("--list", action="store_true", help="list the pieces and exit")
+    parser.add_argument("--try-on-cpu", action="store_true", help="run the same steps with tiny models on the CPU")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="the report; results and logs go next to it")
     asked = parser.parse_args(given)
     if asked.list:
         print(listed(pieces))
@@ -77,7 +77,7 @@ def _run(todo: Sequence[Piece], pieces: Sequence[Piece], setting: Setting, shown
 
 
 def listed(pieces: Sequence[Piece]) -> str:
-    """The pieces in lines: name, GPUs, limit, promise."""
+    """Returns a line for each piece: name, GPUs, limit, promise."""
     width = max(len(piece.name) for piece in pieces)
     return "\n".join(
         f"{piece.name:{width}}  {piece.gpus} GPU{'s' if piece.gpus > 1 else ' '}  {piece.limit_s:3.0f} s  "
@@ -87,7 +87,7 @@ def listed(pieces: Sequence[Piece]) -> str:
 
 
 def folder_of(device: str) -> Path:
-    """Where figures of ``device`` are kept, as by ``scripts/measure_on_gpu.sh``; without one, those of a trial."""
+    """Returns the folder for figures of ``device``, as ``scripts/measure_on_gpu.sh`` does; without one, of a trial."""
     return Path("data", re.sub(r"[^a-z0-9]+", "-", device.lower())) if device else _TRIED
 
 
@@ -101,7 +101,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """What is tested, or that nobody knows: a copy of the files has no history."""
+    """Returns the commit under test, or that it is unknown: a copy of the files has no history."""
     try:
         asked = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()

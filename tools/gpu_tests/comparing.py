@@ -1,4 +1,4 @@
-"""Whether a job trained as stock's did: to the bit where stock's own runs agree so, else within rounding."""
+"""Compares a job with stock's: to the bit where stock's own runs agree so, else within rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.gpu_tests.pieces import FAULT, Row
 
 
 class Trained(Protocol):
-    """What is compared of a job: see :class:`.jobs.Ran`."""
+    """The compared results of a job: see :class:`.jobs.Ran`."""
 
     @property
     def losses(self) -> Sequence[float]: ...
@@ -21,7 +21,7 @@ class Trained(Protocol):
 
 
 class Tolerance(NamedTuple):
-    """How far, relative to stock's, losses and norms may be."""
+    """Allowed relative differences of losses and norms from stock's."""
 
     loss: float
     norm: float
@@ -37,7 +37,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 def compared(ours: Trained, stock: Trained, iterations: int, tolerance: Tolerance, *, to_the_bit: bool) -> Row:
-    """The figures, and under ``FAULT`` what is wrong with them."""
+    """Returns the figures, and under ``FAULT`` what is wrong with them."""
     equal = sum(ours.gradients.get(name) == value for name, value in stock.gradients.items())
     loss, norm = _apart(ours.losses, stock.losses), _apart(ours.norms, stock.norms)
     row: Row = {"last loss": ours.losses[-1] if ours.losses else math.nan, "losses apart": loss, "norms apart": norm}
@@ -57,6 +57,6 @@ def compared(ours: Trained, stock: Trained, iterations: int, tolerance: Toleranc
 
 
 def _apart(ours: Sequence[float], stock: Sequence[float]) -> float:
-    """The largest relative difference; NaN where there is one, or nothing to compare."""
+    """Returns the largest relative difference; NaN where there is one, or nothing to compare."""
     found = [abs(our - its) / abs(its) if its else math.nan for our, its in zip(ours, stock, strict=False)]
     return math.nan if not found or any(map(math.isnan, found)) else max(found)

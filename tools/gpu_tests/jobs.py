@@ -1,4 +1,4 @@
-"""Training jobs of the real main program: their flags, what a rank does, and what is kept of it.
+"""Training jobs of the real main program: their flags, the work of a rank, and its results.
 
 Importing this imports Megatron, on its CPU stand-in where there is no GPU.
 """
@@ -48,7 +48,7 @@ _JOB_S = 240.0
 
 
 class Ran(NamedTuple):
-    """What is kept of a job.
+    """The results of a job.
 
     Args:
         losses, norms: of every iteration, the loss and the norm of the gradients.
@@ -63,7 +63,7 @@ class Ran(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What one rank of a job does.
+    """The work of one rank of a job.
 
     Args:
         flags: of ``pretrain_gpt.py``.
@@ -86,7 +86,7 @@ def train(
     fresh: bool = False,
     environment: dict[str, str] | None = None,
 ) -> Ran:
-    """Run ``job`` on ``world`` ranks.
+    """Runs ``job`` on ``world`` ranks.
 
     Args:
         world: how many.
@@ -126,7 +126,7 @@ def _rank(job: Job) -> Ran:
 
 
 def _listen(seen: Ran, digests: bool) -> None:
-    """Start from the same weights as any other job, and note what comes of them."""
+    """Starts from the same weights as any other job, and records the results."""
     stock_log, stock_optimizer = training.training_log, training.get_megatron_optimizer
 
     def training_log(losses: Any, *rest: Any, **named: Any) -> Any:
@@ -153,21 +153,21 @@ def _listen(seen: Ran, digests: bool) -> None:
 
 
 def size_flags(setting: Setting, stages: int, *, usual: bool) -> list[str]:
-    """A model whose layers spread over so many stages: tiny on a CPU, else small, or of the usual width in bf16."""
+    """Returns flags of a model with layers for so many stages: tiny on a CPU, else small, or of usual width in bf16."""
     size = _TINY if setting.on_cpu else _USUAL if usual else _SMALL
     number = ["--bf16"] if usual and not setting.on_cpu else []
     return [*_COMMON.split(), *size.split(), "--num-layers", str(stages), *number]
 
 
 def kernel_flags(setting: Setting, *, te: bool = False) -> list[str]:
-    """The implementation of layers: the local one unless ``te`` is asked for."""
+    """Returns flags for local layers, or with ``te`` for Transformer Engine's."""
     if setting.on_cpu:
         return times.ON_CPU_FLAGS
     return [*([] if te else times.LOCAL_FLAGS), *COMPILES_NOTHING]
 
 
 def schedule_flags(schedule: str) -> list[str]:
-    """What asks for ``schedule``; an adaptive one within 1F1B's memory."""
+    """Returns the flags of ``schedule``; an adaptive one within 1F1B's memory."""
     flags = ["--pipeline-schedule", schedule]
     if schedule == "adaptive":
         flags += ["--pipeline-memory-limit", "1"]
@@ -175,17 +175,17 @@ def schedule_flags(schedule: str) -> list[str]:
 
 
 def te_here(setting: Setting) -> bool:
-    """Whether layers can be Transformer Engine's."""
+    """Whether Transformer Engine's layers can be used."""
     return not setting.on_cpu and te_fault() is None
 
 
 def marks_norms(setting: Setting) -> bool:
-    """Whether there are norms for sequence parallelism: Apex's, Transformer Engine's, or the stand-in's."""
+    """Whether there are norms that support sequence parallelism: Apex's, Transformer Engine's, or the stand-in's."""
     return setting.on_cpu or te_here(setting) or find_spec("apex") is not None
 
 
 def can_plan(schedule: str) -> bool:
-    """Whether ``schedule`` can be planned: ``adaptive`` takes numba."""
+    """Whether ``schedule`` can be planned: ``adaptive`` needs numba."""
     return schedule != "adaptive" or find_spec("numba") is not None
 
 
@@ -195,5 +195,5 @@ def can_compile() -> bool:
 
 
 def planned_layers(ranks: int, schedules: Sequence[str]) -> int:
-    """Layers that spread over as many stages as any of ``schedules`` has."""
+    """Returns a number of layers that all ``schedules`` can divide over their stages."""
     return ranks * (4 if "adaptive" in schedules else 2)

@@ -1,4 +1,4 @@
-"""How several GPUs are shared out among pipeline, tensor and data parallelism; plain data."""
+"""The division of several GPUs among pipeline, tensor and data parallelism; plain data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DATA = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-para
 
 
 class Layout(NamedTuple):
-    """One way to share them out.
+    """One division.
 
     Args:
         pipeline, tensor, data: ranks of each.
@@ -25,12 +25,12 @@ class Layout(NamedTuple):
 
     @property
     def world(self) -> int:
-        """All of its ranks."""
+        """Number of all ranks."""
         return self.pipeline * self.tensor * self.data
 
 
 def layout_of(name: str, gpus: int, norms: bool) -> Layout:
-    """The layout of this name over eight GPUs, or over four where there are fewer than eight.
+    """Returns the layout of this name for eight GPUs, or for four where there are fewer than eight.
 
     Args:
         name: of :data:`.pieces.LAYOUTS`.

@@ -1,4 +1,4 @@
-"""The pieces that take several GPUs, each rank its own: over NCCL, where an order can hang."""
+"""The pieces that need several GPUs, one for each rank, over NCCL, where a wrong order hangs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _flags(setting: Setting, layout: Layout, schedules: Sequence[str], iteration
 
 
 def trains(setting: Setting, name: str, connections: int, family: str) -> Iterator[Row]:
-    """Every schedule of ``family`` beside stock's 1F1B of the same layout."""
+    """Compares every schedule of ``family`` with stock's 1F1B of the same layout."""
     yield from _beside_stock(setting, name, connections, FAMILIES[family])
 
 
 def vocabulary(setting: Setting, name: str, connections: int) -> Iterator[Row]:
-    """Each rank with its part of the embedding and of the output layer: collectives beside the passes."""
+    """Trains with vocabulary parallelism, whose collectives run in the background of passes."""
     yield from _beside_stock(setting, name, connections, ("1f1b", "zb-1p", "v-half", "v-zb"), VOCABULARY)
 
 
@@ -66,7 +66,7 @@ def _beside_stock(setting: Setting, name: str, connections: int, schedules: Sequ
 
 
 def cold_start(setting: Setting) -> Iterator[Row]:
-    """New interpreters and empty caches of kernels, which are loaded when they are first used."""
+    """Trains in new interpreters with empty kernel caches."""
     layout, iterations = _pipeline_alone(setting), 2
     for schedule in _FEW_ON_CPU[1:] if setting.on_cpu else ("zb-1p", "v-half", "v-zb"):
         flags = [*_flags(setting, layout, (schedule,), iterations), "--timing-log-level", "2"]
@@ -89,7 +89,7 @@ def cold_start(setting: Setting) -> Iterator[Row]:
 
 
 def little_memory(setting: Setting) -> Iterator[Row]:
-    """The same job with all the memory it may want is what its losses are compared with."""
+    """Trains with little memory, and compares losses with a job that has enough."""
     layout, iterations = _pipeline_alone(setting), 3 if setting.on_cpu else 10
     for schedule in _FEW_ON_CPU[1:] if setting.on_cpu else ("1f1b", "zb-1p", "v-half", "v-zb"):
         flags = (*_flags(setting, layout, (schedule,), iterations), *jobs.schedule_flags(schedule))
@@ -108,7 +108,7 @@ def little_memory(setting: Setting) -> Iterator[Row]:
 
 
 def timeline(setting: Setting) -> Iterator[Row]:
-    """Device times of every pass; those of the first iterations are left out."""
+    """Measures device times of every pass, without the first iterations."""
     layout, iterations = _pipeline_alone(setting), 3 if setting.on_cpu else 10
     for schedule in _FEW_ON_CPU if setting.on_cpu else ("1f1b", "zb-1p", "v-min", "v-half", "v-zb", "interleaved-1f1b"):
         flags = (*_flags(setting, layout, (schedule,), iterations), *jobs.schedule_flags(schedule))

@@ -1,4 +1,4 @@
-"""What the GPU tests need of a Python, and what there is here; run by itself, so that its parent starts no driver."""
+"""Checks what the GPU tests need; a separate process, so that its parent loads no driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLDEST = (3, 12)
 
 
 def missing() -> str:
-    """The first thing that this Python lacks, and what would help; empty where it has all."""
+    """Returns the first thing that this Python lacks, and what to do; empty where it has all."""
     if sys.version_info < _OLDEST:
         return f"{sys.executable} is Python {sys.version.split()[0]}; set PYTHON to a Python 3.12 or newer"
     for name in _MODULES:
@@ -33,7 +33,7 @@ def missing() -> str:
 
 
 def _is_there(name: str) -> bool:
-    """Whether the module can be found, without importing the packages it is in."""
+    """Whether the module can be found, without importing its packages."""
     if find_spec("megatron") is None:
         return False
     first, *rest = name.split(".")[1:]
@@ -52,7 +52,7 @@ def _this_python(file: str) -> bool:
 
 
 def facts() -> dict[str, Any]:
-    """The machine and what is installed, by the names in the report; ``gpus`` and ``device`` for the program."""
+    """Returns the machine and what is installed, by the names in the report, and ``gpus`` and ``device``."""
     import torch
 
     there = torch.cuda.is_available()
@@ -76,7 +76,7 @@ def facts() -> dict[str, Any]:
 
 
 def _version(project: str, module: str) -> str:
-    """Of a folder that was unpacked by hand nobody may know it."""
+    """Returns the version; a folder unpacked by hand may have none."""
     try:
         return metadata.version(project)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Schedules with O and L put into them, whatever that costs: what a planner would not do, and a run must carry out.
+"""Schedules with O and L inserted at any cost: a planner would not make them, but a run must support them.
 
-And the piece that carries them out.
+And the piece that runs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ for neither."""
 
 
 def offloaded(schedule: Schedule, distances: Distances = lambda stage, microbatch: (2, 2)) -> Schedule:
-    """``schedule`` with O and L; where they would cross L comes right after O."""
+    """Returns ``schedule`` with O and L; where they would cross L comes right after O."""
     rows = (_with_copies(row, distances) for row in schedule.order)
     return replace(schedule, order=tuple(rows))
 
@@ -50,7 +50,7 @@ _RANKS, _MICROBATCHES = 2, 6
 
 
 def to_the_host(setting: Setting) -> Iterator[Row]:
-    """Jobs whose activations all go, no host waiting for it, against the same in which all stay; then copies alone."""
+    """Compares jobs that offload all activations with jobs that offload none; then times copies alone."""
     import torch
 
     from tools._copy_rates import copy_rates

@@ -1,4 +1,4 @@
-"""The pieces that one GPU is enough for."""
+"""The pieces that need one GPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _KINDS = {"local layers": False, "Transformer Engine's": True}
 
 
 def fault_of(error: Exception) -> str:
-    """A job's end in a line; the whole is in the piece's log."""
+    """Returns how a job ended in one line; the rest is in the piece's log."""
     print(error, file=sys.stderr, flush=True)
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def transformer_engine(setting: Setting) -> Iterator[Row]:
-    """Each kind of its modules by itself, with and without bias and fused accumulation, in several orders."""
+    """Tests Transformer Engine's modules, with and without bias and fused accumulation, in several orders."""
     import pretrain_gpt  # noqa: F401 - Transformer Engine is asked about once Megatron is there
     from megatron.schedules.integration.linears.te_version import te_fault
     from tests.integration import te_itself
@@ -56,7 +56,7 @@ def _against_stock(
     fused: bool = False,
     more: tuple[str, ...] = (),
 ) -> Iterator[Row]:
-    """fp32, by ranks that share the GPU; stock is one rank, for its own messages are for a GPU a rank."""
+    """Compares fp32 jobs whose ranks share the GPU with stock on one rank, whose messages need a GPU for each rank."""
     from tools.gpu_tests import jobs
 
     iterations = 2 if setting.on_cpu else 5
@@ -86,19 +86,19 @@ def _against_stock(
 
 
 def apex_fused(setting: Setting) -> Iterator[Row]:
-    """Weight gradients that a kernel adds to ``main_grad`` itself."""
+    """Trains with weight gradients that a kernel adds to ``main_grad`` itself."""
     if setting.on_cpu or find_spec("fused_weight_gradient_mlp_cuda") is None:
         raise Skipped("Apex's fused_weight_gradient_mlp_cuda is not installed")
     yield from _against_stock(setting, _FEW, (2,), fused=True)
 
 
 def shared(setting: Setting, family: str) -> Iterator[Row]:
-    """Every schedule of ``family``."""
+    """Trains with every schedule of ``family``."""
     yield from _against_stock(setting, FAMILIES[family], (4,) if setting.on_cpu else (2, 4))
 
 
 def vocabulary(setting: Setting) -> Iterator[Row]:
-    """Each rank with its part of the embedding and of the output layer."""
+    """Trains with vocabulary parallelism."""
     yield from _against_stock(setting, _FEW, (4,) if setting.on_cpu else (2, 4), more=(VOCABULARY,))
 
 
@@ -129,7 +129,7 @@ def recompute(setting: Setting) -> Iterator[Row]:
 
 
 def _with_recompute(schedule: Schedule) -> Schedule:
-    """With an R for two microbatches of three, one pass before what needs it."""
+    """Returns the schedule with an R for two microbatches of three, one pass before its backward."""
     rows = []
     for row in schedule.order:
         found = list(row)
@@ -142,7 +142,7 @@ def _with_recompute(schedule: Schedule) -> Schedule:
 
 
 def no_waits(setting: Setting) -> Iterator[Row]:
-    """Torch's own check round each pass, of local layers and of Transformer Engine's."""
+    """Runs torch's own check round each pass, with local layers and with Transformer Engine's."""
     from tools.gpu_tests import jobs
     from tools.gpu_tests.watchers import NoWaits
 
@@ -165,7 +165,7 @@ def no_waits(setting: Setting) -> Iterator[Row]:
 
 
 def memory_as_planned(setting: Setting) -> Iterator[Row]:
-    """The benchmark's rows."""
+    """Yields the benchmark's rows."""
     for found in memory.measure(True, lambda text: print(text, flush=True)):
         worst = max(range(len(found["measured_bytes"])), key=found["measured_bytes"].__getitem__)
         off = found["worst_error"]
@@ -180,7 +180,7 @@ def memory_as_planned(setting: Setting) -> Iterator[Row]:
 
 
 def ranges(setting: Setting) -> Iterator[Row]:
-    """A real job under torch's profiler; on a GPU there must be kernels beside the names."""
+    """Runs a real job under torch's profiler; on a GPU the profile must have kernels too."""
     from tools.gpu_tests import jobs
     from tools.gpu_tests.watchers import Profiled
 
@@ -195,7 +195,7 @@ def ranges(setting: Setting) -> Iterator[Row]:
 
 
 def names_row(names: Any, on_cpu: bool) -> Row:
-    """How many of the program's actions the profile names, each once and in order."""
+    """Returns how many of the program's actions the profile names, each once and in order."""
     fault = ""
     if names.seen != names.wanted:
         lacking = [name for name in names.wanted if name not in names.seen]

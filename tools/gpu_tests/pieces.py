@@ -1,4 +1,4 @@
-"""The pieces of the GPU tests: what each promises, how many GPUs it takes, and what carries it out."""
+"""The pieces of the GPU tests: promise, number of GPUs, and function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 570.0
 
 
 class Skipped(Exception):  # noqa: N818 - no error
-    """Raised by a piece's body where the machine lacks what the piece is about; says what."""
+    """Raised by a piece where the machine lacks what it tests; says what."""
 
 
 class Setting(NamedTuple):
@@ -34,7 +34,7 @@ Body = Callable[[Setting], Iterator[Row]]
 
 
 class Piece(NamedTuple):
-    """One of the things that are run by themselves.
+    """One test that is run separately.
 
     Args:
         name: on the command line.
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     limit_s: float = LIMIT_S
 
     def load(self) -> Body:
-        """The function; importing it imports torch and Megatron."""
+        """Imports and returns the function; that imports torch and Megatron."""
         (path, arguments) = self.body
         module, name = path.split(":")
         function = getattr(importlib.import_module(module), name)
@@ -169,7 +169,7 @@ PIECES = (
 
 
 def chosen(names: Sequence[str], pieces: Sequence[Piece] = PIECES) -> list[Piece]:
-    """The pieces of these names in the table's order; all of them for no name.
+    """Returns the pieces of these names in the table's order; all without names.
 
     Raises:
         ValueError: for a name that none has.
@@ -181,7 +181,7 @@ def chosen(names: Sequence[str], pieces: Sequence[Piece] = PIECES) -> list[Piece
 
 
 def lacking(piece: Piece, setting: Setting) -> str:
-    """Why ``piece`` cannot be run here; empty where it can."""
+    """Returns why ``piece`` cannot be run here; empty where it can."""
     if setting.on_cpu or setting.gpus >= piece.gpus:
         return ""
     return f"takes {piece.gpus} GPUs or more; found {setting.gpus}"

@@ -1,4 +1,4 @@
-"""A job that measures itself, against events round each pass by another hand; and no mark of its own makes it wait."""
+"""Compares a job's own measurements with independent events round each pass; and no mark makes it wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OFF, _OFF_MS = 0.03, 0.1
 
 
 class Beside(Spans):
-    """Events of its own round each pass; whatever waits for the device in a mark of the recorder raises."""
+    """Records its own events round each pass; a mark of the recorder that waits for the device raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _strict(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measures_itself(setting: Setting) -> Iterator[Row]:
-    """Ranks that share a GPU, one schedule after another; the last with copies to the host."""
+    """Runs ranks that share a GPU, one schedule after another; the last with copies to the host."""
     from tools.gpu_tests import jobs
     from tools.gpu_tests.one_gpu import fault_of
 
@@ -78,7 +78,7 @@ def measures_itself(setting: Setting) -> Iterator[Row]:
 
 
 def against(profile: JobProfile, ranks: Any, *, strict: bool) -> Row:
-    """The profile's medians beside those of the events by another hand, and whether it lacks anything.
+    """Compares the profile's medians with those of independent events, and checks that it is complete.
 
     Where that is not to be ``strict``, as on a CPU that others keep busy, they may be as far apart as they like.
     """

@@ -1,4 +1,4 @@
-"""Ranks of a training job as processes of their own: forked from this one where that can be, started anew elsewhere."""
+"""Ranks of a training job as separate processes: forked from this one where possible, otherwise started anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.benchmarks.emulated_ranks import RankError
 def run_ranks(
     world: int, body: Callable[[], Any], environment: Mapping[str, str], *, timeout: float, fresh: bool = False
 ) -> list[Any]:
-    """What ``body()`` returns on each of ``world`` ranks, which have torchrun's environment.
+    """Returns the results of ``body()`` on ``world`` ranks, which have torchrun's environment.
 
     Args:
         body: importable by its name.
@@ -116,7 +116,7 @@ def _rank(body: Callable[[], Any], log: Path, pipe: Connection) -> None:
 
 
 def _leave_together() -> None:
-    """Nobody takes its connections away while another still talks."""
+    """Keeps connections open until all ranks are done."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -125,7 +125,7 @@ def _leave_together() -> None:
 
 @cache
 def _forks() -> bool:
-    """Whether a child forked from this process can use its GPU: what was imported may have started the driver."""
+    """Whether a child forked from this process can use its GPU: an import may have started the driver."""
     import torch
 
     if not torch.cuda.is_available():

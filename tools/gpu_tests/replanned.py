@@ -1,4 +1,4 @@
-"""A job that logs what its pipeline came to, measures what memory is left, replans and switches."""
+"""A job that logs its bubble and peak, measures free memory, replans and switches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BACKWARDS = {Kind.I, *WHOLES.values()}
 
 
 class Replanning:
-    """Notes the programs that are run in training and what is logged; waits for the process that plans."""
+    """Records the programs of training and the log; waits for the process that plans."""
 
     def __init__(self) -> None:
         self._programs: list[int] = []
@@ -60,7 +60,7 @@ class Replanning:
 
 
 def replans(setting: Setting) -> Iterator[Row]:
-    """Ranks that share a GPU, once with the first plan and once replanned, under a named schedule and ``adaptive``."""
+    """Runs ranks that share a GPU, with the first plan and replanned, under a named schedule and ``adaptive``."""
     from tools.gpu_tests import jobs
     from tools.gpu_tests.one_gpu import fault_of
 
@@ -91,7 +91,7 @@ def replans(setting: Setting) -> Iterator[Row]:
 
 
 def _compared(first: Any, second: Any, *, counts: bool) -> Row:
-    """What differs between a job planned once and one replanned; whether the allocator ``counts`` bytes."""
+    """Returns the differences between a job planned once and one replanned; ``counts``: the allocator counts bytes."""
     switches, logged = zip(*second.found, strict=True)
     bubbles, peaks = zip(*logged[-1], strict=True) if logged[-1] else ((), ())
     fault = ""

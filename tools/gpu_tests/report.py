@@ -1,4 +1,4 @@
-"""What became of every piece: kept as JSON from run to run, and told as a Markdown page."""
+"""The results of every piece: stored as JSON from run to run, and reported as a Markdown page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 def merged(
     kept: Mapping[str, Any], machine: Mapping[str, str], outcomes: Mapping[str, Outcome], stamp: Mapping[str, str]
 ) -> dict[str, Any]:
-    """``kept`` with the ``outcomes`` of this run in the place of what their pieces gave before.
+    """Returns ``kept`` with the ``outcomes`` of this run in place of earlier ones of the same pieces.
 
     Args:
         machine: what it ran on.
@@ -52,13 +52,13 @@ def merged(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an earlier run kept in ``path``; nothing where there was none."""
+    """Reads the results of earlier runs from ``path``; empty without any."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
 def page(found: Mapping[str, Any], pieces: Sequence[Piece], tried: bool) -> str:
-    """The report. ``tried``: it was on the CPU, to see that the steps work."""
+    """Returns the report. ``tried``: on the CPU, to see that the steps work."""
     text = ["# GPU tests" + (", tried on a CPU" if tried else "")]
     if tried:
         text.append("Tiny models over the CPU stand-in and gloo. This shows that the steps work, and nothing of GPUs.")

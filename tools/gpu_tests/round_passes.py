@@ -1,4 +1,4 @@
-"""Something done round every pass of a real training job, inside of what the engine does for messages.
+"""Calls a watcher round every pass of a real training job, inside of what the engine does for messages.
 
 The engine's observer is told of a pass before its input is waited for, and staged where it comes through the host;
 here the input is there.
@@ -22,24 +22,24 @@ from megatron.schedules.schedule.kinds import Kind
 
 
 class Watcher(Protocol):
-    """What looks on, on one rank."""
+    """A watcher on one rank."""
 
     def program(self, program: Program) -> AbstractContextManager[Any]:
-        """Entered for the time of one iteration's program."""
+        """Entered for one iteration's program."""
         ...
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
-        """Entered for the time of one pass, or of starting a reduction."""
+        """Entered for one pass, or for starting a reduction."""
         ...
 
     @property
     def found(self) -> Any:
-        """What it saw, once the job has ended; can be pickled."""
+        """Returns what it saw, once the job has ended; can be pickled."""
         ...
 
 
 def watch(watcher: Watcher) -> None:
-    """Have ``watcher`` look on at every program of this process."""
+    """Calls ``watcher`` for every program of this process."""
     run = schedule_function.run
 
     def watched(
@@ -56,7 +56,7 @@ def watch(watcher: Watcher) -> None:
 
 
 class _Watched:
-    """Stages with something entered round each of their methods."""
+    """Stages with a context entered round each of their methods."""
 
     def __init__(self, stages: Stages, around: Callable[[Action], AbstractContextManager[Any]]) -> None:
         self._stages, self._around = stages, around

@@ -1,4 +1,4 @@
-"""Runs one piece in processes of its own, for as long as it may take, and ends whatever it leaves behind."""
+"""Runs one piece in separate processes with a time limit, and ends what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GRACE_S = 2.0
 
 
 def run_apart(piece: Piece, setting: Setting, folder: Path) -> Outcome:
-    """Run ``piece`` in a new process, whose output goes to ``folder``; what it found, however it ended."""
+    """Runs ``piece`` in a new process, with output in ``folder``; returns what it found, however it ended."""
     folder.mkdir(parents=True, exist_ok=True)
     found, log = folder / f"{piece.name}.jsonl", folder / f"{piece.name}.log"
     found.unlink(missing_ok=True)
@@ -42,7 +42,7 @@ def run_apart(piece: Piece, setting: Setting, folder: Path) -> Outcome:
 
 
 def outcome_of(piece: Piece, told: list[Row], seconds: float, *, late: bool, left: bool, log: Path) -> Outcome:
-    """What to report of a piece that ``told`` this before it ended."""
+    """Returns the report of a piece that ``told`` this before it ended."""
     rows = [each["row"] for each in told if "row" in each]
     last = told[-1] if told else {}
     faults = [row[FAULT] for row in rows if row.get(FAULT)]
@@ -65,13 +65,13 @@ def outcome_of(piece: Piece, told: list[Row], seconds: float, *, late: bool, lef
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that a process may have been killed over, so that its last line is not whole."""
+    """Reads the whole lines of a file whose writer may have been killed."""
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> bool:
-    """Kill ``process`` and all of its session; whether anything but itself was still there."""
+    """Kills ``process`` and its session; returns whether anything else was still there."""
     left, group = False, process.pid
     if process.poll() is not None:
         end = time.monotonic() + _GRACE_S  # what was told to end may need a moment
@@ -92,7 +92,7 @@ def _alive(group: int) -> bool:
 
 
 def _main(piece: Piece, setting: Setting, found: Path) -> None:
-    """The new process: yield by yield, what the piece finds goes to ``found``."""
+    """Runs the piece in the new process, writing its rows to ``found``."""
     with found.open("a") as file:
 
         def tell(**what: object) -> None:

@@ -1,4 +1,4 @@
-"""Measured times of passes against the simulator's, under the costs measured; numbers alone, no torch."""
+"""Compares measured times of passes with the simulator's, at measured costs; plain numbers, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class Span(NamedTuple):
-    """A pass on a rank, and when it began and ended, in seconds of one clock."""
+    """Start and end of a pass on a rank, in seconds of one clock."""
 
     action: Action
     began: float
@@ -27,7 +27,7 @@ Iteration = Sequence[Sequence[Span]]
 
 
 def against_the_simulator(schedule: Schedule, iterations: Sequence[Iteration]) -> dict[str, Any]:
-    """How far the iteration of median length is from its simulation.
+    """Returns the difference of the median iteration from its simulation.
 
     Raises:
         ValueError: where a rank did other passes than the schedule has, or in another order.
@@ -55,7 +55,7 @@ def against_the_simulator(schedule: Schedule, iterations: Sequence[Iteration]) -
 
 
 def measured_costs(schedule: Schedule, iterations: Sequence[Iteration]) -> StageCosts:
-    """What each stage's passes took, the median of all; and what a message takes at least."""
+    """Returns the median times of each stage's passes, and the least latency of a message."""
     took: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for spans in iterations:
         for span in (span for row in spans for span in row):
@@ -78,7 +78,7 @@ def measured_costs(schedule: Schedule, iterations: Sequence[Iteration]) -> Stage
 
 
 def _took(median: Mapping[tuple[Kind, int], float], kind: Kind, stage: int) -> float:
-    """A whole's time is split among its parts, of which nobody measured any."""
+    """Divides the time of a whole backward among its parts, which were not measured."""
     if (kind, stage) in median:
         return median[kind, stage]
     for whole, row in KINDS.items():
@@ -88,7 +88,7 @@ def _took(median: Mapping[tuple[Kind, int], float], kind: Kind, stage: int) -> f
 
 
 def _gaps(schedule: Schedule, spans: Iteration) -> list[float]:
-    """From the end of each forward to the start of the next stage's, where that is on another rank.
+    """Returns the times from the end of each forward to the start of the next stage's on another rank.
 
     One that came late because its rank was busy counts too; the shortest of them are the message's own time.
     """

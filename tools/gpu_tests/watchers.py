@@ -1,4 +1,4 @@
-"""Those that look on at passes: for waits, for times, for names in a profile, and one that leaves little memory."""
+"""Watchers of passes: for waits, for times, for names in a profile, and one that leaves little memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ON_CPU = standin.needed()
 
 
 class NoWaits:
-    """From the second program on, whatever waits for the device within a pass raises; on a CPU, is noted."""
+    """Raises, from the second program on, where a pass waits for the device; on a CPU, records it."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -59,7 +59,7 @@ class NoWaits:
 
 
 def _must_raise() -> None:
-    """Torch's check is there, and says so where something waits."""
+    """Checks that torch's check raises where something waits."""
     number = torch.ones(1, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -81,7 +81,7 @@ class Timed(NamedTuple):
 
 
 class Spans:
-    """When each pass began and ended on the device, in seconds of a clock that all ranks of a machine have."""
+    """Start and end of each pass on the device, in seconds of a clock that all ranks of a machine share."""
 
     def __init__(self) -> None:
         self.found: Timed | None = None
@@ -122,7 +122,7 @@ def _event() -> Any:
 
 
 class Names(NamedTuple):
-    """What a profile says of one program.
+    """The names of one program in a profile.
 
     Args:
         wanted: the program's actions, as they should be named.
@@ -166,7 +166,7 @@ class Profiled:
 
 
 class LittleMemory:
-    """From the second program on, as much memory as the first took and a little; and blocks of ever new sizes.
+    """Limits memory, from the second program on, to little more than the first took; allocates blocks of new sizes.
 
     A block that fits into none of the cached ones is asked of the driver, which refuses: the allocator gives cached
     ones back, and waits for the device to do so.
@@ -181,7 +181,7 @@ class LittleMemory:
 
     @property
     def found(self) -> int:
-        """How often the allocator has tried again."""
+        """Returns the number of allocation retries."""
         return _retries() - self._retries_before
 
     @contextmanager

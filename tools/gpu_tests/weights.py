@@ -1,4 +1,4 @@
-"""Parameters by their name in the whole model: the same start for any pipeline, and gradients that can be compared."""
+"""Parameters by their name in the whole model: the same start for any pipeline, and comparable gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVIATION = 0.02
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter of a rank's chunks, its layer numbered as in the whole model."""
+    """Yields every parameter of a rank's chunks, with layers numbered as in the whole model."""
     for chunk in model:
         inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         offset = get_transformer_layer_offset(get_model_config(chunk), vp_stage=getattr(inner, "vp_stage", None))
@@ -32,7 +32,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, to
 
 
 def start_equal(model: Sequence[torch.nn.Module]) -> None:
-    """Draw the weights anew, each from its own name: stock's draw depends on the pipeline rank.
+    """Initializes each weight from its own name: stock's initialization depends on the pipeline rank.
 
     Norms and biases start the same everywhere, and stay as they are.
     """
@@ -51,14 +51,14 @@ def start_equal(model: Sequence[torch.nn.Module]) -> None:
 
 
 def gradient_digests(model: Sequence[torch.nn.Module]) -> dict[str, str]:
-    """A digest of every parameter's ``main_grad``, by its name and its ranks' (data, tensor)."""
+    """Returns a digest of every parameter's ``main_grad``, by its name and (data, tensor) ranks."""
     ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     named = ((name, getattr(parameter, "main_grad", None)) for name, parameter in named_parameters(model))
     return {f"{name} {ranks}": digest(gradient) for name, gradient in named if gradient is not None}
 
 
 def digest(tensor: Tensor) -> str:
-    """Tells its bits from any others."""
+    """Returns a digest of its bits."""
     flat = tensor.detach().to("cpu", torch.float32).contiguous()
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 

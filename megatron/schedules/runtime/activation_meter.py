@@ -44,14 +44,8 @@ class ActivationMeter:
 
     @property
     def peak(self) -> int:
-        """The most bytes at once since construction or the last :meth:`reset_peak`."""
+        """The most bytes at once so far."""
         return self._peak
-
-    def reset_peak(self) -> None:
-        """Starts a new peak from the bytes of now."""
-        with self._lock:
-            self._measure()
-            self._peak = self._bytes
 
     @contextmanager
     def recording(self) -> Iterator[None]:

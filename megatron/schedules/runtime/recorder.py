@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,58 +18,39 @@ from megatron.schedules.schedule.passes import Pass
 _COPIED_BY = {need.kinds[0]: kind for kind in using(Resource.TO_HOST) for need in KINDS[kind].needs}
 
 
-class Clock(Protocol):
-    """Marks moments of what computes."""
-
-    def mark(self) -> Any:
-        """Marks this moment: for a device, that at which it has done all that it has been given so far."""
-        ...
-
-    def passed(self, mark: Any) -> bool:
-        """Whether the device is past that moment; does not wait."""
-        ...
-
-    def between(self, earlier: Any, later: Any) -> float:
-        """Milliseconds from one passed mark to another."""
-        ...
-
-    def reuse(self, marks: list[Any]) -> None:
-        """``marks`` are no longer used."""
-        return
-
-
-class HostClock(Clock):
-    """The clock of a CPU that does the computing itself."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def passed(self, mark: float) -> bool:
-        return True
-
-    def between(self, earlier: float, later: float) -> float:
-        return 1e3 * (later - earlier)
-
-
-class StreamClock(Clock):
-    """The clock of a GPU: events on its current stream, made once and used again."""
+class HostEvent:
+    """A ``torch.cuda.Event`` for a CPU that does the computing itself."""
 
     def __init__(self) -> None:
-        self._free: list[torch.cuda.Event] = []
+        self._seconds = 0.0
 
-    def mark(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def record(self) -> None:
+        """Marks this moment."""
+        self._seconds = time.perf_counter()
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+    def query(self) -> bool:
+        """Whether that moment is past."""
+        return True
 
-    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        return float(earlier.elapsed_time(later))
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Milliseconds until ``later``."""
+        return 1e3 * (later._seconds - self._seconds)
 
-    def reuse(self, marks: list[torch.cuda.Event]) -> None:
-        self._free += marks
+
+class HostClock:
+    """The clock of a CPU that does the computing itself."""
+
+    def event(self) -> HostEvent:
+        """Makes an event."""
+        return HostEvent()
+
+
+class StreamClock:
+    """The clock of a GPU: events on its current stream."""
+
+    def event(self) -> torch.cuda.Event:
+        """Makes an event."""
+        return torch.cuda.Event(enable_timing=True)
 
 
 class Span(NamedTuple):
@@ -106,14 +87,15 @@ class Recorder(Observer):
     :meth:`take`.
 
     Args:
-        clock: of what computes.
+        clock: makes events, which are used again.
 
     Attributes:
         copies: start and end of each copy of the run that was taken last, in the order in which they began.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock | StreamClock) -> None:
         self._clock = clock
+        self._free: list[Any] = []
         self._run = _Run([], [], [])
         self._current: Pass | None = None
         self._open = False
@@ -122,8 +104,8 @@ class Recorder(Observer):
 
     def begin(self) -> None:
         """A run begins: time 0 of its record. Drops an unfinished run."""
-        self._clock.reuse(self._run.all_marks())
-        self._run, self._open = _Run([], [self._clock.mark()], []), False
+        self._free += self._run.all_marks()
+        self._run, self._open = _Run([], [self._mark()], []), False
 
     def copying(self) -> Callable[[], None]:
         """See :class:`.copies.CopyWatch`: the current pass begins a copy; that of an O begins at the end of its F."""
@@ -131,7 +113,7 @@ class Recorder(Observer):
         stage, kind, m = self._current
         copy = _Copy(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
         self._run.copies.append(copy)
-        return lambda: copy.marks.append(self._clock.mark())
+        return lambda: copy.marks.append(self._mark())
 
     def began(self, action: Action) -> None:
         op, stage, microbatch, _ = action
@@ -139,16 +121,15 @@ class Recorder(Observer):
         if isinstance(op, Kind):
             self._current = Pass(stage, op, microbatch)
             self._run.works.append(self._current)
-            self._run.marks.append(self._clock.mark())
+            self._run.marks.append(self._mark())
 
     def arrived(self) -> None:
         if self._open:
-            self._clock.reuse([self._run.marks.pop()])
-            self._run.marks.append(self._clock.mark())
+            self._run.marks[-1].record()
 
     def ended(self, action: Action) -> None:
         if self._open:
-            self._run.marks.append(self._clock.mark())
+            self._run.marks.append(self._mark())
             self._open = False
 
     def end(self) -> None:
@@ -161,14 +142,20 @@ class Recorder(Observer):
 
         The passes have the order of the program; both times of a copy are those at which computing passed it.
         """
-        if not self._whole or not self._clock.passed(self._whole[0].marks[-1]):
+        if not self._whole or not self._whole[0].marks[-1].query():
             return None
         run = self._whole.popleft()
         base, *marks = run.marks
-        times = [self._clock.between(base, mark) for mark in marks]
+        times = [base.elapsed_time(mark) for mark in marks]
         # Computing has waited for the end of each copy, so these marks are passed too.
-        self.copies = [
-            Span(copy.work, *(self._clock.between(base, mark) for mark in copy.marks)) for copy in run.copies
-        ]
-        self._clock.reuse(run.all_marks())
+        self.copies = [Span(copy.work, *(base.elapsed_time(mark) for mark in copy.marks)) for copy in run.copies]
+        self._free += run.all_marks()
         return [Span(*each) for each in zip(run.works, times[::2], times[1::2], strict=True)]
+
+    def _mark(self) -> Any:
+        try:
+            event: Any = self._free.pop()
+        except IndexError:  # threads that copy take marks too
+            event = self._clock.event()
+        event.record()
+        return event

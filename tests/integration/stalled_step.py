@@ -16,12 +16,12 @@ RANK, CALL = 1, 5
 
 
 def put_in_place(how: str) -> None:
-    """Rank 1 "sleeps" in its sixth forward step, "is stopped" there as if its machine had gone, or "never" stands."""
+    """Rank 1 "sleeps" in its sixth forward step, "is stopped" there as if its machine had gone, or "never" stalls."""
     if os.environ["RANK"] == str(RANK) and how != "never":
-        gpt.forward_step = _standing(gpt.forward_step, how)
+        gpt.forward_step = _stalled(gpt.forward_step, how)
 
 
-def _standing(step: Callable[..., Any], how: str) -> Callable[..., Any]:
+def _stalled(step: Callable[..., Any], how: str) -> Callable[..., Any]:
     calls = count()
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:

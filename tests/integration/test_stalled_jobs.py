@@ -1,4 +1,4 @@
-"""A job whose pipeline stands still ends soon, with a status and one line that says where."""
+"""A job whose pipeline has stalled ends soon, with a status and one line that says where."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.schedules.job.flags import STALL_VARIABLE
-from tests.integration import standing_step
+from tests.integration import stalled_step
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 
@@ -23,7 +23,7 @@ WATCHED = [*MODEL, *UNTIED, *JOB]
             "sleeps",
             {1: 1},
             r"pipeline rank 1 of 2 \(global rank 1\) has stalled for (\S+) s in 1F1, which takes longer .*; "
-            rf"host at {standing_step.__file__}:\d+ \(forward_step\); .*STALL_SECONDS \(4\)",
+            rf"host at {stalled_step.__file__}:\d+ \(forward_step\); .*STALL_SECONDS \(4\)",
         ),
         (
             "is stopped",
@@ -32,15 +32,15 @@ WATCHED = [*MODEL, *UNTIED, *JOB]
             r"of microbatch 1 has not come from pipeline rank 1, .*; host at \S+ \(train_step\); .*STALL_SECONDS \(4\)",
         ),
     ],
-    ids=["the rank that stands says where", "of one that cannot speak its neighbour says it"],
+    ids=["the stalled rank says where", "of one that cannot speak its neighbour says it"],
 )
-def test_a_rank_that_stands_in_its_forward_step_ends_the_job(
+def test_a_rank_that_stalls_in_its_forward_step_ends_the_job(
     megatron: Megatron, monkeypatch: pytest.MonkeyPatch, how: str, status: dict[int, int], said: str
 ) -> None:
     """In the second iteration, after one that went well."""
     monkeypatch.setenv(STALL_VARIABLE, str(LIMIT))
     with pytest.raises(AssertionError) as failed:
-        megatron("standing", 2, WATCHED, how)
+        megatron("stalled", 2, WATCHED, how)
     output = str(failed.value)
     assert output.startswith(f"exit status by rank: {status}"), output
     assert "iteration        1/" in output, output
@@ -53,5 +53,5 @@ def test_a_rank_that_stands_in_its_forward_step_ends_the_job(
 @pytest.mark.parametrize("limit", ["0", "60"])
 def test_it_watches_unless_turned_off(megatron: Megatron, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setenv(STALL_VARIABLE, limit)
-    threads = megatron("standing", 2, WATCHED, "never")
+    threads = megatron("stalled", 2, WATCHED, "never")
     assert ["pipeline stall watch" in names for names in threads] == [limit != "0"] * 2
