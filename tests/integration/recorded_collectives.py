@@ -14,7 +14,7 @@ _NAMES = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"
 
 @contextmanager
 def recorded(log: list[str]) -> Iterator[None]:
-    """Write to ``log`` what Megatron and Transformer Engine's stand-in ask of ``torch.distributed`` inside.
+    """Write to ``log`` what Megatron and Transformer Engine ask of ``torch.distributed`` inside.
 
     A gather that nobody waits for apart from its launch is "blocking gather", others are "gather" and "wait gather".
     """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_te
 import pytest
 import split_helpers as helpers
 import torch
 from fused_kernels import fused_kernels
+from split_te_helpers import linear
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from tests.integration.server import Megatron
 
 RANKS, HIDDEN, TOKENS = 8, 64, 32
 
@@ -57,19 +58,18 @@ def _local(sequence_parallel: bool, fused: bool) -> _Layer:
 def _te(sequence_parallel: bool, fused: bool) -> _Layer:
     from megatron.core import parallel_state
 
-    fake_te.install()
     settings: dict[str, Any] = {
         "bias": False,
         "sequence_parallel": sequence_parallel,
         "fuse_wgrad_accumulation": fused,
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "tp_size": RANKS,
     }
-    normed, plain = (fake_te.megatrons(linear) for linear in (fake_te.LayerNormLinear, fake_te.Linear))
     return _Layer(
-        normed(HIDDEN, 3 * HIDDEN, parallel_mode="column", **settings),
-        plain(HIDDEN, HIDDEN, parallel_mode="row", **settings),
-        normed(HIDDEN, 4 * HIDDEN, parallel_mode="column", **settings),
-        plain(4 * HIDDEN, HIDDEN, parallel_mode="row", **settings),
+        linear("LayerNormLinear", HIDDEN, 3 * HIDDEN, parallel_mode="column", **settings),
+        linear("Linear", HIDDEN, HIDDEN, parallel_mode="row", **settings),
+        linear("LayerNormLinear", HIDDEN, 4 * HIDDEN, parallel_mode="column", **settings),
+        linear("Linear", 4 * HIDDEN, HIDDEN, parallel_mode="row", **settings),
     )
 
 
@@ -106,8 +106,8 @@ def _held() -> dict[tuple[str, bool, bool], float]:
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[tuple[str, bool, bool], float]:
-    found: dict[tuple[str, bool, bool], float] = helpers.run_ranks(1, _held)[0]
+def held(te: Megatron) -> dict[tuple[str, bool, bool], float]:
+    found: dict[tuple[str, bool, bool], float] = te("in_groups", 1, _held)[0]
     return found
 
 

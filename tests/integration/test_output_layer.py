@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_te
 import pytest
 import split_helpers as helpers
 import torch
 from small_gpt import small_gpt
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
+from split_te_helpers import linear
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from tests.integration.server import Megatron
 
 WORDS = 4096
 
@@ -42,8 +43,8 @@ def _local() -> None:
 class _TeModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = fake_te.Linear(8, 8, bias=False)
-        self.output_layer = fake_te.Linear(8, WORDS, bias=False)
+        self.up = linear("Linear", 8, 8, bias=False)
+        self.output_layer = linear("Linear", 8, WORDS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.output_layer(self.up(x).tanh())
@@ -52,15 +53,14 @@ class _TeModel(torch.nn.Module):
 def _te() -> None:
     from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 
-    fake_te.install()
     (x,) = helpers.inputs_of(1, torch.float32)
     _after_i(_TeModel(), split_te_linears, lambda model, x: model(x), x)
     assert helpers.compare(_TeModel(), SEVERAL_I_AHEAD, bind=split_te_linears).split == 1
 
 
 @pytest.mark.parametrize("body", [_local, _te])
-def test_nothing_the_size_of_logits_waits_after_i(body: Any):
-    helpers.run_ranks(1, body)
+def test_nothing_the_size_of_logits_waits_after_i(te: Megatron, body: Any):
+    te("in_groups", 1, body)
 
 
 def _tied() -> None:

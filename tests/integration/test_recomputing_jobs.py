@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_te
 import pytest
 import split_helpers as helpers
 import split_te_helpers as te_helpers
@@ -27,6 +26,7 @@ from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.conftest import Training
 from tests.integration.features import MODERN, MOE_ALLTOALL
 from tests.integration.results import MODEL, UNTIED
+from tests.integration.server import Megatron
 from tests.integration.test_memory import JOB as SIZE
 from tests.integration.test_refusals import JOB, PP4, assert_refused
 from tests.integration.test_same_result import CLIP_NOTHING, differing
@@ -45,7 +45,6 @@ def _local(sequence_parallel: bool) -> None:
 
 
 def _te(sequence_parallel: bool) -> None:
-    fake_te.install()
     settings = te_helpers.tensor_parallel() | {"sequence_parallel": sequence_parallel}
     for fused, order in itertools.product((False, True), ORDERS):
         block = te_helpers.Block(fuse_wgrad_accumulation=fused, **settings)
@@ -61,8 +60,8 @@ def _te(sequence_parallel: bool) -> None:
         pytest.param(_local, 1, False, marks=pytest.mark.full_matrix),
     ],
 )
-def test_linears_split_in_a_recomputed_forward(linears: Any, tp: int, sequence_parallel: bool) -> None:
-    helpers.run_ranks(tp, linears, sequence_parallel, tensor_model_parallel_size=tp)
+def test_linears_split_in_a_recomputed_forward(te: Megatron, linears: Any, tp: int, sequence_parallel: bool) -> None:
+    te("in_groups", tp, linears, sequence_parallel, tensor_model_parallel_size=tp)
 
 
 def _bytes_and_runs(count: int | None) -> tuple[list[int], list[list[int]]]:

@@ -4,87 +4,84 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import fake_te
 import pytest
 import split_helpers as helpers
 import torch
 from fused_kernels import fused_kernels
 from recorded_collectives import recorded
 from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD
-from split_te_helpers import Block, bound, compare, tensor_parallel
+from split_te_helpers import Block, bound, compare, linear, tensor_parallel
 from torch import Tensor
 
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.weight_gradients import WeightGradients
-
-FORMS = ({}, {"older": True}, {"debug": True})
-"""Of Transformer Engine: how a backward knows that it gathers; in the last it may not be told otherwise."""
+from tests.integration.server import Megatron
 
 
-def _te_block(form: dict[str, bool]) -> Block:
-    fake_te.install()
-    block = Block(sequence_parallel=True, **tensor_parallel())
-    for linear in (block.up, block.down, block.head):
-        vars(linear).update(form)
-    return block
+def _te_block() -> Block:
+    return Block(sequence_parallel=True, **tensor_parallel())
+
+
+def _forms() -> list[Any]:
+    """How Transformer Engine may say that a backward gathers: as it does, or in a way that nobody knows."""
+    from megatron.schedules.integration.linears import transformer_engine
+
+    return [nullcontext(), mock.patch.object(transformer_engine, "_TO_BE_GATHERED", ())]
 
 
 def _te_forms() -> None:
-    for form, order in itertools.product(FORMS, (SEVERAL_I_AHEAD, helpers.TOGETHER)):
-        assert compare(_te_block(form), order).split == 3
+    for order in (SEVERAL_I_AHEAD, helpers.TOGETHER):
+        for form in _forms():
+            with form:
+                assert compare(_te_block(), order).split == 3
 
 
-def test_gradients_are_bit_equal_wherever_transformer_engine_keeps_its_flag():
-    helpers.run_ranks(2, _te_forms, tensor_model_parallel_size=2)
+def test_gradients_are_bit_equal_wherever_transformer_engine_keeps_its_flag(te: Megatron):
+    te("in_groups", 2, _te_forms, tensor_model_parallel_size=2)
 
 
 def _te_gathers() -> None:
     (x,) = helpers.inputs_of(1, torch.float32, True)
-    for form in FORMS:
-        model, log = _te_block(form), list[str]()
+    for form, in_i in zip(_forms(), (1, 3), strict=True):
+        model, log = _te_block(), list[str]()
         store = bound(model)
-        with store.split(0, 0):
+        with store.split(0, 0), form:
             loss = helpers.loss(model(x))
             with recorded(log):
                 loss.backward()
                 # The input of head, the output gradient of down, the input of up.
-                in_i = 3 if form.get("debug") else 1
-                assert log.count("blocking gather") == in_i, form
+                gathers = log.count("blocking gather") + log.count("gather")
+                assert gathers == in_i, log
                 store.run(0, 0)
-        assert log.count("gather") == log.count("wait gather") == 3, form
+        assert log.count("blocking gather") + log.count("gather") == in_i + 3, log
 
 
-def test_transformer_engine_gathers_an_input_once_in_its_w():
-    helpers.run_ranks(2, _te_gathers, tensor_model_parallel_size=2)
-
-
-class _AnotherMake(fake_te.Linear):
-    """Hands over something that is neither this rank's part nor the whole."""
-
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        output = super().forward(x, is_first_microbatch)
-        call = output.grad_fn.call
-        put = call.store.put
-        call.store.put = lambda operands, product: put([operands[0][:-1], operands[1]], product)
-        return output
+def test_transformer_engine_gathers_an_input_once_in_its_w(te: Megatron):
+    te("in_groups", 2, _te_gathers, tensor_model_parallel_size=2)
 
 
 def _another_make() -> None:
-    fake_te.install()
-    model = _AnotherMake(8, 8, parallel_mode="column", sequence_parallel=True, **tensor_parallel())
+    from megatron.schedules.integration.linears.transformer_engine import _Call
+
+    put = _Call.put
+
+    def neither_part_nor_whole(self: Any, operands: Any, function: Any) -> None:
+        put(self, [operands[0].flatten(0, -2)[:-1], operands[1]], function)
+
+    model = linear("Linear", 8, 8, parallel_mode="column", sequence_parallel=True, **tensor_parallel())
     store = bound(model)
-    with store.split(0, 0):
+    with store.split(0, 0), mock.patch.object(_Call, "put", neither_part_nor_whole):
         loss = helpers.loss(model(*helpers.inputs_of(1, torch.float32, True)))
-    with pytest.raises(RuntimeError, match=r"put off a weight gradient of 9 rows of input and 24 of the output's"):
-        loss.backward()
+        with pytest.raises(RuntimeError, match=r"put off a weight gradient of 11 rows of input and 24 of the output's"):
+            loss.backward()
 
 
-def test_another_transformer_engine_that_gathers_otherwise_is_an_error():
-    helpers.run_ranks(2, _another_make, tensor_model_parallel_size=2)
+def test_another_transformer_engine_that_gathers_otherwise_is_an_error(te: Megatron):
+    te("in_groups", 2, _another_make, tensor_model_parallel_size=2)
 
 
 def _local_block() -> Any:
@@ -112,18 +109,17 @@ def test_gradients_are_bit_equal_where_a_product_is_computed_in_i(sequence_paral
 
 def _hidden(te: bool, sequence_parallel: bool) -> None:
     from megatron.schedules.integration.linears.local import split_linears
-    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+    from megatron.schedules.integration.linears.transformer_engine import _WeightGradient, split_te_linears
 
     log: list[str] = []
-    written = fake_te._written
+    computed = _WeightGradient._compute
 
-    def logged(*arguments: Any) -> Tensor:
+    def logged(*arguments: Any) -> Any:
         log.append("product")
-        return written(*arguments)
+        return computed(*arguments)
 
-    with fused_kernels(log), mock.patch.object(fake_te, "_written", logged):
+    with fused_kernels(log), mock.patch.object(_WeightGradient, "_compute", logged):
         if te:
-            fake_te.install()
             model: Any = Block(
                 bias=False, sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=True, **tensor_parallel()
             )
@@ -157,15 +153,18 @@ def _hidden(te: bool, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("te", [False, True])
+@pytest.mark.parametrize("engine", [False, True])
 def test_i_hides_the_reduction_behind_the_weight_gradient_of_the_row_parallel_linear_before(
-    te: bool, sequence_parallel: bool
+    te: Megatron, engine: bool, sequence_parallel: bool
 ):
-    helpers.run_ranks(2, _hidden, te, sequence_parallel, tensor_model_parallel_size=2)
+    te("in_groups", 2, _hidden, engine, sequence_parallel, tensor_model_parallel_size=2)
 
 
-def _held(make: Callable[[], Any], bind: Callable[..., int]) -> None:
-    model = make()
+def _held(make: Callable[[], Any]) -> None:
+    from megatron.schedules.integration.linears.local import split_linears
+    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
+
+    model, bind = make(), split_linears if make is _local_block else split_te_linears
     meter = ActivationMeter(model.parameters())
     store = WeightGradients(meter)
     bind(model, store)
@@ -185,13 +184,11 @@ def _held(make: Callable[[], Any], bind: Callable[..., int]) -> None:
     assert meter.current == 0
 
 
-@pytest.mark.parametrize("make", [_local_block, partial(_te_block, {})])
-def test_under_sequence_parallelism_nothing_gathered_waits_for_its_weight_gradient(make: Callable[[], Any]):
-    from megatron.schedules.integration.linears.local import split_linears
-    from megatron.schedules.integration.linears.transformer_engine import split_te_linears
-
-    bind = split_linears if make is _local_block else split_te_linears
-    helpers.run_ranks(2, _held, make, bind, tensor_model_parallel_size=2)
+@pytest.mark.parametrize("make", [_local_block, _te_block])
+def test_under_sequence_parallelism_nothing_gathered_waits_for_its_weight_gradient(
+    te: Megatron, make: Callable[[], Any]
+):
+    te("in_groups", 2, _held, make, tensor_model_parallel_size=2)
 
 
 def _prefetch_ahead() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_te
 import pytest
 import split_helpers as helpers
-import split_te_helpers as te
+import split_te_helpers as te_helpers
 import torch
 from fused_kernels import fused_kernels
 from split_helpers import SEVERAL_I_AHEAD, TOGETHER
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.weight_gradients import WeightGradients
+from tests.integration.server import Megatron
 from tests.runtime.late_copies import LateCopies
 
 
@@ -51,22 +51,22 @@ def local_linears() -> None:
 
 
 def transformer_engines() -> None:
-    both_orders(te.Block, te.compare, **te.tensor_parallel())
+    both_orders(te_helpers.Block, te_helpers.compare, **te_helpers.tensor_parallel())
 
 
 def under_sequence_parallelism() -> None:
     both_orders(helpers.block, sequence_parallel=True)
-    both_orders(te.Block, te.compare, sequence_parallel=True, **te.tensor_parallel())
+    both_orders(te_helpers.Block, te_helpers.compare, sequence_parallel=True, **te_helpers.tensor_parallel())
 
 
 def grouped_linears() -> None:
-    both_orders(te.Experts, te.compare)
+    both_orders(te_helpers.Experts, te_helpers.compare)
 
 
 def fused_accumulation() -> None:
     with fused_kernels():
         both_orders(helpers.block, dtype=torch.bfloat16, gradient_accumulation_fusion=True)
-    both_orders(te.Block, te.compare, fuse_wgrad_accumulation=True)
+    both_orders(te_helpers.Block, te_helpers.compare, fuse_wgrad_accumulation=True)
 
 
 def whole_linears_fire_their_hooks_under_fused_accumulation() -> None:
@@ -99,10 +99,10 @@ TWO = (local_linears, transformer_engines, under_sequence_parallelism)
 
 
 def _checked(ranks: int) -> dict[str, str]:
-    return helpers.failures_of(ALONE if ranks == 1 else TWO, before_each=fake_te.install)
+    return helpers.failures_of(ALONE if ranks == 1 else TWO)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_are_stocks(ranks: int):
-    for failures in helpers.run_ranks(ranks, _checked, ranks, tensor_model_parallel_size=ranks):
+def test_gradients_are_stocks(te: Megatron, ranks: int):
+    for failures in te("in_groups", ranks, _checked, ranks, tensor_model_parallel_size=ranks):
         assert not failures, "\n".join(failures.values())

@@ -74,6 +74,8 @@ def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
         for name, ranks in (("every_kind", 1), ("tensor_parallel", 2), ("held_for_w", 1)):
             arguments = (True,) if name == "tensor_parallel" else ()
+            if arguments and recipe == "blockwise" and version != VERSIONS[-2]:
+                continue  # gathered in a format that the CPU form lacks
             try:
                 server("in_groups", ranks, called, name, recipe, *arguments, tensor_model_parallel_size=ranks)
             except AssertionError as error:

@@ -120,6 +120,23 @@ def _multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any])
     return [te_quantized.quantize(*each) for each in zip(tensors, quantizers, strict=True)]
 
 
+def _fused_multi_quantize(tensors: Sequence[Tensor], outputs: None, quantizers: Sequence[Any], dtype: Any) -> Any:
+    """The name and arguments that 2.3 has."""
+    return _multi_tensor_quantize(tensors, quantizers)
+
+
+def _pad_rows(tensor: Tensor, out: Tensor, rows: Sequence[int], padded: Sequence[int]) -> None:
+    """Writes groups of rows to ``out``, each followed by zeros."""
+    for part, into in zip(tensor.split(list(rows)), out.split(list(padded)), strict=True):
+        into.zero_()[: part.shape[0]] = part
+
+
+def _unpad_rows(tensor: Tensor, out: Tensor, padded: Sequence[int], rows: Sequence[int]) -> None:
+    """Undoes :func:`_pad_rows`."""
+    for part, into in zip(tensor.split(list(padded)), out.split(list(rows)), strict=True):
+        into.copy_(part[: into.shape[0]])
+
+
 def _fused_attention(*parameters: Any, **_: Any) -> Any:
     """No kernel; from 2.20 on, where all parameters come in one, with the reason."""
     none = globals()["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
@@ -142,6 +159,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "fused_amax_and_scale_update_after_reduction": te_quantized.update_scales,
     "split_quantize": _split_quantize,
     "multi_tensor_quantize": _multi_tensor_quantize,
+    "fused_multi_quantize": _fused_multi_quantize,
+    "fused_multi_row_padding": _pad_rows,
+    "fused_multi_row_unpadding": _unpad_rows,
     "multi_tensor_l2norm": te_kernels.multi_tensor_l2norm,
     "multi_tensor_unscale_l2norm": te_kernels.multi_tensor_unscale_l2norm,
     "multi_tensor_scale": te_kernels.multi_tensor_scale,

@@ -138,8 +138,11 @@ def _made(quantizer: Any, kind: str, x: Tensor, parts: dict[str, Any]) -> Any:
     module = sys.modules[type(quantizer).__module__]
     whole = getattr(module, kind)
     parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
-    if "with_gemm_swizzled_scales" in inspect.signature(whole.__new__).parameters:
+    known = inspect.signature(whole.__new__).parameters
+    if "with_gemm_swizzled_scales" in known:
         parts["with_gemm_swizzled_scales"] = False
+    if "data_format" in known:
+        parts["data_format"] = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat.GEMM_READY
     if not quantizer.internal:
         return whole(shape=x.shape, dtype=x.dtype, **parts)
     storage = getattr(module, f"{kind}Storage", None) or getattr(module, f"{kind}Base")
@@ -203,7 +206,9 @@ def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
         if columnwise:
             data, scales = data.t().contiguous(), scales.t()
         copies[f"{side}_data"] = data.view(x.shape)
-        copies[f"{side}_scale_inv"] = _padded(scales, quantizer.get_scale_shape(x.shape, columnwise))
+        to = (4, 128) if columnwise else (128, 4)
+        shape = [math.ceil(size / multiple) * multiple for size, multiple in zip(scales.shape, to, strict=True)]
+        copies[f"{side}_scale_inv"] = _padded(scales, shape)
     return copies
 
 

@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import gathered
+from megatron.schedules.integration.linears.te_version import te_version
 
 
 def is_quantized(operand: Any) -> bool:
@@ -48,6 +50,12 @@ def keep_rows(operand: Any) -> None:
 def gathered_by_columns(operand: Any) -> bool:
     """Whether a gather takes the copy by columns, as it does where blocks have scales."""
     return is_quantized(operand) and not hasattr(operand, "_transpose_invalid")
+
+
+def gathered_in_i_alone(quantizer: Any) -> bool:
+    """Whether what ``quantizer`` makes cannot be gathered in W: before 2.16 blockwise tensors have a format for it."""
+    blockwise = type(quantizer).__name__ == "Float8BlockQuantizer"
+    return blockwise and Version(te_version()) < Version("2.16")
 
 
 def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:

@@ -149,6 +149,8 @@ def _adding(output: Any) -> Any:
 def _leave_input_in_parts(output: Any) -> None:
     """Keep the backward of this call from gathering its input, which its W gathers for itself."""
     for holder in _holders(output):
+        if quantized.gathered_in_i_alone(getattr(holder, "input_quantizer", None)):
+            continue
         for flag in _TO_BE_GATHERED:
             relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
             if getattr(holder, flag, None) is True and not relied_on:
