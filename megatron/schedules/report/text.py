@@ -235,7 +235,7 @@ def _bar(share: float) -> str:
 def _summary(found: Figures, reference: int) -> str:
     why = above_itself([found])
     return (
-        f"bubble       {percent(found.bubble)} of the time until {number(found.makespan)}\n"
+        f"bubble       {percent(found.bubble)} (iteration time {number(found.makespan)})\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
         f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
         f"{percent(found.share, 1)} of 1F1B's {reference}\n{_savings(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
