@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tools.benchmarks.emulated_engines import Contestant
 
 UNIT_S = 0.020
-"""How long a pass of cost 1 over half a rank's layers takes."""
+"""Duration of a pass of cost 1 over half a rank's layers."""
 
 _COSTS = ("1,1,1", "1,1.1,0.75", "1,1.2,0.4")
 _REPETITIONS, _KEY_REPETITIONS = 3, 5

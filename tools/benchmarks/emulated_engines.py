@@ -21,7 +21,7 @@ from tools.benchmarks.emulated_ranks import begin_together, run_ranks
 
 OURS = ("1f1b", "interleaved-1f1b", "zb-1p", "v-min", "v-half", "v-zb")
 LIMITS = (0.5, 1.0)
-"""Of 1F1B's memory, for our adaptive."""
+"""Memory limits of our adaptive schedule, as shares of 1F1B's memory."""
 
 _SETTLING = "v-zb"  # what all ranks run to find how long to sleep: it has every kind of pass
 _WARM_UP_PACE = 0.05

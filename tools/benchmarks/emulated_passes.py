@@ -13,7 +13,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 SHAPE = (16, 1, 64)
-"""Of every message: sequence, batch, hidden."""
+"""Shape of every message: sequence, batch, hidden."""
 
 
 class Passes:

@@ -11,7 +11,7 @@ KEY = (8, 16, "1,1.1,0.75")
 """Pipeline size, microbatches and costs of the setting that single claims are about."""
 
 WITHIN, NOISE = 0.03, 0.01
-"""Of the simulator's time; what two timings of the same order may differ by."""
+"""Allowed error of the simulator's time; allowed difference of two timings of the same order."""
 
 STOCK_1F1B = ("megatron-core", "1F1B")
 

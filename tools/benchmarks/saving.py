@@ -26,11 +26,11 @@ RANK_BYTES = 2**22
 """A microbatch's activations on a rank: much more than a message, and quickly made."""
 
 STOCK_LAYERS = 8
-"""Of a rank under stock's 1F1B: where it recomputes it does so one at a time."""
+"""Layers of a rank under stock's 1F1B, which recomputes one at a time."""
 
 COSTS = Costs(1, 1.1, 0.75, 0.05)
 ONE_WAY = 0.25
-"""Of what half a rank's layers compute for a microbatch: how long their activations are copied in one direction."""
+"""Time of a copy one way, as a share of the computing of the same layers."""
 
 SEARCH_SECONDS: float | None = None
 """See :class:`.Request`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tools.benchmarks.parts import Claim, Row, markdown_table, verdict
 
 WITHIN, WITHIN_BYTES, NOISE = 0.03, 0.05, 0.01
-"""Of the simulator's time, and of the planned bytes; what two timings of the same order may differ by."""
+"""Allowed errors of the simulator's time and of the planned bytes; allowed difference of two timings."""
 
 _HOW = """\
 Measured as in "Throughput", costs F,I,W,P2P 1,1.1,0.75,0.05, {milliseconds:.0f} ms where the cost is 1. Forwards keep

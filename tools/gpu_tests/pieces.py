@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-"""One thing a piece looked at; its ``FAULT`` is what is wrong, empty where nothing is, None where it was left out."""
+"""One result of a piece; its ``FAULT`` is what is wrong, empty for nothing, None where it was left out."""
 FAULT = "fault"
 
 # Under the ten minutes that some machines give a command, start and report included.

@@ -13,7 +13,7 @@ from tools.gpu_tests.pieces import FAULT, Piece, Row
 
 
 class Result(StrEnum):
-    """How a piece ended."""
+    """The end of a piece."""
 
     PASSED = "passed"
     FAILED = "failed"

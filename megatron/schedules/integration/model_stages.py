@@ -26,7 +26,7 @@ from megatron.schedules.schedule.kinds import Kind
 
 
 class _InFlight(NamedTuple):
-    """What is kept between F and the backward: what gets the input's gradient, and where the backward starts.
+    """State between F and the backward: what gets the input's gradient, and where the backward starts.
 
     The start is an edge of the graph, not the output, which would only take memory. The last stage's loss is the
     exception, because gradients are scaled through its value. None where nothing up to here is trained.

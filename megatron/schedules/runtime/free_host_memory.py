@@ -1,4 +1,4 @@
-"""How much memory a host has left."""
+"""The free memory of a host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgro
 
 
 def available_host_bytes() -> int | None:
-    """How much memory this process may still take on the host, by the kernel and by its control groups; None: unknown.
+    """Returns how much memory this process may still take on the host, in bytes; None where that is unknown.
 
-    On a node all its ranks take from it.
+    The kernel and the process's control groups limit it; all ranks of a node share it.
     """
     found = [*_free_of_machine(), *_free_of_groups()]
     return min(found) if found else None
@@ -22,7 +22,7 @@ def _free_of_machine() -> list[int]:
 
 
 def _free_of_groups() -> list[int]:
-    """What the limits of the process's own control group and of those round it leave; files in caches can go."""
+    """Returns what the limits of the process's control group and its parents leave; cached files can go."""
     path = next((line.removeprefix("0::/") for line in _lines(_OWN_GROUP) if line.startswith("0::/")), None)
     if path is None:
         return []

@@ -1,4 +1,4 @@
-"""Where a rank is in its program: updated by the engine at next to no cost, read by the stall watch."""
+"""The position of a rank in its program: updated by the engine at next to no cost, read by the stall watch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.schedules.runtime.program import Instruction, Program, computes
 
 
 class End(Enum):
-    """What comes after a program's last instruction."""
+    """The steps after a program's last instruction."""
 
     SENDS = "waits for its sends and collectives"
     AFTER = "exchanges results and gradients with other ranks"

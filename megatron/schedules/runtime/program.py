@@ -47,7 +47,7 @@ class Op(StrEnum):
 
 
 class Message(NamedTuple):
-    """How the result of one stage reaches another: the ops at both ends, and how many stages further it goes."""
+    """The ops at both ends of a message between stages, and how many stages further it goes."""
 
     send: Op
     receive: Op
@@ -149,7 +149,7 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a rank stores a tensor until the pass or message that needs it takes it.
+    """The place of a tensor on a rank until the pass or message that needs it takes it.
 
     Args:
         result: what it is: the result of another stage, or of a collective.
@@ -234,7 +234,7 @@ def channels_of(placement: Placement) -> tuple[Channel, ...]:
 
 @dataclass(frozen=True)
 class Program:
-    """What ``rank`` does, first to last.
+    """All actions of ``rank`` in one run, in order.
 
     Args:
         rank: the pipeline rank.

@@ -24,7 +24,7 @@ _ALIGNED = 512
 
 
 class _View(NamedTuple):
-    """How a tensor lies in its storage; the offset in elements, as torch has it."""
+    """Position of a tensor in its storage; the offset in elements, as torch has it."""
 
     dtype: torch.dtype
     offset: int | torch.SymInt

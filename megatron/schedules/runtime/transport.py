@@ -21,7 +21,7 @@ from megatron.schedules.runtime.program import Channel
 
 
 class MessageSpec(NamedTuple):
-    """What every message of a run looks like; both ends must agree on it beforehand."""
+    """Shape, dtype and device of every message of a run; both ends must agree on them beforehand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What other ranks need to know of a rank's logits, each (tokens,).
+    """Statistics of a rank's logits that other ranks need, each (tokens,).
 
     Args:
         largest: the largest logit.
@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What the statistics of all ranks give one of them, each (tokens,).
+    """Factors for one rank, from the statistics of all ranks, each (tokens,).
 
     Args:
         loss: of each token.

@@ -20,7 +20,7 @@ from megatron.schedules.integration.vocabulary.parts import EmbeddingPart, Outpu
 
 
 class Table(NamedTuple):
-    """What all ranks must know of a table that one of them has.
+    """Properties of a table on one rank, for all ranks.
 
     Args:
         rows, hidden: its size on a tensor-parallel rank.

@@ -34,7 +34,7 @@ class Made(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """What T needs: see :func:`.arithmetic.logits_gradient`."""
+    """The inputs of T: see :func:`.arithmetic.logits_gradient`."""
 
     exponentials: Tensor
     labels: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.schedules.integration.vocabulary.arithmetic import Cut
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""What stock calls the two tables, in a model and in checkpoints."""
+"""Stock's names of the two tables, in a model and in checkpoints."""
 
 
 class TokensSeen(BaseException):

@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
 
 
 class SharedVocabulary:
-    """What a rank does with its parts of the embedding and the output layer, by microbatch.
+    """The work of a rank on its parts of the embedding and the output layer, by microbatch.
 
     Collectives run on a thread or a stream of their own, in the order in which they were posted. Their results here are
     read by a pass that waits for them, or by a later collective.
