@@ -16,9 +16,11 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 from tests.integration import split_helpers as helpers
 from tests.integration.te_itself import LAST_W_FIRST
+from tests.runtime.late_copies import LateCopies
 
 WIDTH, SEQUENCE, BATCH = 128, 32, 8
 TOKENS = SEQUENCE * BATCH
@@ -175,3 +177,30 @@ def _held(model: torch.nn.Module, name: str, x: Tensor) -> int:
     store.run(0, 0)
     assert meter.current == 0
     return held
+
+
+def offloaded(name: str) -> list[int]:
+    """Bytes of each storage of a linear's forward that goes to the host; gradients are those of one that stays."""
+    found: list[list[Tensor | None]] = []
+    for away in (False, True):
+        torch.manual_seed(1)
+        FP8GlobalStateManager.reset()
+        model = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu")
+        copies, store, (x,) = LateCopies(), WeightGradients(hooked=True), inputs(1)
+        offloads, hooks = Offloads(copies), helpers.MainGrads(model, torch.float32)
+        split_te_linears(model, store)
+        forward = forward_of(model, name)
+        with store.split(0, 0):
+            if away:
+                with offloads.forward(0, 0), offloads.saving():
+                    y = forward(x)
+                for step in (offloads.offload, offloads.load, offloads.arrive):
+                    step(0, 0)
+            else:
+                y = forward(x)
+            helpers.loss(y).backward()
+        store.run(0, 0)
+        assert hooks.fired == {"weight": 1}
+        found.append([y.detach(), x.grad, model.weight.main_grad])
+    helpers.assert_same("tensor", found[1], found[0])
+    return [size for way, sizes in copies.moved for size in sizes if way == "out"]

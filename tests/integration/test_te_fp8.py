@@ -66,6 +66,13 @@ def test_under_sequence_parallelism_w_gathers_its_input(fp8: Any, recipe: str) -
         assert numbers <= held <= 1.05 * numbers
 
 
+@pytest.mark.parametrize("recipe", CAPABILITIES)
+def test_what_is_offloaded_has_one_byte_a_number(fp8: Any, recipe: str) -> None:
+    """The linear's input, as W will read it, and its scales."""
+    (sizes,) = fp8("offloaded", recipe)
+    assert max(sizes) == TOKENS * WIDTH and sum(sizes) <= 1.05 * TOKENS * WIDTH
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("version", VERSIONS[:-1])
 def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:

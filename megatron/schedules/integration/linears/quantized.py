@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from packaging.version import Version
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import gathered
@@ -24,8 +23,11 @@ from megatron.schedules.integration.linears.te_version import te_version
 
 
 def is_quantized(operand: Any) -> bool:
-    """Whether ``operand`` is a quantized tensor, or the smaller object that modules use for one."""
-    return type(operand) is not Tensor and hasattr(operand, "update_usage")
+    """Whether ``operand`` is a quantized tensor, or the smaller object that modules use for one.
+
+    Groups of experts' tensors in one (from 2.17 on) and those that its debugging tools look into are left as they are.
+    """
+    return hasattr(operand, "update_usage") and (hasattr(operand, "_data") or hasattr(operand, "_rowwise_data"))
 
 
 def keep_columns(operand: Any) -> None:

@@ -278,7 +278,7 @@ class _WeightGradient:
             # Empty memory of the size of the weights, which should not be held from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
-        single, over = not isinstance(input, (list, tuple)), None
+        single, over = not outputs, None
         if single and call.input_over is not None:
             input, over = _part_of(input, grad_output, call.input_over)
         plain = type(grad_output) is Tensor
