@@ -154,7 +154,7 @@ def test_what_was_found_is_kept(tmp_path, monkeypatch):
     found = cached_partition(request)
     assert found == partition_layers(request)
     monkeypatch.setattr(
-        "megatron.schedules.planner.plan_cache.spread_layers", lambda *asked: pytest.fail("searched again")
+        "megatron.schedules.planner.plan_cache.partition_layers", lambda *asked: pytest.fail("searched again")
     )
     assert cached_partition(request) == found
 

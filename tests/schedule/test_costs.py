@@ -50,8 +50,8 @@ def test_a_pass_must_take_time(text: str):
     assert refused(text) == f"costs F,I,W must be positive numbers, not {text}"
 
 
-@pytest.mark.parametrize("hop", ["-1", "nan", "inf"])
-def test_a_hop_may_take_none_but_not_less(latency: str):
+@pytest.mark.parametrize("latency", ["-1", "nan", "inf"])
+def test_a_latency_may_take_none_but_not_less(latency: str):
     assert refused(f"1,1,1,{latency}") == f"the P2P latency must be zero or a positive number, not {latency}"
 
 

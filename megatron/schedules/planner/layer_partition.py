@@ -50,6 +50,8 @@ _BOUND, _BOUNDS = 60, 4
 _POLISHING = 30
 # Of the moves from the even spread that its bound does not rule out, so many are planned at the end, by size.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
+# Times among the costs, and how many digits of them count.
+_TIMES, _DIGITS = ("forward", "input_grad", "weight_grad", "comm", "copy"), 12
 # Moves that are looked at of each spread; with more than some forty stages there are more.
 _MOST_MOVES = 1_600
 
@@ -69,8 +71,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     """
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
-    # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
-    around_one = request.around_one()
+    around_one = _in_round_numbers(request)
     searches = [_Search(around_one, each) for each in _placements(around_one)]
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
@@ -85,6 +86,18 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
         best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
+
+
+def _in_round_numbers(request: Request) -> Request:
+    """The same in times around 1 of few digits.
+
+    So the same layers are found whatever unit costs are in: of moves that are equally good it makes the last digit of a
+    sum, and the last digit of a cost the unit, decide.
+    """
+    around, _ = request.costs.around_one()
+    times = {name: round(getattr(around, name), _DIGITS) for name in _TIMES}
+    latencies = tuple((source, to, round(time, _DIGITS)) for source, to, time in around.latencies)
+    return replace(request, costs=replace(around, **times, latencies=latencies))
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +17,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
 from megatron.schedules.search.rounds import Rounds
-from megatron.schedules.search.tasks import tasks_of
+from megatron.schedules.search.tasks import fractions, tasks_of
 
 TaskOrder = NDArray[np.int64]
 """Task numbers, rank by rank."""
@@ -39,6 +41,24 @@ class Problem:
         self.size = len(self.passes)
         self._rounds = Rounds(tasks, compiled=True)
         self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
+
+    def under(self, costs: StageCosts) -> Problem | None:
+        """The same passes under other ``costs``, soon made; None where these have other passes or messages."""
+        own = self.costs
+        if any(getattr(own, part) != getattr(costs, part) for part in ("comm", "latencies", "one_way", "loads")):
+            return None
+        if own.doing(self.placement) != costs.doing(self.placement):
+            return None
+        n, other = self.schedule.microbatches, copy(self)
+        # Each rank does the same passes of every microbatch.
+        rows = [row[: len(row) // n] for row in self.schedule.order]
+        times, changes = (
+            np.concatenate([np.tile(of(row), n) for row in rows]) for of in (costs.durations_of, costs.changes_of)
+        )
+        other.costs, other._limits = costs, {}
+        other._tasks = replace(self._tasks, change=fractions(changes))
+        other._rounds = self._rounds.under(times, changes)
+        return other
 
     @property
     def effort(self) -> int:
@@ -66,6 +86,12 @@ class Problem:
         there = set(passes)
         every = (each for work in passes for each in _with_saving(work, there))
         return np.array([self._number[work] for work in every if work in self._number])
+
+    def taken_over(self, other: Problem, order: TaskOrder) -> TaskOrder:
+        """``order`` of ``other``, a problem on this placement, in this one's task numbers."""
+        if other.passes is self.passes:
+            return order
+        return self.order(replace(other.schedule, order=other.rows(order)))
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
         """``order`` as a schedule's rows."""

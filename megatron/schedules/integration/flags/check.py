@@ -26,7 +26,13 @@ from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.values import MemoryLimit
-from megatron.schedules.planner.adaptive import chunk_choices, limit_in_microbatches, search_seconds
+from megatron.schedules.planner.adaptive import (
+    FINER_CHUNKS,
+    chunk_choices,
+    limit_in_microbatches,
+    search_seconds,
+    wants_finer_chunks,
+)
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages
 from megatron.schedules.planner.service import Plan, make_plan
@@ -211,6 +217,16 @@ def _request(spec: JobSpec) -> Request:
     Raises:
         PlanError: naming the flag that is wrong.
     """
+    chunks = spec.settings.schedule.chunks
+    found = _request_up_to(spec, chunks or 4)
+    if chunks is None and wants_finer_chunks(found):
+        with suppress(PlanError):  # too few layers
+            return _request_up_to(spec, FINER_CHUNKS)
+    return found
+
+
+def _request_up_to(spec: JobSpec, most: int) -> Request:
+    """The same with ``most`` chunks a rank where they are chosen."""
     settings, choice = spec.settings, spec.settings.schedule
     request = Request(
         schedule=choice.name,
@@ -221,8 +237,8 @@ def _request(spec: JobSpec) -> Request:
     )
     searched = request.schedule in ("adaptive", AUTO)
     if searched:
-        most = _chunk_choices(spec, choice.chunks or 4)
-        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=most)
+        choices_of_chunks = _chunk_choices(spec, most)
+        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices_of_chunks)
     number = stages(request)
     request = replace(
         request,
