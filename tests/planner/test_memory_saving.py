@@ -289,7 +289,8 @@ def test_8_chunks_are_tried_where_a_rank_may_hold_less_than_a_microbatch(
         saving=memory_saving("save_memory", saving),
     )
     spec = JobSpec(settings, Sizes(4, 4), microbatches=16)
-    found = JobPlans([spec], None, {}).request(spec)
+    flags = dict.fromkeys(("costs", "layers", "memory_limit", "model", "offload"), "")
+    found = JobPlans([spec], None, flags).request(spec)
     assert max(found.chunk_choices) == (most if saving == "recompute" else 4)
 
 

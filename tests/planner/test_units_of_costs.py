@@ -50,7 +50,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("adaptive", SMALL | {"offload": True}),
     ("1f1b", {"partition": True}),
     ("v-half", {"partition": True}),
-    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2)}),
+    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
 ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
 from megatron.schedules.planner.partition_plans import CLEARLY, Planned, Spread, with_layers
@@ -89,15 +90,20 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
 
 
 def _in_round_numbers(request: Request) -> Request:
-    """The same in times around 1 of few digits.
+    """``request`` with times whose F, I and W add up to 1, in few digits.
 
-    So the same layers are found whatever unit costs are in: of moves that are equally good it makes the last digit of a
-    sum, and the last digit of a cost the unit, decide.
+    So the same layers are found whatever unit costs are in. Of equally good moves the last digit of a sum decides, and
+    another unit rounds it differently.
     """
-    around, _ = request.costs.around_one()
-    times = {name: round(getattr(around, name), _DIGITS) for name in _TIMES}
-    latencies = tuple((source, to, round(time, _DIGITS)) for source, to, time in around.latencies)
-    return replace(request, costs=replace(around, **times, latencies=latencies))
+    costs = request.costs
+    unit = costs.forward + costs.input_grad + costs.weight_grad
+
+    def rounded(time: float) -> float:
+        return float(f"{time / unit:.{_DIGITS}g}")
+
+    times: dict[str, Any] = {name: rounded(getattr(costs, name)) for name in _TIMES}
+    latencies = tuple((source, to, rounded(time)) for source, to, time in costs.latencies)
+    return replace(request, costs=replace(costs, **times, latencies=latencies))
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
