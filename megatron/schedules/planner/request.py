@@ -1,4 +1,4 @@
-"""What a person asks of the planner."""
+"""A request to the planner."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Request:
         placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
         search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`.adaptive`.
         decisions: what is settled about the stages.
-        partition: whether the layer partition is still to be searched (:func:`.layer_partition.spread_layers`).
+        partition: whether the layer partition is still to be searched (:func:`.layer_partition.partition_layers`).
             ``auto`` always searches it where the model is known and no partition is settled.
         recompute, offload: for ``adaptive``, whether it is still to be searched which stages recompute, and which
-            offload, where that makes the plan shorter (:func:`.memory_saving.relieve`).
+            offload, where that makes the plan shorter (:func:`.memory_saving.save_memory`).
     """
 
     schedule: str

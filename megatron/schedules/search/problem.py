@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, SPLIT, Doing, Kind, everywhere, in_dependency_order
+from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, everywhere, in_dependency_order
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
@@ -78,7 +78,7 @@ class Problem:
     def order(self, schedule: Schedule | None = None) -> TaskOrder:
         """``schedule`` on this placement in task numbers; without one, one microbatch after another.
 
-        Every B is split, and relief is added or left out as it is here.
+        Every B is split; R, O and L are added or left out as they are here.
         """
         if schedule is None:
             return np.arange(self.size)
@@ -124,9 +124,9 @@ class Problem:
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
-    """``work`` in parts, and next to it the relief that might go with it and is not ``there``.
+    """``work`` in parts, and next to it the R, O and L that might go with it and are not ``there``.
 
-    What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
+    What frees memory comes right after the forward, what allocates it right before the pass that needs it.
     """
     stage, kind, m = work
     before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
@@ -134,11 +134,11 @@ def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
 
 
 def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
-    """The relief that ``kind`` needs, and that which needs it and gives memory back."""
+    """R, O and L that ``kind`` needs, and those that need it and free memory."""
     needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
-    gives = [each for each in RELIEF if KINDS[each].gives]
+    gives = [each for each in SAVING if KINDS[each].gives]
     return (
-        [each for each in RELIEF if each in needed],
+        [each for each in SAVING if each in needed],
         [each for each in gives if any(kind in need.kinds for need in KINDS[each].needs)],
     )
 
