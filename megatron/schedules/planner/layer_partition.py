@@ -60,8 +60,9 @@ _MOST_MOVES = 1_600
 def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
 
-    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved;
-    ``adaptive`` is compared with the latter by climbs of equal length, not by its whole search.
+    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved.
+    ``adaptive`` makes its whole search of even layers only where a climb does not show them to be clearly longer, and
+    is compared with those of one layer moved by climbs of equal length.
 
     Args:
         request: its costs have a model.
