@@ -1,4 +1,4 @@
-"""Which stage has how many layers: never longer than the even spread, and as good as trying them all."""
+"""Which stage has how many layers: never longer than the even partition, and as good as trying them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.planner.layer_partition import as_layout, partition_layers
-from megatron.schedules.planner.partition_plans import Spread, microbatches_held, with_layers
+from megatron.schedules.planner.partition_plans import Partition, microbatches_held, with_layers
 from megatron.schedules.planner.plan_cache import cached_partition
 from megatron.schedules.planner.registry import Request, plan, unchecked_plan
 from megatron.schedules.schedule.costs import Costs
@@ -39,12 +39,12 @@ def timed(request: Request) -> Timeline:
     return simulate(schedule, request.costs_on(schedule.placement))
 
 
-def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
+def all_partitions(layers: int, stages: int) -> Iterator[Partition]:
     if stages == 1:
         yield (layers,)
         return
     for first in range(layers + 1):
-        yield from ((first, *rest) for rest in all_spreads(layers - first, stages - 1))
+        yield from ((first, *rest) for rest in all_partitions(layers - first, stages - 1))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def all_spreads(layers: int, stages: int) -> Iterator[Spread]:
         pytest.param("v-zb", 4, 8, 12, marks=pytest.mark.full_matrix),
     ],
 )
-def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: int, layers: int):
+def test_within_one_per_cent_of_the_best_of_all_partitions(name: str, d: int, n: int, layers: int):
     request = asked(name, d, n, layers)
     found = partition_layers(request)
     assert found.costs == request.costs, "costs never change"
@@ -68,7 +68,7 @@ def test_within_one_per_cent_of_the_best_of_all_spreads(name: str, d: int, n: in
 
     # Those that a bound from below does not rule out, with as many microbatches at once as with even layers, no more.
     where, n = ours.schedule.placement, request.microbatches
-    for each in all_spreads(layers, where.stages):
+    for each in all_partitions(layers, where.stages):
         if lower_bound(where, n, with_layers(request, each).costs_on(where), math.inf) < ours.makespan / 1.01:
             one = timed(with_layers(request, each))
             assert ours.makespan <= 1.01 * one.makespan or microbatches_held(one) > microbatches_held(even) + 1e-9
@@ -88,8 +88,8 @@ def test_never_longer_than_even_layers_or_a_single_one_moved(name: str, ends: fl
         moved = [count + (stage == to) - (stage == source) for stage, count in enumerate(even)]
         others.append(tuple(moved))
     most = microbatches_held(timed(with_layers(placed, even)))
-    for spread in others if name != "adaptive" else others[:1]:
-        other = timed(with_layers(placed, spread))
+    for partition in others if name != "adaptive" else others[:1]:
+        other = timed(with_layers(placed, partition))
         assert ours.makespan <= other.makespan + 1e-9 or microbatches_held(other) > most
 
 

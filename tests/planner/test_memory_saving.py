@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.settings import Settings
+from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.values import memory_limit, memory_saving, schedule_choice
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.plan_cache import cached_saving
@@ -269,6 +273,32 @@ def test_the_default_search_is_no_longer_than_a_greedy_order(d: int, n: int, how
     costs = replace(REAL, copy=1.425)
     request = Request("adaptive", d, n, costs, memory_limit=0.125, chunk_choices=(1, 2, 4), **how)
     assert makespan(save_memory(request)) <= greedy + 1e-6
+
+
+@pytest.mark.parametrize("saving", ["none", "recompute"])
+@pytest.mark.parametrize(
+    ("schedule", "limit", "most"),
+    [("adaptive", 0.24, 8), ("auto", 0.24, 8), ("adaptive:4", 0.24, 4), ("auto", 0.25, 4)],
+)
+def test_8_chunks_are_tried_where_a_rank_may_hold_less_than_a_microbatch(
+    schedule: str, limit: float, most: int, saving: str
+):
+    settings = Settings(
+        schedule_choice("schedule", schedule),
+        memory_limit("memory_limit", str(limit)),
+        saving=memory_saving("save_memory", saving),
+    )
+    spec = JobSpec(settings, Sizes(4, 4), microbatches=16)
+    flags = dict.fromkeys(("costs", "layers", "memory_limit", "model", "offload"), "")
+    found = JobPlans([spec], None, flags).request(spec)
+    assert max(found.chunk_choices) == (most if saving == "recompute" else 4)
+
+
+@pytest.mark.parametrize("how", [{"recompute": True}, {"offload": True}], ids=str)
+def test_8_chunks_give_shorter_plans_there(how: dict[str, bool]):
+    request = Request("adaptive", 4, 16, replace(REAL, copy=1.425), memory_limit=0.125, search_seconds=0.3, **how)
+    few, more = (makespan(save_memory(replace(request, chunk_choices=each))) for each in ((1, 2, 4), (1, 2, 4, 8)))
+    assert more < 0.95 * few
 
 
 # What a plain prototype came to, makespans at d = 8, n = 32 where the work is 182.4: by memory, recompute chosen by

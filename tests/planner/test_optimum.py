@@ -61,14 +61,14 @@ def test_four_ranks_and_eight_microbatches_are_near_the_proved_optimum(
 
 # --- recompute and offload ----------------------------------------------------------------------------------------
 
-RELIEF = (20, 22, 16, 1)
+SAVING = (20, 22, 16, 1)
 
 
 def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int) -> float:
     """The plan on the V where these stages are done again or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
     again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
-    costs, decisions = Costs(*RELIEF, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)
+    costs, decisions = Costs(*SAVING, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)
     request = Request(
         "adaptive",
         d,
@@ -92,7 +92,7 @@ NONE = range(0)
 def test_small_plans_with_relief_are_within_two_percent_of_the_optimum(
     d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int
 ):
-    best = optimal_makespan(v_shape(d), n, RELIEF, limit, 60, recomputed=recomputed, offloaded=offloaded, copy=copy)
+    best = optimal_makespan(v_shape(d), n, SAVING, limit, 60, recomputed=recomputed, offloaded=offloaded, copy=copy)
     assert best - 1e-6 <= saved(d, n, limit, recomputed, offloaded, copy) <= 1.02 * best
 
 

@@ -9,10 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.schedules.planner.layer_partition import partition_layers
 from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
+# Eight layers alike, of which many partitions are equally good, and an output layer that takes as long as three.
+LAYER, OUTPUT = Part(split=Load(10, 12, 8, 100)), Part(whole=Load(30, 36, 24, 100))
+MODEL = ModelLoads(Part(), (LAYER,) * 8, OUTPUT)
 COSTS = Costs(1, 1.1, 0.75, 0.05, copy=0.7)
 
 
@@ -25,8 +30,11 @@ def scaled(costs: Costs, factor: float) -> Costs:
 
 
 def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:
-    """Order, placement and shares of a small plan under costs in another unit."""
+    """Order, placement, layers and shares of a small plan under costs in another unit."""
     request = Request(name, 2, 4, scaled(COSTS, factor), **how)
+    if request.partition:
+        request = partition_layers(replace(request, costs=replace(request.costs, model=MODEL)))
+        assert request.decisions.layers is not None
     if request.recompute or request.offload:
         request = save_memory(request)
     schedule = plan(request)
@@ -40,6 +48,9 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("adaptive", SMALL),
     ("adaptive", SMALL | {"recompute": True}),
     ("adaptive", SMALL | {"offload": True}),
+    ("1f1b", {"partition": True}),
+    ("v-half", {"partition": True}),
+    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
 ]
 
 

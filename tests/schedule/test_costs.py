@@ -51,7 +51,7 @@ def test_a_pass_must_take_time(text: str):
 
 
 @pytest.mark.parametrize("latency", ["-1", "nan", "inf"])
-def test_a_hop_may_take_none_but_not_less(latency: str):
+def test_a_latency_may_be_zero_but_not_negative(latency: str):
     assert refused(f"1,1,1,{latency}") == f"the P2P latency must be zero or a positive number, not {latency}"
 
 

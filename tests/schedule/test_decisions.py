@@ -6,19 +6,19 @@ import pytest
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
-from megatron.schedules.schedule.kinds import RELIEF, Kind, Share
+from megatron.schedules.schedule.kinds import SAVING, Kind, Share
 from megatron.schedules.schedule.placement import sequential, v_shape
 from megatron.schedules.utils.errors import PlanError
 
 
 def test_costs_have_times_of_those_savings_alone_that_were_decided():
     costs, where = Costs(copy=0.5), sequential(2)
-    assert not costs.on(where).times.keys() & RELIEF
+    assert not costs.on(where).times.keys() & SAVING
     recomputing = costs.on(where, Decisions(recomputed=(0.5, 0.0)))
-    assert recomputing.times.keys() & RELIEF == {Kind.R}
+    assert recomputing.times.keys() & SAVING == {Kind.R}
     assert recomputing.times[Kind.R] == (1.0, 0.0)
     offloading = costs.on(where, Decisions(offloaded=(0.0, 1.0)))
-    assert offloading.times.keys() & RELIEF == {Kind.O, Kind.L}
+    assert offloading.times.keys() & SAVING == {Kind.O, Kind.L}
     assert offloading.times[Kind.O] == offloading.times[Kind.L] == (0.0, 1.0)
     assert offloading.held[Share.OFFLOADED] == (0.0, 1.0)
 

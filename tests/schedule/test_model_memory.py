@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.schedules.schedule.costs import Costs
@@ -21,6 +21,7 @@ MODEL = ModelMemory((LAYER,) * 8, input=6.0, **ENDS)
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any)
 
 
+@settings(deadline=None)
 @given(COUNTS, st.data())
 def test_stages_together_keep_what_the_model_keeps(counts: list[int], data: st.DataObject):
     model = replace(MODEL, layers=(LAYER,) * sum(counts))

@@ -14,7 +14,8 @@ SHARED = {
         "auto|NAME[:CHUNKS]|FILE.csv",
         "Order of the pipeline's passes: auto, a schedule by name, or your own as a compute-only CSV with one row a "
         "rank, as torch.distributed.pipelining writes it. CHUNKS is the number of model chunks a rank: for "
-        "interleaved-1f1b exactly (2 without it), for auto and adaptive at most (4 without it). More chunks shrink the "
+        "interleaved-1f1b exactly (2 without it), for auto and adaptive at most (without it 4, or 8 where a rank may "
+        "hold less than one microbatch). More chunks shrink the "
         "bubble and send more messages. A CSV may have R, O and L: all decoder layers of those stages are recomputed "
         "or offloaded.",
     ),

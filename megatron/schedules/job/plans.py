@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.measure.cost_profile import read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
-from megatron.schedules.planner.adaptive import chunk_choices
+from megatron.schedules.planner.adaptive import FINER_CHUNKS, chunk_choices, wants_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.costs import Costs
@@ -140,6 +141,14 @@ class JobPlans:
 
     def request(self, spec: JobSpec) -> Request:
         """The planner's request for ``spec``."""
+        found = self._request(spec, spec.settings.schedule.chunks)
+        if spec.settings.schedule.chunks is None and wants_finer_chunks(found):
+            with suppress(PlanError):  # too few layers
+                return self._request(spec, FINER_CHUNKS)
+        return found
+
+    def _request(self, spec: JobSpec, most: int | None) -> Request:
+        """The same with at most ``most`` chunks a rank; None: as many as usual."""
         settings, choice = spec.settings, spec.settings.schedule
         request = Request(
             choice.name,
@@ -154,7 +163,7 @@ class JobPlans:
             return replace(request, costs=self._costs(stages(request), placed=request.partition))
         request = replace(
             request,
-            chunk_choices=chunk_choices(choice.chunks or max(request.chunk_choices)),
+            chunk_choices=chunk_choices(most or max(request.chunk_choices)),
             search_seconds=settings.search_seconds,
             recompute=settings.saving.recompute,
             offload=settings.saving.offload,

@@ -23,6 +23,8 @@ _MOST_SECONDS = 1_000_000  # more than eleven days
 # How far a search gets is luck in part. Two short ones with other seeds go with it, each of this share of its time, of
 # that of so many seconds at most; shorter ones find nothing.
 _SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS = (400, 700), 0.1, 5.0, 0.1
+# Stages that a rank may hold where memory is scarce and nobody says how many.
+FINER_CHUNKS = 8
 # Of the usual time where all ranks share the vocabulary: a third more passes, of two sorts more.
 _WITH_VOCABULARY = 1.5
 
@@ -53,6 +55,15 @@ def placements(request: Request) -> list[Placement]:
 def chunk_choices(most: int) -> tuple[int, ...]:
     """How many stages a rank may hold where any layers fit: powers of two up to ``most``, and ``most`` itself."""
     return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
+
+
+def wants_finer_chunks(request: Request) -> bool:
+    """Whether plans with :data:`FINER_CHUNKS` a rank are often shorter: a rank may hold less than one microbatch.
+
+    It takes recompute or offload. With more memory so many chunks make plans no shorter, and the search slower.
+    """
+    limit = request.memory_limit
+    return (request.recompute or request.offload) and limit is not None and limit * request.ranks < 1 - EPSILON
 
 
 def least_limit(request: Request) -> float:

@@ -1,4 +1,4 @@
-"""Planning again in a process of its own, beside a job that runs: one core, and only when nobody else wants it.
+"""Replanning in a background process while a job runs: on one core, and only when nobody else wants it.
 
 That process calls :func:`main`: a pickled request and plan come in, a proposal or the reason why there is none goes
 out.

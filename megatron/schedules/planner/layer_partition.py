@@ -1,8 +1,8 @@
-"""Which stage has how many layers: the spread whose plan is the shortest.
+"""Which stage has how many layers: the partition whose plan is the shortest.
 
 A local search that moves one layer at a time. What bounds a plan from below, its busiest rank first of all, tells most
 moves from the start that they gain nothing; the others are planned. Schedules by name are planned as they are; for
-``adaptive``, whose search takes seconds, each move is given a short climb from the best order known, and the spread
+``adaptive``, whose search takes seconds, each move is given a short climb from the best order known, and the partition
 that is found the whole search. A placement whose plans stay clearly longer than another's is left after that climb.
 Effort is counted in passes, never in time: the same request gives the same partition everywhere.
 """
@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
-from megatron.schedules.planner.partition_plans import CLEARLY, Planned, Spread, with_layers
+from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, with_layers
 from megatron.schedules.planner.registry import (
     Request,
     follows_costs,
@@ -32,13 +33,13 @@ from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# Beyond so many microbatches a rank only the steady state grows, and spreads rank as they did.
+# Beyond so many microbatches a rank only the steady state grows, and partitions rank as they did.
 _MICROBATCHES_A_RANK = 3
 # Passes of all plans together, and what each plan takes in the time of so many: some ten seconds. A schedule by name is
 # planned in many rounds.
 _EFFORT, _NAMED_EFFORT, _OVERHEAD = 600_000, 300_000, 2_000
 _FEWEST_PLANS = 24
-# Rounds of a climb that tells one spread from another, and of one that tells the best apart.
+# Rounds of a climb that tells one partition from another, and of one that tells the best apart.
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
 # From where no move gains, so many random ones are made, to bounds this much above the best plan, as a factor. So much
 # the whole search may make of what a climb left.
@@ -48,29 +49,31 @@ _STEPS, _TRIES, _NEAR = 2, 50, 1.01
 _BOUND, _BOUNDS = 60, 4
 # Rounds in which a plan is polished, about.
 _POLISHING = 30
-# Of the moves from the even spread that its bound does not rule out, so many are planned at the end, by size.
+# Of the moves from the even partition that its bound does not rule out, so many are planned at the end, by size.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
-# Moves that are looked at of each spread; with more than some forty stages there are more.
+# Times among the costs, and how many digits of them count.
+_TIMES, _DIGITS = ("forward", "input_grad", "weight_grad", "comm", "copy"), 12
+# Moves that are looked at of each partition; with more than some forty stages there are more.
 _MOST_MOVES = 1_600
 
 
 def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
 
-    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved;
-    ``adaptive`` is compared with the latter by climbs of equal length, not by its whole search.
+    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved.
+    ``adaptive`` makes its whole search of even layers only where a climb does not show them to be clearly longer, and
+    is compared with those of one layer moved by climbs of equal length.
 
     Args:
         request: its costs have a model.
         progress: hears how far the search is.
 
     Raises:
-        PlanError: where nothing can be planned, whatever the spread.
+        PlanError: where nothing can be planned, whatever the partition.
     """
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
-    # The tolerance for rounding is made for times around 1: whatever unit costs are in, the same layers are found.
-    around_one = request.around_one()
+    around_one = _in_round_numbers(request)
     searches = [_Search(around_one, each) for each in _placements(around_one)]
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
@@ -78,13 +81,30 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     with many_plans(sum(search.interpreted for search in searches) / 2):
         _climb(searches, parts.begin(sum(search.effort for search in searches)))
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
-    best = placed(around_one, shortest.spread, (shortest.placement.chunks,))
+    best = placed(around_one, shortest.partition, (shortest.placement.chunks,))
     if request.schedule == "adaptive":
         near = [search for search in _near(searches) if search.even_length <= CLEARLY * shortest.makespan]
         placements = [search.placement for search in near]
         best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
+
+
+def _in_round_numbers(request: Request) -> Request:
+    """``request`` with times whose F, I and W add up to 1, in few digits.
+
+    So the same layers are found whatever unit costs are in. Of equally good moves the last digit of a sum decides, and
+    another unit rounds it differently.
+    """
+    costs = request.costs
+    unit = costs.forward + costs.input_grad + costs.weight_grad
+
+    def rounded(time: float) -> float:
+        return float(f"{time / unit:.{_DIGITS}g}")
+
+    times: dict[str, Any] = {name: rounded(getattr(costs, name)) for name in _TIMES}
+    latencies = tuple((source, to, rounded(time)) for source, to, time in costs.latencies)
+    return replace(request, costs=replace(costs, **times, latencies=latencies))
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
@@ -146,9 +166,9 @@ def _or_even(
     return min(candidates, key=lambda each: planned_makespan(each, planned))
 
 
-def placed(request: Request, spread: Spread, chunk_choices: tuple[int, ...]) -> Request:
-    """``request`` with ``spread``, and with so many chunks where they are chosen."""
-    request = with_layers(request, spread)
+def placed(request: Request, partition: Partition, chunk_choices: tuple[int, ...]) -> Request:
+    """``request`` with ``partition``, and with so many chunks where they are chosen."""
+    request = with_layers(request, partition)
     return replace(request, chunk_choices=chunk_choices) if request.schedule == "adaptive" else request
 
 
@@ -160,14 +180,14 @@ def _placements(request: Request) -> list[Placement]:
     return [known]
 
 
-def as_layout(spread: Spread, ahead: int = 0) -> str:
-    """``spread`` in the letters of Megatron's ``--pipeline-model-parallel-layout``, in model order.
+def as_layout(partition: Partition, ahead: int = 0) -> str:
+    """``partition`` in the letters of Megatron's ``--pipeline-model-parallel-layout``, in model order.
 
     Args:
-        spread: layers of each stage.
+        partition: layers of each stage.
         ahead: layers of multi-token prediction, on the last stage.
     """
-    stages = ["t" * count for count in spread]
+    stages = ["t" * count for count in partition]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * ahead + "L"
     return "|".join(stages)
@@ -175,7 +195,7 @@ def as_layout(spread: Spread, ahead: int = 0) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    spread: Spread
+    partition: Partition
     placement: Placement
     makespan: float
 
@@ -188,7 +208,7 @@ class _Search:
         self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
         self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
-        self._bounds: dict[tuple[Spread, int], float] = {}
+        self._bounds: dict[tuple[Partition, int], float] = {}
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
         self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
         # A schedule by name is planned in one way only.
@@ -220,8 +240,8 @@ class _Search:
         return self._whole.makespan(self._even)
 
     def descend(self, progress: Progress) -> None:
-        """Down from two spreads to where no move gains."""
-        ends = [self._down(start, progress) for start in (self._even, self._relieved())]
+        """Down from two partitions to where no move gains."""
+        ends = [self._down(start, progress) for start in (self._even, self._levelled())]
         self._spread, self.length = min(ends, key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
@@ -248,7 +268,7 @@ class _Search:
         passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
         return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
 
-    def _relieved(self) -> Spread:
+    def _levelled(self) -> Partition:
         """Layer by layer to the rank that has least to do, and there to the stage that has."""
         model, where = self._model, self.placement
         ends = [0.0] * where.stages
@@ -260,31 +280,32 @@ class _Search:
             counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
         return tuple(counts)
 
-    def _aside(self, spread: Spread, length: float, draw: random.Random) -> Spread:
+    def _aside(self, partition: Partition, length: float, draw: random.Random) -> Partition:
         """A random move of one layer that could lead below ``length``; none where few do."""
         for _ in range(_TRIES):
-            source, to = draw.sample(range(len(spread)), 2)
-            if spread[source] and self._bound(other := _moved(spread, source, to), self._planned.microbatches) < length:
+            source, to = draw.sample(range(len(partition)), 2)
+            other = _moved(partition, source, to)
+            if partition[source] and self._bound(other, self._planned.microbatches) < length:
                 return other
-        return spread
+        return partition
 
-    def _down(self, spread: Spread, progress: Progress) -> tuple[Spread, float]:
-        length, gained = self._planned.makespan(spread), True
+    def _down(self, partition: Partition, progress: Progress) -> tuple[Partition, float]:
+        length, gained = self._planned.makespan(partition), True
         while gained and not self._spent:
             gained = False
-            for _, moved in sorted(self._shorter(spread, length, self._planned.microbatches)):
+            for _, moved in sorted(self._shorter(partition, length, self._planned.microbatches)):
                 known = self._planned.count
                 if known >= self._most:
                     break
                 now = self._planned.makespan(moved)
                 progress((self._planned.count - known) / self._most)
                 if now < length - EPSILON:
-                    spread, length, gained = moved, now, True
+                    partition, length, gained = moved, now, True
                     break
-        return spread, length
+        return partition, length
 
     def checked(self, progress: Progress) -> _Found:
-        """The shortest of those that the search liked best, of the even spread, and of those a layer away from it.
+        """The shortest of those that the search liked best, of the even partition, and of those a layer away from it.
 
         All are planned as they were asked for, or climbed for longer.
         """
@@ -302,39 +323,39 @@ class _Search:
             progress(share)
         return _Found(best, self.placement, length)
 
-    def _shorter(self, spread: Spread, length: float, microbatches: int) -> Iterator[tuple[float, Spread]]:
+    def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:
         """Spreads with one layer elsewhere that could be shorter than ``length``, and what they cannot be below."""
-        for source, to in self._moves(spread):
-            moved = _moved(spread, source, to)
+        for source, to in self._moves(partition):
+            moved = _moved(partition, source, to)
             bound = self._bound(moved, microbatches)
             if bound < length - EPSILON:
                 yield bound, moved
 
-    def _moves(self, spread: Spread) -> list[tuple[int, int]]:
+    def _moves(self, partition: Partition) -> list[tuple[int, int]]:
         """From which stage to which a layer may go: from any to any; of very many, all from the busiest, and some."""
-        found = [move for move in permutations(range(len(spread)), 2) if spread[move[0]]]
+        found = [move for move in permutations(range(len(partition)), 2) if partition[move[0]]]
         if len(found) <= _MOST_MOVES:
             return found
-        times, where = with_layers(self._request, spread).costs_on(self.placement).times.values(), self.placement
+        times, where = with_layers(self._request, partition).costs_on(self.placement).times.values(), self.placement
         loads = [sum(each[stage] for each in times for stage in where.stages_of(rank)) for rank in range(where.ranks)]
         busiest = where.stages_of(loads.index(max(loads)))
         first = [move for move in found if move[0] in busiest]
         others = [move for move in found if move[0] not in busiest]
         return first + random.Random(0).sample(others, min(len(others), _MOST_MOVES))
 
-    def _bound(self, spread: Spread, microbatches: int) -> float:
-        if (spread, microbatches) not in self._bounds:
-            self._bounds[spread, microbatches] = self._bounded(spread, microbatches)
-        return self._bounds[spread, microbatches]
+    def _bound(self, partition: Partition, microbatches: int) -> float:
+        if (partition, microbatches) not in self._bounds:
+            self._bounds[partition, microbatches] = self._bounded(partition, microbatches)
+        return self._bounds[partition, microbatches]
 
-    def _bounded(self, spread: Spread, microbatches: int) -> float:
-        on_stages = with_layers(self._request, spread).costs_on(self.placement)
+    def _bounded(self, partition: Partition, microbatches: int) -> float:
+        on_stages = with_layers(self._request, partition).costs_on(self.placement)
         limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self.placement))
         return lower_bound(self.placement, microbatches, on_stages, limit)
 
 
-def _moved(spread: Spread, source: int, to: int) -> Spread:
-    moved = list(spread)
+def _moved(partition: Partition, source: int, to: int) -> Partition:
+    moved = list(partition)
     moved[source] -= 1
     moved[to] += 1
     return tuple(moved)

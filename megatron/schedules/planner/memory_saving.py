@@ -1,10 +1,10 @@
-"""Relief: which stages' activations are recomputed and which offloaded, for the shortest plan within the memory limit.
+"""Chooses which stages recompute and which offload, for the shortest plan within the memory limit.
 
-What relief costs, in computing or in copying, is the same for all layers; what it frees grows with the time for which
-a stage's activations wait. So on every rank the stages that come first in the model are relieved first, offloaded
-before recomputed, since copies need the time, and all ranks alike: they wait for one another. Two numbers are left, how
-much of a rank's layers is recomputed and how much is offloaded. Each pair whose lower bound leaves
-hope is tried by a short climb; the search starts from the best of a grid and goes on in ever smaller steps.
+Recompute and offload cost the same for every layer, in computing or in copying. They free more where activations wait
+longer. So on every rank the first stages in the model save memory first, and offload before they recompute, since
+copies need the time. All ranks do alike: they wait for one another. Two numbers are left to choose: how much of a
+rank's layers is recomputed, and how much is offloaded. A short climb tries each pair that its lower bound does not
+rule out. The search starts from the best pair of a grid and goes on in ever smaller steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 # Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
 _MICROBATCHES_A_RANK = 3
-# A rank's layers are relieved in such steps: first on a grid, then finer.
+# Steps of a rank's layers: first on a grid, then finer.
 _GRID, _FINEST = 8, 32
 # A whole search takes as long as so many climbs; and the share of all the time that these take.
 _CLIMBS, _SEARCHING = 128, 0.5
@@ -47,7 +47,7 @@ Parts = tuple[float, ...]
 
 
 class Shares(NamedTuple):
-    """How much of each rank's layers is relieved, in units of 1 / :data:`_FINEST`."""
+    """How much of each rank's layers is recomputed and offloaded, in units of 1 / :data:`_FINEST`."""
 
     recomputed: int = 0
     offloaded: int = 0
@@ -125,7 +125,7 @@ def saved(
 
 
 def without_saving(request: Request) -> Request:
-    """``request`` for a plan that relieves nothing, with a memory limit under which there is one."""
+    """``request`` for a plan that recomputes and offloads nothing, with a memory limit under which there is one."""
     if not (request.recompute or request.offload):
         return request
     plain = saved(request, None, None, request.chunk_choices)
@@ -171,7 +171,7 @@ class _Search:
     """One placement's search.
 
     Args:
-        request: which relief is allowed.
+        request: whether recompute and offload are allowed.
         climbs: on the placement.
     """
 
@@ -187,7 +187,7 @@ class _Search:
         return self._climbs.placement.chunks
 
     def grid(self, progress: Progress) -> None:
-        """Try evenly spaced shares: each sort of relief alone, and, where there are two, half of each."""
+        """Try evenly spaced shares: recompute alone, offload alone, and, where both are allowed, half of each."""
         steps = [_FINEST * k // _GRID for k in range(_GRID + 1)]
         tried = [Shares(recomputed=k) for k in steps] if self._request.recompute else []
         tried += [Shares(offloaded=k) for k in steps] if self._request.offload else []

@@ -14,7 +14,7 @@ from megatron.schedules.search.list_scheduling import EPSILON
 if TYPE_CHECKING:
     from megatron.schedules.search.trials import Trials
 
-Spread = tuple[int, ...]
+Partition = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
 
 # A plan that is longer by this factor than another is not tried further: so far two climbs may differ by chance.
@@ -31,12 +31,12 @@ def microbatches_held(timeline: Timeline) -> float:
 
 
 class Planned:
-    """Plans of one request, one spread after another."""
+    """Plans of one request, one partition after another."""
 
     def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
         self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
-        self._known: dict[Spread, float] = {}
-        self._most = 0.0  # microbatches, of the first spread that is asked for
+        self._known: dict[Partition, float] = {}
+        self._most = 0.0  # microbatches, of the first partition that is asked for
         self._trials: Trials | None = None
 
     @property
@@ -56,42 +56,42 @@ class Planned:
         """Spreads that were planned."""
         return len(self._known)
 
-    def shortest(self, number: int) -> list[Spread]:
+    def shortest(self, number: int) -> list[Partition]:
         """So many of those planned."""
-        return sorted(self._known, key=lambda spread: (self._known[spread], spread))[:number]
+        return sorted(self._known, key=lambda partition: (self._known[partition], partition))[:number]
 
-    def clearly_longer(self, spread: Spread) -> bool:
+    def clearly_longer(self, partition: Partition) -> bool:
         """Whether a climb shows that this partition is not among the best; a schedule by name is planned anew."""
         climbed = self._request.schedule == "adaptive"
-        return climbed and self.makespan(spread) > CLEARLY * min(self._known.values())
+        return climbed and self.makespan(partition) > CLEARLY * min(self._known.values())
 
     @property
     def microbatches(self) -> int:
         return self._request.microbatches
 
-    def makespan(self, spread: Spread) -> float:
-        """Infinite where the spread holds too much."""
-        if spread not in self._known:
+    def makespan(self, partition: Partition) -> float:
+        """Infinite where the partition holds too much."""
+        if partition not in self._known:
             climbs = self._request.schedule == "adaptive"
-            self._known[spread] = self._climbed(spread) if climbs else self._named(spread)
-        return self._known[spread]
+            self._known[partition] = self._climbed(partition) if climbs else self._named(partition)
+        return self._known[partition]
 
-    def _named(self, spread: Spread) -> float:
-        request = with_layers(self._request, spread)
+    def _named(self, partition: Partition) -> float:
+        request = with_layers(self._request, partition)
         timeline = simulate(unchecked_plan(request), request.costs_on(self._placement))
         # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
         held = microbatches_held(timeline)
         self._most = self._most or held
         return timeline.makespan if held <= self._most + EPSILON else math.inf
 
-    def _climbed(self, spread: Spread) -> float:
+    def _climbed(self, partition: Partition) -> float:
         if self._trials is None:
             from megatron.schedules.search.trials import Trials
 
             self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
-        return self._trials.makespan(with_layers(self._request, spread).costs_on(self._placement))
+        return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))
 
 
-def with_layers(request: Request, spread: Spread) -> Request:
+def with_layers(request: Request, partition: Partition) -> Request:
     """``request`` with this layer partition settled."""
-    return replace(request, decisions=replace(request.decisions, layers=spread), partition=False)
+    return replace(request, decisions=replace(request.decisions, layers=partition), partition=False)

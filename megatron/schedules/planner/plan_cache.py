@@ -1,4 +1,4 @@
-"""Plans that took long to find, kept on disk: whoever asks for the same again gets the same at once."""
+"""Caches on disk the plans that take long to find, and the layer partitions and memory savings."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
 
 
 def cached_partition(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`partition_layers`, which searches once only for an equal request, as :func:`cached_plan` plans.
+    """:func:`partition_layers`, once only for an equal request, as :func:`cached_plan` plans.
 
-    Layers are placed as for a plan that relieves nothing.
+    Layers are those for a plan without recompute and offload.
 
     Raises:
         PlanError: as :func:`partition_layers` does.
@@ -74,7 +74,7 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
 
 
 def cached_saving(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`save_memory`, which searches once only for an equal request, as :func:`cached_plan` plans.
+    """:func:`save_memory`, once only for an equal request, as :func:`cached_plan` plans.
 
     Raises:
         PlanError: as :func:`save_memory` does.
@@ -93,7 +93,7 @@ def cached_saving(request: Request, progress: Progress = unheard) -> Request:
         return saved(request, kept.recomputed, kept.offloaded, kept.chunks)
 
     return _kept(
-        f"relief-{_key(request)}", progress, lambda told: save_memory(request, told, cached_plan), record, found
+        f"saving-{_key(request)}", progress, lambda told: save_memory(request, told, cached_plan), record, found
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.schedules.planner.adaptive import limit_in_microbatches, placements
 from megatron.schedules.planner.registry import NAMES, Request, placement, splits
-from megatron.schedules.schedule.kinds import OF_RANKS, PARTS, RELIEF, SPLIT, WHOLES
+from megatron.schedules.schedule.kinds import OF_RANKS, PARTS, SAVING, SPLIT, WHOLES
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import peaks
@@ -58,7 +58,7 @@ def _check_kinds(schedule: Schedule, request: Request) -> None:
     doing = request.costs_on(schedule.placement).doing(schedule.placement)
     usual = {*SPLIT, *WHOLES.values()} - (set() if splits(schedule.name) else PARTS)
     for stage, kind in {(stage, kind) for _, (stage, kind, _) in schedule.passes()}:
-        optional = kind in RELIEF or kind in OF_RANKS
+        optional = kind in SAVING or kind in OF_RANKS
         if stage not in doing.get(kind, ()) if optional else kind not in usual:
             raise PlanError(f"the plan has passes {kind} on stage {stage}, which the request does not allow")
     if request.costs.shared_vocabulary and not schedule.kinds.issuperset(OF_RANKS):
@@ -116,7 +116,7 @@ def check_shares(
             raise PlanError(f"the request does not allow {what}")
         if len(shares) != stages or not all(0 <= share <= 1 for share in shares):
             raise PlanError(f"{what} needs a share from 0 to 1 for each of {stages} stages")
-    if any(again + away > 1 + _ROUNDED for again, away in zip(recomputed or none, offloaded or none, strict=True)):
+    if any(sum(both) > 1 + _ROUNDED for both in zip(recomputed or none, offloaded or none, strict=True)):
         raise PlanError("a stage has more layers recomputed and offloaded than it has")
 
 

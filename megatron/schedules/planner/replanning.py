@@ -1,4 +1,4 @@
-"""A plan made again for costs that were measured: whether it is better than the one that runs, and what is expected."""
+"""Replanning for measured costs: whether the new plan is better than the one that runs, and what is expected of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What planning again came to.
+    """The outcome of replanning.
 
     Args:
         before: what the plan that runs comes to under the costs measured.

@@ -1,4 +1,4 @@
-"""What a person asks of the planner."""
+"""A request to the planner."""
 
 from __future__ import annotations
 

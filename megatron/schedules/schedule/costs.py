@@ -118,7 +118,7 @@ class Costs:
                 "layer_input",
             )
         if fault := _fault([self.again], "a positive number", zero=False):
-            raise PlanError(f"the time of a forward done again must be {fault}, not {self.again:g}", "costs")
+            raise PlanError(f"the time of a recompute pass must be {fault}, not {self.again:g}", "costs")
         if fault := _fault([self.copy], "zero or a positive number", zero=True):
             raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
         if not 0 <= self.kept <= 1:

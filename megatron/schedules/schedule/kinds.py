@@ -213,9 +213,9 @@ PARTS = frozenset(part for parts in WHOLES for part in parts)
 # What every stage does with every microbatch, the backward split.
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
 # What a schedule may have of any stage and microbatch, to hold less.
-RELIEF = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
+SAVING = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
 # The shares that it makes less.
-RELIEVED = tuple(share for share in Share if any(share in KINDS[kind].spares + KINDS[kind].gives for kind in RELIEF))
+SAVED = tuple(share for share in Share if any(share in KINDS[kind].spares + KINDS[kind].gives for kind in SAVING))
 # What every rank does with every microbatch where all of them share the vocabulary.
 OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
 # What there is without a backward.
@@ -238,7 +238,7 @@ SEEN_BY: Mapping[Share, tuple[Kind, int]] = {
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
 # What only takes memory, for a pass to come.
-_LATE = tuple(kind for kind in RELIEF if KINDS[kind].takes)
+_LATE = tuple(kind for kind in SAVING if KINDS[kind].takes)
 
 StageKind = tuple[int, Kind]
 """(stage, kind): a pass, whatever its microbatch."""

@@ -143,8 +143,8 @@ class ModelMemory:
         """
         found, begin = [], 0
         none = [0] * len(counts)
-        for count, again, away in zip(counts, recomputed or none, offloaded or none, strict=True):
-            found.append(self._stage(begin, count, again, away))
+        for count, recompute, offload in zip(counts, recomputed or none, offloaded or none, strict=True):
+            found.append(self._stage(begin, count, recompute, offload))
             begin += count
         for stage in {0, len(counts) - 1}:
             # Other stages have none, or one for all microbatches.
@@ -175,17 +175,17 @@ class ModelMemory:
         parts = max((layer.full - layer.kept for layer in self.layers), default=0.0)
         return sum(whole) if self.recomputed_layers != 0 else parts
 
-    def _stage(self, begin: int, count: int, again: int, away: int) -> StageMemory:
-        key = begin, count, again, away
+    def _stage(self, begin: int, count: int, recompute: int, offload: int) -> StageMemory:
+        key = begin, count, recompute, offload
         if key not in self._known:
             forward = weights = recomputed = moved = parameters = 0.0
             for at, layer in enumerate(self.layers[begin : begin + count]):
                 kept = layer.kept
                 if at < self._recomputed(count):
                     kept = 0.0 if at % self.together else self.input
-                if at < away:
+                if at < offload:
                     moved += kept
-                elif at < away + again:
+                elif at < offload + recompute:
                     forward += self.input
                     recomputed += max(0.0, kept - self.input)
                 else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, RELIEF, At, Kind, StageKind, sources
+from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, StageKind, sources
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 
@@ -112,7 +112,7 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 
     Data come in order and gradients are added up in order, so results then equal 1F1B's to the bit. Microbatches are
     alike, so nothing else changes: where k passes of a stage have begun, k passes of the one they wait for have ended,
-    whichever microbatches those were. Those are not alike that are done again or offloaded while others are not: such
+    whichever microbatches those were. Those are not alike that are recomputed or offloaded while others are not: such
     passes stay with their backwards, and where they would so come before their F the schedule is left as it is.
     """
     rows = tuple(map(_renumbered, schedule.order))
@@ -124,11 +124,11 @@ def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
 
     What is optional stays with the backwards that have it, in their order.
     """
-    if not any(work.kind in RELIEF for work in row):
+    if not any(work.kind in SAVING for work in row):
         return tuple(_in_turn(row))
-    required = iter(_in_turn([work for work in row if work.kind not in RELIEF]))
-    renumbered = [work if work.kind in RELIEF else next(required) for work in row]
-    there = {work for work in row if work.kind in RELIEF}
+    required = iter(_in_turn([work for work in row if work.kind not in SAVING]))
+    renumbered = [work if work.kind in SAVING else next(required) for work in row]
+    there = {work for work in row if work.kind in SAVING}
     backwards = [
         (old, new.microbatch) for old, new in zip(row, renumbered, strict=True) if COUNTS_AS[old.kind] is Kind.I
     ]
@@ -137,7 +137,7 @@ def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
         for stage, kind in {(stage, kind) for stage, kind, _ in there}
     }
     return tuple(
-        work._replace(microbatch=next(turns[work.stage, work.kind])) if work.kind in RELIEF else work
+        work._replace(microbatch=next(turns[work.stage, work.kind])) if work.kind in SAVING else work
         for work in renumbered
     )
 
@@ -148,7 +148,7 @@ def _after_their_forwards(row: Sequence[Pass]) -> bool:
     for stage, kind, m in row:
         if kind is Kind.F:
             forwards.add((stage, m))
-        if kind in RELIEF and (stage, m) not in forwards:
+        if kind in SAVING and (stage, m) not in forwards:
             return False
     return True
 

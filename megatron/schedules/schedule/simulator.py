@@ -60,7 +60,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and what is done again."""
+        """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and R passes."""
         return sum(self._busy) / self.schedule.ranks
 
     @cached_property
@@ -81,10 +81,9 @@ class Timeline:
 
     @cached_property
     def recomputed(self) -> float:
-        """The share of computing that does forwards again, in passes of their own; the papers count the rest."""
+        """The share of computing that R passes take; the papers count the rest."""
         recomputed = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
-        again = sum(self.costs.durations_of(recomputed))
-        return again / (self.ideal * self.schedule.ranks)
+        return sum(self.costs.durations_of(recomputed)) / (self.ideal * self.schedule.ranks)
 
     @property
     def useful(self) -> float:

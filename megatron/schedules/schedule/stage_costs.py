@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, RELIEVED, WHOLES, Doing, Kind, Share, stages_doing
+from megatron.schedules.schedule.kinds import KINDS, SAVED, SAVING, WHOLES, Doing, Kind, Share, stages_doing
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
@@ -21,11 +21,11 @@ class StageCosts:
             share the vocabulary there are times of S and T, too.
         activation: what one microbatch on each stage holds from the start of F to the end of W, in
             microbatches' worth of the activations of an average rank's layers (1 / chunks on each stage where layers
-            are spread evenly, and the ends hold nothing of their own).
+            are split evenly, and embedding and output layer hold nothing of their own).
         comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
         held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
-            what I leaves to W, and, on the last stage of each rank, what S leaves to T; what R makes again, where it
-            comes, and what is away from O to L, where these come.
+            what I leaves to W, and, on the last stage of each rank, what S leaves to T; what R recomputes and what O
+            and L offload, where these come.
         standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
         one_way: whether a rank copies to the host and from it by turns, not both at once.
         latencies: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
@@ -48,11 +48,9 @@ class StageCosts:
         return 0.0 if source == to else self.latencies.get((source, to), self.comm)
 
     def doing(self, placement: Placement) -> Doing:
-        """What is done with every microbatch, the backward split, and on which stages: relief where it gives any."""
+        """What is done with every microbatch, the backward split, and where: R, O and L where they free memory."""
         return {
-            kind: [
-                stage for stage in stages_doing(kind, placement) if kind not in RELIEF or self._relieved(kind, stage)
-            ]
+            kind: [stage for stage in stages_doing(kind, placement) if kind not in SAVING or self._saves(kind, stage)]
             for kind in KINDS
             if kind in self.times
         }
@@ -60,9 +58,9 @@ class StageCosts:
     @property
     def saved(self) -> bool:
         """Whether any stage's activations may be recomputed or offloaded."""
-        return any(kind in self.times for kind in RELIEF)
+        return any(kind in self.times for kind in SAVING)
 
-    def _relieved(self, kind: Kind, stage: int) -> bool:
+    def _saves(self, kind: Kind, stage: int) -> bool:
         return any(self.held[share][stage] for share in KINDS[kind].takes + KINDS[kind].gives)
 
     @cached_property
@@ -106,9 +104,9 @@ class StageCosts:
         """The memory that each pass of a rank's order takes or, negative, gives back; a forward less where R comes."""
         changes = self.changes
         found = [changes[kind][stage] for stage, kind, _ in row]
-        for relief in RELIEF:
-            spared = self._sum(KINDS[relief].spares)
-            stages = {(stage, m) for stage, kind, m in row if kind is relief} if any(spared) else ()
+        for saving in SAVING:
+            spared = self._sum(KINDS[saving].spares)
+            stages = {(stage, m) for stage, kind, m in row if kind is saving} if any(spared) else ()
             if stages:
                 for index, (stage, kind, m) in enumerate(row):
                     if kind is Kind.F and (stage, m) in stages:
@@ -157,10 +155,10 @@ class StageCosts:
 
     def _least_by_rank(self, placement: Placement) -> list[float]:
         doing = self.doing(placement)
-        spared = [share for kind in RELIEF for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
+        spared = [share for kind in SAVING for share in KINDS[kind].spares + KINDS[kind].gives if kind in doing]
         kept, left = self.held[Share.FORWARD], self.held[Share.WEIGHTS]
-        passing = self._sum(RELIEVED)
-        stays = self._sum([share for share in RELIEVED if share not in spared])
+        passing = self._sum(SAVED)
+        stays = self._sum([share for share in SAVED if share not in spared])
         found = []
         for rank in range(placement.ranks):
             # That of the output layer is there from the last stage's F until its I, and perhaps longer.

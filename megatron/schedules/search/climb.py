@@ -1,4 +1,4 @@
-"""The search: many climbs race, on all cores, and again and again the better half of them goes on.
+"""The search: many climbs race on all cores, and the better half of them goes on, until one is left.
 
 A climb list-schedules its order forward and backward in time with a little noise in the choices, lets rounds without
 noise close the gaps that leaves, and goes on from the result unless it is clearly longer (iterated forward-backward

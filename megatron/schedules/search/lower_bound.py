@@ -18,15 +18,15 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     - its work, after the forwards that lead to it and before the input gradients that lead on from it;
     - its memory: each microbatch on a stage is held at least as long as its forward, all that comes after it, its
       input and its weight gradient take; these times times what is held must fit under the limit. What may be
-      offloaded is away for all that time but for its own copies; what may be recomputed is, for so many microbatches
-      as make work and memory press alike;
+      offloaded is on the host for all that time but for its own copies. What may be recomputed is free, for as many
+      microbatches as make the bounds of work and of memory equal;
 
     and of the one chain of passes that a single microbatch is.
     """
     rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage
     limits, durations = costs.limits(placement, limit), costs.durations
     forward, input_grad, weight_grad, redo = (durations[kind] for kind in (Kind.F, Kind.I, Kind.W, Kind.R))
-    again, away = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]
+    recomputed, offloaded = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
     # Of the message from each stage to the next, and of that back.
     onto = [costs.latency(rank, other) for rank, other in pairwise(rank_of)]
@@ -56,13 +56,13 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
             passes += forward[s] + shared[s] + input_grad[s]
             weights += weight_grad[s] + durations[Kind.T][s]
             # A whole backward may keep less for its W than a split one, and the other way round.
-            occupied += (kept[s] + again[s] + away[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s]
+            occupied += (kept[s] + recomputed[s] + offloaded[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s]
             # What is offloaded is there during its F, both copies and I, what is recomputed during its R and I.
-            if away[s]:
+            if offloaded[s]:
                 copied = durations[Kind.O][s] + durations[Kind.L][s]
-                occupied -= away[s] * max(0.0, span[s] - (forward[s] + copied + input_grad[s]))
-            if again[s]:
-                spared.append((n * redo[s], n * again[s] * max(0.0, span[s] - (redo[s] + input_grad[s]))))
+                occupied -= offloaded[s] * max(0.0, span[s] - (forward[s] + copied + input_grad[s]))
+            if recomputed[s]:
+                spared.append((n * redo[s], n * recomputed[s] * max(0.0, span[s] - (redo[s] + input_grad[s]))))
         head, tail = heads[held[0]], tails[held[0]]
         last = weight_grad[0] if held[0] else 0.0
         bound = max(bound, head + n * (passes + weights), head + n * passes + tail + last)
@@ -76,9 +76,9 @@ def _least_with_recompute(work: float, occupied: float, limit: float, spared: li
 
     Args:
         work: time of all passes but R.
-        occupied: memory times time of all that is held where none is done again.
+        occupied: memory times time of all that is held where nothing is recomputed.
         limit: memory.
-        spared: for each stage, how long doing all of its forwards again takes, and what of ``occupied`` that spares.
+        spared: for each stage, the time to recompute all of it, and what of ``occupied`` that frees.
     """
     for time, less in sorted((each for each in spared if each[1]), key=lambda each: each[0] / each[1]):
         if work * limit >= occupied:

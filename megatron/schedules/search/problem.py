@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, SPLIT, Doing, Kind, everywhere, in_dependency_order
+from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, everywhere, in_dependency_order
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
 from megatron.schedules.search.rounds import Rounds
-from megatron.schedules.search.tasks import tasks_of
+from megatron.schedules.search.tasks import fractions, tasks_of
 
 TaskOrder = NDArray[np.int64]
 """Task numbers, rank by rank."""
@@ -40,6 +42,24 @@ class Problem:
         self._rounds = Rounds(tasks, compiled=True)
         self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
 
+    def under(self, costs: StageCosts) -> Problem | None:
+        """The same passes under other ``costs``, soon made; None where these have other passes or messages."""
+        own = self.costs
+        if any(getattr(own, part) != getattr(costs, part) for part in ("comm", "latencies", "one_way", "loads")):
+            return None
+        if own.doing(self.placement) != costs.doing(self.placement):
+            return None
+        n, other = self.schedule.microbatches, copy(self)
+        # Each rank does the same passes of every microbatch.
+        rows = [row[: len(row) // n] for row in self.schedule.order]
+        times, changes = (
+            np.concatenate([np.tile(of(row), n) for row in rows]) for of in (costs.durations_of, costs.changes_of)
+        )
+        other.costs, other._limits = costs, {}
+        other._tasks = replace(self._tasks, change=fractions(changes))
+        other._rounds = self._rounds.under(times, changes)
+        return other
+
     @property
     def effort(self) -> int:
         """What one round counts for: its passes, and what calling it takes in the time of so many."""
@@ -58,7 +78,7 @@ class Problem:
     def order(self, schedule: Schedule | None = None) -> TaskOrder:
         """``schedule`` on this placement in task numbers; without one, one microbatch after another.
 
-        Every B is split, and relief is added or left out as it is here.
+        Every B is split; R, O and L are added or left out as they are here.
         """
         if schedule is None:
             return np.arange(self.size)
@@ -66,6 +86,12 @@ class Problem:
         there = set(passes)
         every = (each for work in passes for each in _with_saving(work, there))
         return np.array([self._number[work] for work in every if work in self._number])
+
+    def taken_over(self, other: Problem, order: TaskOrder) -> TaskOrder:
+        """``order`` of ``other``, a problem on this placement, in this one's task numbers."""
+        if other.passes is self.passes:
+            return order
+        return self.order(replace(other.schedule, order=other.rows(order)))
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
         """``order`` as a schedule's rows."""
@@ -98,9 +124,9 @@ class Problem:
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
-    """``work`` in parts, and next to it the relief that might go with it and is not ``there``.
+    """``work`` in parts, and next to it the R, O and L that might go with it and are not ``there``.
 
-    What gives memory back comes right after the forward, what takes it again right before the pass that needs it.
+    What frees memory comes right after the forward, what allocates it right before the pass that needs it.
     """
     stage, kind, m = work
     before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
@@ -108,11 +134,11 @@ def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
 
 
 def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
-    """The relief that ``kind`` needs, and that which needs it and gives memory back."""
+    """R, O and L that ``kind`` needs, and those that need it and free memory."""
     needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
-    gives = [each for each in RELIEF if KINDS[each].gives]
+    gives = [each for each in SAVING if KINDS[each].gives]
     return (
-        [each for each in RELIEF if each in needed],
+        [each for each in SAVING if each in needed],
         [each for each in gives if any(kind in need.kinds for need in KINDS[each].needs)],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,18 @@ class Rounds:
         if length >= NEVER:
             raise ValueError("the order cannot run within its limits")
         return found, length, rounds
+
+    def under(self, times: Any, changes: Any) -> Rounds:
+        """The same, compiled, with other times and changes of memory."""
+        import numpy as np
+
+        other, (forward, backward, turned) = copy(self), self._both
+        copies = forward.channel >= 0
+        timed = {"duration": np.where(copies, 0.0, times), "copying": np.where(copies, times, 0.0)}
+        other._both = Both(
+            forward._replace(change=changes, **timed), backward._replace(change=-changes, **timed), turned
+        )
+        return other
 
 
 def work_for(both: Both) -> tuple[Work, list[int]]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron.schedules.schedule.kinds import KINDS, RELIEF, Kind, Resource
+from megatron.schedules.schedule.kinds import KINDS, SAVING, Kind, Resource
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -194,10 +194,10 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
 def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
     """:attr:`Tasks.returns` of ``passes``."""
     returns = whole([-1]) * len(passes)
-    relief = schedule.kinds.intersection(RELIEF)
-    number = {work: index for index, work in enumerate(passes)} if relief else {}
+    saving = schedule.kinds.intersection(SAVING)
+    number = {work: index for index, work in enumerate(passes)} if saving else {}
     for work in number:
-        if work.kind in relief:
+        if work.kind in saving:
             around = (work.kind, Kind.I, Kind.W) if KINDS[work.kind].takes else (Kind.F, work.kind)
             chain = [number[each] for kind in around if (each := work._replace(kind=kind)) in number]
             for task, other in pairwise(chain):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from megatron.schedules.schedule.placement import Placement
-from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.climb import Entry, race
-from megatron.schedules.search.problem import Problem
+from megatron.schedules.search.problem import Problem, TaskOrder
 
 
 class Trials:
@@ -23,17 +21,21 @@ class Trials:
 
     def __init__(self, placement: Placement, microbatches: int, limit: float, rounds: float) -> None:
         self._placement, self._microbatches, self._limit, self._rounds = placement, microbatches, limit, rounds
-        self._best: Schedule | None = None
+        self._problem: Problem | None = None
+        self._best: tuple[Problem, TaskOrder] | None = None
         self._length = math.inf
 
     def makespan(self, costs: StageCosts) -> float:
         """How long a plan under ``costs`` is that a climb finds; infinite where nothing fits."""
-        problem = Problem(self._placement, self._microbatches, costs)
-        starts = [problem.order(each) for each in (self._best, None)]
-        starts = [order for order in starts if problem.fits(order, self._limit)]
+        problem = self._problem and self._problem.under(costs)
+        if problem is None:
+            problem = self._problem = Problem(self._placement, self._microbatches, costs)
+        one_by_one = problem.order()
+        best = problem.taken_over(*self._best) if self._best else one_by_one
+        starts = [order for order in (best, one_by_one) if problem.fits(order, self._limit)]
         if not starts:
             return math.inf
         (climb,), _ = race([Entry(problem, starts)], self._limit, self._rounds * len(starts) * problem.effort)
         if climb.makespan < self._length:
-            self._best, self._length = replace(problem.schedule, order=problem.rows(climb.best)), climb.makespan
+            self._best, self._length = (problem, climb.best), climb.makespan
         return climb.makespan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.values import MemoryLimit
-from megatron.schedules.planner.adaptive import chunk_choices
+from megatron.schedules.planner.adaptive import FINER_CHUNKS, chunk_choices, wants_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, stages
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.size_limits import check_size
@@ -55,6 +56,16 @@ def request_of(spec: JobSpec) -> LimitedRequest:
     Raises:
         PlanError: naming the flag that is wrong.
     """
+    chunks = spec.settings.schedule.chunks
+    found = _request_of(spec, chunks or 4)
+    if chunks is None and wants_finer_chunks(found.request):
+        with suppress(PlanError):  # too few layers
+            return _request_of(spec, FINER_CHUNKS)
+    return found
+
+
+def _request_of(spec: JobSpec, most_chunks: int) -> LimitedRequest:
+    """The same with at most so many chunks a rank, where the planner chooses them."""
     settings, choice = spec.settings, spec.settings.schedule
     request = Request(
         schedule=choice.name,
@@ -65,8 +76,8 @@ def request_of(spec: JobSpec) -> LimitedRequest:
     )
     searched = request.schedule in ("adaptive", AUTO)
     if searched:
-        most = _chunk_choices(spec, choice.chunks or 4)
-        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=most)
+        choices = _chunk_choices(spec, most_chunks)
+        request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
     number = stages(request)
     request = replace(
         request,

@@ -42,9 +42,9 @@ def with_memory_saving(request: Request) -> Request:
     has = {(work.stage, work.kind) for _, work in schedule.passes()}
     recomputed, offloaded = [], []
     for stage in range(schedule.placement.stages):
-        again, away = (stage, Kind.R) in has, (stage, Kind.O) in has
+        has_r, has_o = (stage, Kind.R) in has, (stage, Kind.O) in has
         parts = counts[stage] if counts else 2
         half = (parts + 1) // 2 / max(1, parts)
-        offloaded.append(away * (half if again else 1.0))
-        recomputed.append(again * (1.0 - offloaded[-1]))
+        offloaded.append(has_o * (half if has_r else 1.0))
+        recomputed.append(has_r * (1.0 - offloaded[-1]))
     return replace(request, decisions=decided.saving(recomputed, offloaded))
