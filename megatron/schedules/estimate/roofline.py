@@ -10,8 +10,8 @@ import math
 
 from megatron.schedules.estimate.hardware import Device
 from megatron.schedules.estimate.models import Model, built, gpt
-from megatron.schedules.estimate.times import PassTimes, layer_times
-from megatron.schedules.measure.profile_facts import Profile
+from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
+from megatron.schedules.measure.cost_profile import Profile
 
 # Share of the peak that large products, memory streams and collectives reach.
 _MATRIX, _MEMORY, _LINK = 0.85, 0.85, 0.75
@@ -19,8 +19,8 @@ _LAUNCH = 4e-6  # seconds from one kernel to the next
 _TILE = 128, 256  # of a product; NVIDIA's guide to matrix multiplication explains tiles and waves
 
 
-class Roofline:
-    """Seconds on ``device``; see :class:`.times.Prices`."""
+class Roofline(Prices):
+    """Seconds on ``device``."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -8,7 +8,7 @@ from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.estimate.model_build import rank_memory, trained_model, with_model
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.times import loads
-from megatron.schedules.measure.profile_facts import Profile
+from megatron.schedules.measure.cost_profile import Profile
 from megatron.schedules.planner.service import Plan
 from megatron.schedules.schedule.costs import Costs
 

@@ -12,9 +12,9 @@ from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.pipelined_model import PipelinedModel
 from megatron.schedules.job.spec import JobSpec, Settings
-from megatron.schedules.measure.cost_profile import read_costs
+from megatron.schedules.measure.cost_profile import Profile, read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
-from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
+from megatron.schedules.measure.profile_facts import CopyRates, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
