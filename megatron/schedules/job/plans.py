@@ -27,6 +27,7 @@ from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
+from megatron.schedules.utils.printable import counted
 from megatron.schedules.utils.progress import Progress, unheard
 
 
@@ -130,7 +131,7 @@ def job_plans(
     if n is None:
         raise PlanError(f"{flags['microbatches']} is missing: give the number of microbatches in an iteration")
     most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
-    chunks_too = "" if most is None else f" and {most} chunks in {flags['schedule']}"
+    chunks_too = "" if most is None else f" and {counted(most, 'chunk')} in {flags['schedule']}"
     check_size(d, n, most, f"{flags['ranks']} {d} with {flags['microbatches']} {n}{chunks_too}")
     specs = [
         JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)
