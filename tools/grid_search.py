@@ -24,10 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.grid import Found, Question, Short, fastest, search
-from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import ADAPTIVE, METHODS, RESERVED, SAVING, Estimate
 from megatron.schedules.estimate.models import MODELS, find_model
-from megatron.schedules.estimate.roofline import corrections
+from megatron.schedules.estimate.roofline import DEVICES, GIB, corrections
 from megatron.schedules.estimate.times import ONES
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.report.table import aligned, markdown

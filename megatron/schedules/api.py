@@ -110,7 +110,7 @@ def plan(
             search_seconds=search_seconds,
         )
         made = plans.plan(plans.specs[0], progress)
-    return Plan(made.asked, made.request, made.schedule)
+    return Plan(made.asked, made.request, made.schedule, made.named)
 
 
 def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict[str, object]]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.estimate.hardware import DEVICES, GIB
 from megatron.schedules.estimate.iteration import (
     ADAPTIVE,
     METHODS,
@@ -22,7 +21,7 @@ from megatron.schedules.estimate.iteration import (
     mfu,
 )
 from megatron.schedules.estimate.models import MODELS, Model, built, gpt
-from megatron.schedules.estimate.roofline import Roofline, corrections
+from megatron.schedules.estimate.roofline import DEVICES, GIB, Roofline, corrections
 from megatron.schedules.estimate.times import ONES, PassTimes, layer_times, loads
 from megatron.schedules.measure.cost_profile import CostProfile
 from megatron.schedules.measure.profile_facts import Facts

@@ -56,6 +56,7 @@ BAD = [
     (values.schedule_choice, "adaptive:", "--flag adaptive: '' is not a whole number"),
     (values.schedule_choice, "v-half:2", "--flag v-half:2: v-half has 2 chunks a rank; leave out :2"),
     (values.schedule_choice, "file", "name the CSV itself, such as --flag mine.csv"),
+    (values.schedule_choice, "1f1b:3", "--flag 1f1b:3: 1f1b has 1 chunk a rank; leave out :3"),
     (values.memory_limit, "50", "--flag 50 is 50 times 1F1B's activation memory"),
     (values.memory_limit, "0GiB", "--flag '0GiB' is neither a fraction such as 0.5 nor such as 20GiB, nor auto"),
     (values.memory_limit, "1e308GiB", "is neither a fraction"),

@@ -144,7 +144,7 @@ TRAINS = """
 import sys
 from pathlib import Path
 from typing import Any
-from megatron.schedules.estimate.hardware import DEVICES
+from megatron.schedules.estimate.roofline import DEVICES
 from megatron.schedules.estimate.iteration import METHODS, Setting
 from megatron.schedules.estimate.models import Model
 from tools._run_settings import run_setting

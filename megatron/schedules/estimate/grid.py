@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.hardware import Device
 from megatron.schedules.estimate.iteration import (
     RESERVED,
     Estimate,
@@ -24,6 +23,7 @@ from megatron.schedules.estimate.iteration import (
     mfu,
 )
 from megatron.schedules.estimate.models import Model
+from megatron.schedules.estimate.roofline import Device
 from megatron.schedules.estimate.times import ONES, PassTimes
 from megatron.schedules.utils.errors import PlanError
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.build import Build
 from megatron.schedules.estimate.device_memory import RankMemory, model_memory
-from megatron.schedules.estimate.hardware import GIB, Device
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
     TrainedModel,
@@ -22,7 +21,7 @@ from megatron.schedules.estimate.model_build import (
 from megatron.schedules.estimate.models import Model, built
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import Count, parameters
-from megatron.schedules.estimate.roofline import Roofline
+from megatron.schedules.estimate.roofline import GIB, Device, Roofline
 from megatron.schedules.estimate.times import ONES, PassTimes, loads
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.service import make_plan

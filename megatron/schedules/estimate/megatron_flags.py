@@ -16,77 +16,54 @@ from megatron.schedules.utils.errors import PlanError
 Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 """For each flag the type of its value (None for a switch) and its default in Megatron's parser."""
 
+# Switches that are off, and on, without the flag; and whole numbers without a default.
+_OFF = """
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
+    add-qkv-bias bf16 cross-entropy-loss-fusion fp16 fp32-residual-connection grad-reduce-in-bf16
+    group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload qk-layernorm
+    sequence-parallel swiglu use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
+"""
+_ON = """
+    disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader no-position-embedding
+    no-rope-fusion
+"""
+_INTEGERS = """
+    expert-tensor-parallel-size ffn-hidden-size global-batch-size hidden-size kv-channels max-position-embeddings
+    micro-batch-size moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers num-attention-heads
+    num-experts num-layers padded-vocab-size q-lora-rank recompute-num-layers seq-length vocab-size
+"""
 FLAGS: Flags = {
-    "--account-for-embedding-in-pipeline-split": (None, False),
-    "--account-for-loss-in-pipeline-split": (None, False),
-    "--accumulate-allreduce-grads-in-fp32": (None, False),
-    "--add-qkv-bias": (None, False),
+    **{f"--{name}": (None, False) for name in _OFF.split()},
+    **{f"--{name}": (None, True) for name in _ON.split()},
+    **{f"--{name}": (int, None) for name in _INTEGERS.split()},
     "--attention-dropout": (float, 0.1),
-    "--bf16": (None, False),
     "--context-parallel-size": (int, 1),
     "--cross-entropy-fusion-impl": (str, "native"),
-    "--cross-entropy-loss-fusion": (None, False),
-    "--disable-bias-linear": (None, True),
     "--distributed-backend": (str, "nccl"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
     "--expert-model-parallel-size": (int, 1),
-    "--expert-tensor-parallel-size": (int, None),
-    "--ffn-hidden-size": (int, None),
-    "--fp16": (None, False),
-    "--fp32-residual-connection": (None, False),
-    "--global-batch-size": (int, None),
-    "--grad-reduce-in-bf16": (None, False),
-    "--group-query-attention": (None, False),
     "--hidden-dropout": (float, 0.1),
-    "--hidden-size": (int, None),
-    "--kv-channels": (int, None),
     "--kv-lora-rank": (int, 32),
     "--main-grads-dtype": (str, "fp32"),
     "--make-vocab-size-divisible-by": (int, 128),
-    "--max-position-embeddings": (int, None),
-    "--micro-batch-size": (int, None),
-    "--moe-ffn-hidden-size": (int, None),
     "--moe-layer-freq": (moe_freq_type, 1),
     "--moe-router-topk": (int, 2),
-    "--moe-shared-expert-gate": (None, False),
-    "--moe-shared-expert-intermediate-size": (int, None),
-    "--mtp-num-layers": (int, None),
-    "--multi-latent-attention": (None, False),
-    "--no-bias-swiglu-fusion": (None, True),
-    "--no-create-attention-mask-in-dataloader": (None, True),
-    "--no-position-embedding": (None, True),
-    "--no-rope-fusion": (None, True),
     "--normalization": (str, "LayerNorm"),
-    "--num-attention-heads": (int, None),
     "--num-distributed-optimizer-instances": (int, 1),
-    "--num-experts": (int, None),
-    "--num-layers": (int, None),
     "--num-query-groups": (int, 1),
     "--optimizer": (str, "adam"),
-    "--optimizer-cpu-offload": (None, False),
     "--optimizer-offload-fraction": (float, 1.0),
-    "--padded-vocab-size": (int, None),
     "--position-embedding-type": (str, "learned_absolute"),
-    "--q-lora-rank": (int, None),
     "--qk-head-dim": (int, 128),
-    "--qk-layernorm": (None, False),
     "--qk-pos-emb-head-dim": (int, 64),
     "--recompute-granularity": (str, None),
     "--recompute-method": (str, None),
     "--recompute-modules": (list, None),
-    "--recompute-num-layers": (int, None),
-    "--seq-length": (int, None),
-    "--sequence-parallel": (None, False),
     "--sgd-momentum": (float, 0.9),
-    "--swiglu": (None, False),
     "--tensor-model-parallel-size": (int, 1),
     "--transformer-impl": (str, "transformer_engine"),
-    "--use-distributed-optimizer": (None, False),
-    "--use-precision-aware-optimizer": (None, False),
-    "--use-rotary-position-embeddings": (None, False),
     "--v-head-dim": (int, 128),
-    "--vocab-size": (int, None),
 }
 # Flags whose attribute has another name.
 NAMED_OTHERWISE = {

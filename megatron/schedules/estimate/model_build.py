@@ -12,7 +12,7 @@ from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.estimate.work import Work, layer_work
-from megatron.schedules.measure.profile_facts import Profile
+from megatron.schedules.measure.cost_profile import Profile
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.schedule import Schedule

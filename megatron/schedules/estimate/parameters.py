@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build, Latent
+from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.work import Product, layer_work
 
 
 class Count(NamedTuple):
@@ -91,44 +93,27 @@ def _norm(build: Build, width: int) -> float:
 
 
 def _layer(build: Build, *, experts: bool) -> Count:
-    hidden = build.shape.hidden
-    both_norms = 2 * _norm(build, hidden)
-    attention = _attention(build) if build.shape.latent is None else _latent(build, build.shape.latent)
-    feed_forward = (
-        _experts(build) if experts else Count(_feed_forward(build, build.shape.inner or 4 * hidden, build.tensor))
-    )
-    return Count(both_norms + attention).plus(feed_forward)
+    hidden, work = build.shape.hidden, layer_work(build, experts=experts)
+    into, out = work.attention[0], work.attention[-1]
+    dense = 2 * _norm(build, hidden) + _weights(work.attention) + (out.out if build.biases else 0.0)
+    if build.shape.latent is None:
+        dense += into.out if build.biases or build.attention_biases else 0.0
+        dense += 2 * _norm(build, build.head) if build.head_norms else 0.0
+    elif build.head_norms:
+        dense += _norm(build, (build.shape.latent.query or 0) + build.shape.latent.key_value)
+    if not experts:
+        return Count(dense + _mlp(build, work.mlp))
+    routed, shared = work.mlp[:2], work.mlp[2:]
+    dense += hidden * build.experts  # the router
+    if shared:
+        dense += _mlp(build, shared) + (hidden if build.shared_gate else 0.0)
+    return Count(dense, _mlp(build, routed))
 
 
-def _attention(build: Build) -> float:
-    hidden, queries = build.shape.hidden, build.queries / build.tensor
-    into = queries + 2 * build.groups * build.head
-    biases = (into if build.biases or build.attention_biases else 0.0) + (hidden if build.biases else 0.0)
-    norms = 2 * _norm(build, build.head) if build.head_norms else 0.0
-    return hidden * into + queries * hidden + biases + norms
+def _weights(linears: Sequence[Product]) -> float:
+    return sum(each.parts * each.inner * each.out for each in linears)
 
 
-def _latent(build: Build, latent: Latent) -> float:
-    """Down-projections are whole on every tensor-parallel rank."""
-    hidden, heads = build.shape.hidden, build.shape.heads / build.tensor
-    each = latent.head + latent.position
-    queries = hidden * heads * each if latent.query is None else latent.query * (hidden + heads * each)
-    keys = hidden * (latent.key_value + latent.position) + latent.key_value * heads * (latent.head + latent.value)
-    norms = _norm(build, (latent.query or 0) + latent.key_value) if build.head_norms else 0.0
-    return queries + keys + heads * latent.value * hidden + norms + (hidden if build.biases else 0.0)
-
-
-def _feed_forward(build: Build, inner: int, tensor: int) -> float:
-    hidden, wide = build.shape.hidden, (2 if build.shape.gated else 1) * inner / tensor
-    biases = wide + hidden if build.biases else 0.0
-    return hidden * wide + inner / tensor * hidden + biases
-
-
-def _experts(build: Build) -> Count:
-    found = build.shape.experts
-    assert found is not None, "the layer has experts"
-    hidden = build.shape.hidden
-    dense = float(hidden * build.experts)  # the router
-    if found.shared:
-        dense += _feed_forward(build, found.shared, build.tensor) + (hidden if build.shared_gate else 0.0)
-    return Count(dense, found.number * _feed_forward(build, found.inner, build.expert_tensor))
+def _mlp(build: Build, linears: Sequence[Product]) -> float:
+    biases = sum(each.parts * each.out for each in linears) if build.biases else 0.0
+    return _weights(linears) + biases

@@ -5,7 +5,7 @@ The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build
@@ -38,53 +38,35 @@ class PassTimes(NamedTuple):
 ONES = PassTimes(1.0, 1.0, 1.0)
 
 
-class Prices(Protocol):
-    """Time of each sort of work on a device."""
+class Prices:
+    """Time of each sort of work on a device.
 
-    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
-        """One product of matrices."""
-        ...
-
-    def attention(self, flops: float, *, backward: bool) -> float:
-        """Attention itself."""
-        ...
-
-    def stream(self, size: float, kernels: int = 1) -> float:
-        """Reading or writing ``size`` bytes of memory, by so many kernels."""
-        ...
-
-    def shared(self, size: float, ranks: int) -> float:
-        """Gathering or reducing ``size`` bytes by tensor-parallel ranks."""
-        ...
-
-    def sent(self, size: float) -> float:
-        """Sending ``size`` bytes to experts on other ranks."""
-        ...
-
-
-class _AnyDevice:
-    """A GPU does some 200 multiplications and additions while its memory moves a byte.
-
-    An A100 does 150 and an H100 300 (data sheets).
+    Here on any GPU, in FLOPs: one does some 200 while its memory moves a byte. An A100 does 150 and an H100 300 (data
+    sheets).
     """
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
+        """Time of one product of matrices."""
         return 2.0 * rows * columns * inner
 
     def attention(self, flops: float, *, backward: bool) -> float:
+        """Time of attention itself."""
         return flops
 
     def stream(self, size: float, kernels: int = 1) -> float:
+        """Time to read or write ``size`` bytes of memory by so many kernels."""
         return 200.0 * size
 
     def shared(self, size: float, ranks: int) -> float:
+        """Time to gather or reduce ``size`` bytes among tensor-parallel ranks."""
         return 0.0
 
     def sent(self, size: float) -> float:
+        """Time to send ``size`` bytes to experts on other ranks."""
         return 0.0
 
 
-ANY = _AnyDevice()
+ANY = Prices()
 
 
 def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: PassTimes = ONES) -> ModelLoads:

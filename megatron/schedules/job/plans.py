@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
+from megatron.schedules.estimate.model_build import rank_memory, trained_model, with_model
+from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
-from megatron.schedules.job.pipelined_model import PipelinedModel
 from megatron.schedules.job.spec import JobSpec, Settings
-from megatron.schedules.measure.cost_profile import read_costs
+from megatron.schedules.measure.cost_profile import Profile, read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
-from megatron.schedules.measure.profile_facts import CopyRates, Profile, copy_time
+from megatron.schedules.measure.profile_facts import CopyRates, copy_time
 from megatron.schedules.planner.adaptive import FINER_CHUNKS, chunk_choices, wants_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
@@ -25,7 +28,55 @@ from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
+from megatron.schedules.utils.printable import counted
 from megatron.schedules.utils.progress import Progress, unheard
+
+
+class PipelinedModel:
+    """A model cut into a pipeline.
+
+    Args:
+        model: its name, or a file of Megatron's flags.
+        ranks: of the pipeline.
+        microbatches: of an iteration.
+        shared: whether vocabulary parallelism is on.
+    """
+
+    def __init__(self, model: str, ranks: int, microbatches: int, *, shared: bool) -> None:
+        args = find_model(model).trained(pipeline_model_parallel_size=ranks)
+        samples, batch = args.micro_batch_size * microbatches, args.global_batch_size or 0
+        self._data = batch // samples if batch and batch % samples == 0 else 1
+        args.world_size = math.prod((args.tensor_model_parallel_size, args.context_parallel_size, ranks, self._data))
+        self._args, self._shared = args, shared
+        self._model = trained_model(args, built(args, shared=shared))
+        self.layers = self._model.build.shape.layers
+
+    @property
+    def times(self) -> Costs:
+        """F, I and W by the model's arithmetic."""
+        return Costs(*loads(self._model.build).ratio)
+
+    def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
+        """Adds the parts of the model to ``costs``; see :func:`.model_build.with_model`."""
+        return with_model(costs, self._model, stages, shared=self._shared, placed=placed, profile=profile)
+
+    @property
+    def message_bytes(self) -> float:
+        """One microbatch's hidden states on one rank."""
+        return self._model.message_bytes
+
+    def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """Memory of each rank in ``plan``, made for :meth:`costs`."""
+        return rank_memory(self._model, plan.schedule, plan.costs, plan.request)
+
+    def __str__(self) -> str:
+        """The parallel and batch sizes that bytes are counted for."""
+        args = self._args
+        sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size, "data": self._data}
+        parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        shared = "with" if args.use_distributed_optimizer else "without"
+        return f"micro batch {args.micro_batch_size}, {parallel} parallel, {numbers}, {shared} distributed optimizer"
 
 
 class _Measured(NamedTuple):
@@ -81,7 +132,7 @@ def job_plans(
     if n is None:
         raise PlanError(f"{flags['microbatches']} is missing: give the number of microbatches in an iteration")
     most = max((choice.chunks for choice in choices if choice.chunks is not None), default=None)
-    chunks_too = "" if most is None else f" and {most} chunks in {flags['schedule']}"
+    chunks_too = "" if most is None else f" and {counted(most, 'chunk')} in {flags['schedule']}"
     check_size(d, n, most, f"{flags['ranks']} {d} with {flags['microbatches']} {n}{chunks_too}")
     specs = [
         JobSpec(replace(settings, schedule=choice), Sizes(d, d), microbatches=n, csv=text)

@@ -17,6 +17,7 @@ from megatron.schedules.planner.registry import own_chunks
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive, size
+from megatron.schedules.utils.printable import counted
 
 # Of 1F1B's memory: no schedule needs more than some twice of it; a larger number is a percentage or a size.
 _MOST_OF_1F1B = 10.0
@@ -134,7 +135,7 @@ def schedule_choice(flag: str, text: str) -> ScheduleChoice:
     chunks = integer(f"{flag} {name}:", count, 1, "a rank holds 1 chunk or more", _MOST_CHUNKS)
     own = own_chunks(name)
     if own is not None:
-        raise PlanError(f"{flag} {text}: {name} has {own} chunks a rank; leave out :{chunks}")
+        raise PlanError(f"{flag} {text}: {name} has {counted(own, 'chunk')} a rank; leave out :{chunks}")
     return ScheduleChoice(text, name, chunks)
 
 

@@ -11,13 +11,13 @@ from msgspec import UNSET, UnsetType
 
 from megatron.schedules.measure import custom_costs, job_profile_json
 from megatron.schedules.measure.custom_costs import CustomCosts
+from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.measure.job_profile_json import VERSION
 from megatron.schedules.measure.profile_facts import (
     CopyRates,
     Facts,
     FactsForm,
     LayerCount,
-    Profile,
     copy_time,
 )
 from megatron.schedules.schedule.costs import Costs
@@ -62,7 +62,7 @@ class CostProfile:
 
     @property
     def layer_bytes(self) -> float:
-        """See :class:`.profile_facts.Profile`."""
+        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
         return self.activation_bytes / self.layers
 
     @property
@@ -76,7 +76,7 @@ class CostProfile:
         return ModelLoads(first, (layer,) * self.facts.layers, last, kept_for_output=(0.0, last.held / 2))
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """See :class:`.profile_facts.Profile`."""
+        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
         held = self.layer_bytes * self.facts.layers / (2 * ranks)
         return copy_time(self.copy_gbps, held, both_ways=both_ways)
 
@@ -94,7 +94,7 @@ class CostProfile:
         return replace(costs, again=again, layer_input=layer_input)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """See :class:`.profile_facts.Profile`."""
+        """``planned`` with measured bytes in place of estimated ones."""
         if not self.layer_bytes:
             return planned
         return planned.measured(
@@ -148,6 +148,10 @@ class ChunkProfileForm(FactsForm, frozen=True, kw_only=True):
     output_layer: EndForm | UnsetType = UNSET
     embedding: EndForm | UnsetType = UNSET
     copy_gbps: CopyRates | UnsetType = UNSET
+
+
+Profile = CostProfile | JobProfile
+"""Measured costs of a model, as plans need them."""
 
 
 def read_profile(path: Path) -> Profile:

@@ -60,7 +60,7 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class JobProfile:
-    """Measurements of a job; a :class:`.profile_facts.Profile`.
+    """Measurements of a job.
 
     Args:
         facts: the model and the device.
@@ -101,17 +101,17 @@ class JobProfile:
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
-        """See :class:`.profile_facts.Profile`."""
+        """F, I and W of an average decoder layer."""
         forward, input_grad, weight_grad, _ = self.model.mean
         return forward / 1e3, input_grad / 1e3, weight_grad / 1e3
 
     @property
     def layer_bytes(self) -> float:
-        """See :class:`.profile_facts.Profile`."""
+        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
         return self.model.mean.held if any(stage.held for stage in self.stages) else 0.0
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """See :class:`.profile_facts.Profile`."""
+        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
         return copy_time(self.copy_gbps, self.model.held_by_one_of(2 * ranks), both_ways=both_ways)
 
     @cached_property
@@ -176,7 +176,7 @@ class JobProfile:
         )
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """See :class:`.profile_facts.Profile`. Bytes were counted with Megatron's recompute on."""
+        """``planned`` with measured bytes, counted with Megatron's recompute on, in place of estimated ones."""
         if not self.layer_bytes:
             return planned
         _, layer_input = self._again

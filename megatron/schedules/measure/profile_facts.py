@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import UNSET, Meta
 
-from megatron.schedules.schedule.costs import Costs
-from megatron.schedules.schedule.model_memory import ModelMemory
 from megatron.schedules.utils.json_files import Count, Form, Index, Name, Positive
 
 # Far more than any model has: a slip.
@@ -48,42 +46,6 @@ class Facts(NamedTuple):
     dtype: str = ""
     recompute: str | None = None
     name: str | None = None
-
-
-class Profile(Protocol):
-    """Measured costs of a model, as plans need them."""
-
-    @property
-    def facts(self) -> Facts:
-        """The model and the device."""
-        ...
-
-    @property
-    def layer_seconds(self) -> tuple[float, float, float]:
-        """F, I and W of an average decoder layer."""
-        ...
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
-        ...
-
-    @property
-    def copy_gbps(self) -> CopyRates | None:
-        """Speed of copies; None where not measured."""
-        ...
-
-    def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
-        ...
-
-    def costs(self, ranks: int) -> Costs:
-        """Costs in milliseconds for a pipeline of so many ranks."""
-        ...
-
-    def memory(self, planned: ModelMemory) -> ModelMemory:
-        """``planned`` with measured bytes in place of estimated ones."""
-        ...
 
 
 def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from megatron.schedules.planner.registry import named_within
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -17,7 +16,7 @@ _SAME, _WORTH = 5e-4, 0.01
 def explanation(
     timeline: Timeline,
     request: Request,
-    asked: Request,
+    named: Sequence[Timeline],
     peak_bytes: float | None = None,
     vocabulary_gain: float | None = None,
 ) -> str:
@@ -26,12 +25,11 @@ def explanation(
     Args:
         timeline: the plan.
         request: what the plan answers, its decisions settled.
-        asked: the same before anything was searched: schedules by name are planned for its layers.
+        named: all schedules by name at the same size.
         peak_bytes: peak activation memory of the worst rank; None where not known.
         vocabulary_gain: part of the iteration time that vocabulary parallelism would save; None where not known.
     """
     limit, ranks = request.memory_limit, request.ranks
-    named = named_within(replace(asked, memory_limit=None))
     base = next((line for line in named if line.schedule.name == "1f1b"), None)
     said = "" if base is None else f"; the iteration is {_compared(timeline, base)} 1F1B's"
     used = f"{percent(timeline.limit / ranks, 1)} of 1F1B's"

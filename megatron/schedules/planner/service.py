@@ -9,7 +9,7 @@ Searches are cached on disk, see :mod:`.plan_cache`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.planner.adaptive import bound, least_limit, search_seconds
@@ -24,6 +24,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
+from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
@@ -46,16 +47,19 @@ class Plan:
         asked: the request as it was made.
         request: the same with its layer partition, recompute and offload settled.
         schedule: the order of the passes.
+        named: all schedules by name at this size, where they were planned for a comparison.
     """
 
     asked: Request
     request: Request
     schedule: Schedule
+    named: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def explanation(self) -> str:
         """Schedule, memory and iteration time beside those of schedules by name: a few lines."""
-        return explanation(self.timeline, self.request, self.asked, self.peak_bytes, self.vocabulary_gain)
+        named = self.named or named_within(replace(self.asked, memory_limit=None))
+        return explanation(self.timeline, self.request, named, self.peak_bytes, self.vocabulary_gain)
 
     @cached_property
     def vocabulary_gain(self) -> float | None:
@@ -69,7 +73,7 @@ class Plan:
             request,
             schedule="adaptive",
             # Without the output layer even layers are as good as a searched partition, where they divide.
-            chunk_choices=tuple(c for c in request.chunk_choices if layers % (c * ranks) == 0) or (1,),
+            chunk_choices=(max((c for c in request.chunk_choices if layers % (c * ranks) == 0), default=1),),
             costs=replace(costs, shared_vocabulary=True, memory=None),
             memory_limit=self.request.memory_limit,
             search_seconds=_LEAST_SECONDS,
@@ -167,14 +171,17 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
         request = replace(request, search_seconds=min(search_seconds(request), share))
     found = replace(make_plan(request, progress), asked=asked)
     found = replace(found, request=replace(found.request, memory_limit=limit))
-    request = replace(request, memory_limit=limit)
-    fitting = [line for line in named_within(request) if line.makespan < (1 - _ROUNDING) * found.iteration_time]
-    if not fitting:
+    named = tuple(named_within(replace(asked, memory_limit=None)))
+    found = replace(found, named=named)
+    fitting = [line for line in named if line.limit <= limit * asked.ranks + EPSILON]
+    shorter = [line for line in fitting if line.makespan < (1 - _ROUNDING) * found.iteration_time]
+    if not shorter:
         return found
-    best = min(fitting, key=lambda line: line.makespan).schedule
+    request = replace(request, memory_limit=limit)
+    best = min(shorter, key=lambda line: line.makespan).schedule
     name, chunks = best.name, best.placement.chunks
     settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
-    return Plan(asked, settled, best)
+    return Plan(asked, settled, best, named)
 
 
 _Search = Callable[[Request, Progress], Request]
