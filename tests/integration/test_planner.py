@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.schedules.integration.flags.automatic import choices
 from megatron.schedules.integration.flags.check import PlannedJob, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
@@ -85,5 +84,7 @@ def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
 
 def test_auto_tries_no_choice_twice():
     """Of a model that is not known nothing can be chosen."""
+    from megatron.schedules.integration.flags.automatic import choices
+
     spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2))
     assert list(choices(spec)) == [spec]
