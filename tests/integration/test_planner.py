@@ -80,3 +80,11 @@ def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
     assert limited.after.makespan > limited.before.makespan
     assert free.after.makespan <= free.before.makespan
     assert with_room_for(running, replace(request, memory_limit=2.0)).memory_limit == 2.0
+
+
+def test_auto_tries_no_choice_twice():
+    """Of a model that is not known nothing can be chosen."""
+    from megatron.schedules.integration.flags.automatic import choices
+
+    spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2))
+    assert list(choices(spec)) == [spec]

@@ -145,3 +145,12 @@ def test_a_job_that_ends_while_it_plans_says_so(megatron: Any, early: list[str])
     ranks = megatron("replanned", 2, [*NAMED, *early, "--pipeline-replan"], None)
     assert "\npipeline schedule: the job ends with this iteration, before it has planned again\n" in ranks[0][2]
     assert switches(ranks, 9) == {()}
+
+
+def test_a_batch_size_that_grows_while_the_job_plans_is_planned_for(megatron: Any, early: list[str]) -> None:
+    """Planned from iteration 4 on; from 5 on iterations have 8 microbatches and not 4."""
+    job = [*MODEL, *UNTIED, *"--pipeline-model-parallel-size 2 --pipeline-schedule v-half --train-samples 56".split()]
+    grows = ["--step-batch-size-schedule", "0:4 256:8"]
+    ranks = megatron("replanned", 2, [*job, *grows, *early, "--pipeline-replan"], ["v-zb"])
+    (line,) = said(ranks)
+    assert line.startswith("replanned: iteration 20.0 -> 10.0 ms expected")

@@ -66,6 +66,7 @@ class JobReplan:
         self._planner, self._function, self._profiler, self._iteration = planner, function, profiler, iteration
         self._replanner = Replanner(planner, ControlMessages(store, "replan"), first=dist.get_rank() == 0, say=_say)
         self._profile: JobProfile | None = None
+        self._request: Request | None = None
         self._slow, self._idle, self._end = slow, IdleWatch(), end
         self._measure = first_measurement(measured, begun) is not measured
         self._file = None if measured is None else measured.file
@@ -73,6 +74,9 @@ class JobReplan:
 
     def boundary(self) -> None:
         """Before a training call looks for its program."""
+        now, planned = self._planner.request.microbatches, self._request
+        if self._replanner.under_way and planned is not None and planned.microbatches != now:
+            self._start(replace(planned, microbatches=now))  # a plan for the number before would be of no use
         self._replanner.boundary()
         last = self._iteration() == self._end
         if last and (self._profile is None or self._replanner.under_way):
@@ -116,7 +120,11 @@ class JobReplan:
         running = simulate(self._planner.running, request.costs_on(self._planner.placement))
         self._slow.expect(iteration_of(running).stages)
         self._idle.expect()
-        self._replanner.start(request if self._has_limit else with_room_for(running, request))
+        self._start(request if self._has_limit else with_room_for(running, request))
+
+    def _start(self, request: Request) -> None:
+        self._request = request
+        self._replanner.start(request)
 
     def _limit(self, request: Request, profile: JobProfile) -> float:
         """The memory limit for what devices have left, as a fraction of 1F1B's: the least of all ranks."""

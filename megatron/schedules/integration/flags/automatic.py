@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -17,7 +18,7 @@ from megatron.schedules.planner.request import Request
 _RESERVED = 0.1
 
 
-def choices(spec: JobSpec) -> list[JobSpec]:
+def choices(spec: JobSpec) -> Iterator[JobSpec]:
     """The job with all that may be chosen for it, then with less, last as its flags say; no two alike.
 
     Recompute and another layer partition leave results equal to the bit.
@@ -29,7 +30,7 @@ def choices(spec: JobSpec) -> list[JobSpec]:
         placed = saving = replace(settings, layers="auto")
     if known and settings.saving == MemorySaving() and spec.recompute.granularity != "full":
         saving = replace(placed, saving=MemorySaving(recompute=True))
-    return [replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings))]
+    return (replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings)))
 
 
 def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
