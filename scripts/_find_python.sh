@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Finds a Python that .venv can be made with. Sourced by setup.sh; defines find_python.
 #
-# Each candidate is run before it is used: `python3` may be too old, a pyenv shim may refuse to run, and a distribution's
-# Python may lack the venv module.
+# Each candidate is run before it is used: `python3` may be too old, a pyenv shim may refuse to run, and a
+# distribution's Python may lack the venv module.
 
 # Prints paths that may be a Python, the most likely first.
 _python_candidates() {

@@ -23,6 +23,7 @@ fi
 # One thread per process, because ranks are processes. The NVML check starts no CUDA driver, so that processes can fork.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 TOKENIZERS_PARALLELISM=false
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Megatron's fused kernels are compiled only by the piece that tests it: that needs a C compiler, and time on every rank.
+# Megatron's fused kernels are compiled only by the piece that tests it: that needs a C compiler, and time on every
+# rank.
 export TORCHDYNAMO_DISABLE=1
 exec "$python" -W ignore -m tools.gpu_tests "$@"

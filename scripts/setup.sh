@@ -4,8 +4,8 @@
 #     bash scripts/setup.sh                      finds a Python by itself
 #     PYTHON=/path/to/python bash scripts/setup.sh
 #
-# A second run takes a moment: it compares what is installed with what is required. If a run was interrupted, the next one
-# starts again from an empty .venv.
+# A second run takes a moment: it compares what is installed with what is required. If a run was interrupted, the next
+# one starts again from an empty .venv.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh

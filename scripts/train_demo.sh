@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small GPT on real text with four pipeline ranks, under V-Half and then under 1F1B, and compares losses and
-# memory. Then runs both plans with passes that sleep for their planned time, and compares speed. Needs no GPU. The first
-# run sets up .venv, which downloads packages (2 to 10 minutes); after that it takes about two minutes.
+# memory. Then runs both plans with passes that sleep for their planned time, and compares speed. Needs no GPU. The
+# first run sets up .venv, which downloads packages (2 to 10 minutes); after that it takes about two minutes.
 #
 #     bash scripts/train_demo.sh                              V-Half against 1F1B
 #     bash scripts/train_demo.sh --pipeline-schedule v-zb     another schedule against 1F1B
@@ -35,8 +35,8 @@ done
 
 say() { echo "demo: $*"; }
 
-# fail <log> <what failed> [followed]: ends the demo. Every rank prints a traceback and torchrun a summary after them: the
-# first errors tell most. A refusal (error: ...) was shown already where the log was followed.
+# fail <log> <what failed> [followed]: ends the demo. Every rank prints a traceback and torchrun a summary after them:
+# the first errors tell most. A refusal (error: ...) was shown already where the log was followed.
 fail() {
   if [[ ${3-} != followed ]] || ! grep -q '\berror: ' "$1"; then
     { grep -E '(Error|Exception)(: .*)?$|\berror: ' "$1" || tail -n 20 "$1"; } |
@@ -88,8 +88,8 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
 
-# Initial weights depend on the placement of layers. So that both runs start from the same ones, a job without a pipeline
-# draws and saves them (with a learning rate of 0).
+# Initial weights depend on the placement of layers. So that both runs start from the same ones, a job without a
+# pipeline draws and saves them (with a learning rate of 0).
 weights=$demo/weights-$(echo "${model[@]}" "${flags[@]}" | sha256sum | cut -c1-12)
 if [[ ! -f $weights/latest_checkpointed_iteration.txt ]]; then
   say "drawing the weights that both runs start from"
@@ -124,8 +124,8 @@ if [[ $schedule != 1f1b ]]; then
   names+=("1f1b=$demo/1f1b.log")
 fi
 
-# recorded <schedule>: the file in which that training recorded its plan, and nothing where it measured no iteration. The
-# log says where: flags of the caller's may have sent it elsewhere.
+# recorded <schedule>: the file in which that training recorded its plan, and nothing where it measured no iteration.
+# The log says where: flags of the caller's may have sent it elsewhere.
 recorded() {
   sed -n 's/.*pipeline schedule: timeline of iteration .* written to \(.*\): timeline\.html.*/\1\/recorded.json/p' \
     "$demo/${1##*/}.log" | tail -n 1

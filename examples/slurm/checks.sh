@@ -1,42 +1,43 @@
 # shellcheck shell=bash
-# Checks of what comes from outside; sourced by job.sh, train.sh and sweep.sh, which set `program` for the errors.
+# Checks of values from outside; sourced by job.sh, train.sh and sweep.sh, which set `program` for the errors.
 #
-# Bash evaluates the content of a variable in arithmetic, commands in array subscripts included: with x='a[$(command)]',
-# `((x < 1))` runs the command. So no value from the environment, a file or a command is counted with before it is checked.
+# In arithmetic bash evaluates the content of variables, even commands in array subscripts: with x='a[$(command)]',
+# `((x < 1))` runs the command. So each value from the environment, a file or a command is checked before arithmetic.
 
 fail() {
   echo "${program:-job}: error: $*" >&2
   exit 2
 }
 
-# is_whole_number <text> <least> <most>: digits only, listed, because a range such as 0-9 depends on the locale. A leading
-# zero is refused because arithmetic takes it for octal. Ten digits cannot overflow.
+# is_whole_number <text> <least> <most>: digits only. They are listed, because a range such as 0-9 depends on the
+# locale. A leading zero is refused, because it means octal in arithmetic. Ten digits cannot overflow.
 is_whole_number() {
   [[ $1 =~ ^(0|[123456789][0123456789]{0,9})$ ]] && (($1 >= $2 && $1 <= $3))
 }
 
-# whole_number <variable> <least> [<most>]: fails where the variable of that name does not hold such a number.
+# whole_number <variable> <least> [<most>]: fails unless the variable of that name holds such a number.
 whole_number() {
   local most=${3:-999999999}
   is_whole_number "${!1-}" "$2" "$most" ||
     fail "$1=$(shown "${!1-}") is not a whole number from $2 to $most; give plain digits, without leading zeros"
 }
 
-# shown <text>: one short line of it, quoted as a shell would.
+# shown <text>: prints the text as one short line, quoted for a shell.
 shown() {
   local text
   printf -v text %q "$1"
   echo "${text:0:60}"
 }
 
-# number_in <file> <what to do if it holds anything else> [<word that stands for 0>]: prints the number, 0 without a file.
+# number_in <file> <advice if it holds anything else> [<word that means 0>]: prints the number in the file, 0 without a
+# file.
 number_in() {
   local text
   [[ -f $1 ]] || {
     echo 0
     return
   }
-  # All there is of it: a read that comes to an end before the file does has met a NUL byte or too much.
+  # Reads the whole file: if read succeeds, it stopped before the end, at a NUL byte or after 64 characters.
   ! read -r -d '' -n 64 text 2>/dev/null <"$1" || text="$text..."
   text=${text%$'\r'}
   [[ -z ${3:-} || $text != "$3" ]] || text=0
@@ -44,7 +45,7 @@ number_in() {
   echo "$text"
 }
 
-# source_model <file>: runs a model file and checks the number of GPUs it sets. A bare name would be looked up on the PATH.
+# source_model <file>: runs a model file and checks its number of GPUs. A bare name would be searched on the PATH.
 source_model() {
   local file=$1
   [[ $file == */* ]] || file=./$file

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the sbatch scripts share; sourced in the root of the repository. Settings come from the environment: README.md
-# has the table.
+# Functions that the sbatch scripts share; sourced in the root of the repository. README.md lists the environment
+# variables that set them.
 
 program=${SLURM_JOB_NAME:-job}
 # shellcheck source=examples/slurm/checks.sh
@@ -8,7 +8,7 @@ source examples/slurm/checks.sh
 
 say() { echo "$(date '+%F %T') $program: $*"; }
 
-# read_job: the numbers of the job, as SLURM says them.
+# read_job: reads the numbers of the job from SLURM's variables.
 read_job() {
   whole_number SLURM_NNODES 1
   whole_number SLURM_JOB_ID 1 4294967295
@@ -29,7 +29,7 @@ read_settings() {
   [[ -n ${SRUN_FLAGS:-} ]] || type -P "$PYTHON" >/dev/null ||
     fail "no Python at $PYTHON: set PYTHON, or run scripts/setup.sh"
   export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
-  whole_number GPUS_PER_NODE 1 # SLURM's, where it is not set
+  whole_number GPUS_PER_NODE 1 # SLURM's value too, if it is not set
   TRAIN_ITERS=${TRAIN_ITERS:-10000}
   whole_number TRAIN_ITERS 1
   local sequence=${SEQ_LENGTH:-2048}
@@ -44,7 +44,7 @@ read_settings() {
 
   case ${RECOMPUTE:-selective} in
     none) RECOMPUTE_FLAGS=() ;;
-    # The local layers keep every head's scores, sequence x sequence: these are what is worth computing twice.
+    # Local layers save the scores of each head, sequence x sequence: these are worth recomputing.
     selective) RECOMPUTE_FLAGS=(--recompute-granularity selective) ;;
     full) RECOMPUTE_FLAGS=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
     *) fail "RECOMPUTE=$RECOMPUTE is none of none, selective and full" ;;
@@ -54,12 +54,12 @@ read_settings() {
     --seq-length "$sequence" --max-position-embeddings "$sequence"
     --untie-embeddings-and-output-weights --no-create-attention-mask-in-dataloader
     --bf16 --attention-dropout 0 --hidden-dropout 0 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95
-    --use-distributed-optimizer # costs nothing, and with several copies of the model each holds a part of its state
+    --use-distributed-optimizer # costs nothing, and with several replicas each stores a part of its state
     --lr "${LR:-1.5e-4}" --min-lr "${MIN_LR:-1.5e-5}" --lr-decay-style cosine --lr-warmup-fraction 0.01
     --train-iters "$TRAIN_ITERS" --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}" --log-interval 1 --log-throughput
     --transformer-impl "${TRANSFORMER_IMPL:-local}"
   )
-  # Without the kernels of Apex, which few have.
+  # Without the kernels of Apex, which are rarely installed.
   TRAIN_FLAGS+=(--no-gradient-accumulation-fusion)
   [[ ${TRANSFORMER_IMPL:-local} != local ]] || TRAIN_FLAGS+=(--no-masked-softmax-fusion --no-persist-layer-norm)
 
@@ -71,23 +71,23 @@ read_settings() {
   fi
   read -ra tokenizer <<<"${TOKENIZER_FLAGS:---tokenizer-type NullTokenizer --vocab-size 50304}"
   read -ra extra <<<"${EXTRA_FLAGS:-}"
-  TRAIN_FLAGS+=("${tokenizer[@]}" "${extra[@]}") # the last of two equal flags counts
+  TRAIN_FLAGS+=("${tokenizer[@]}" "${extra[@]}") # the last of two equal flags wins
 
-  # One folder for found plans, so that one rank searches and the others read.
+  # One folder of plans, so that one rank searches and the others read.
   export MEGATRON_SCHEDULES_CACHE=${MEGATRON_SCHEDULES_CACHE:-$PWD/runs/plans}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} NCCL_DEBUG=${NCCL_DEBUG:-WARN} PYTHONUNBUFFERED=1
 }
 
-# start <folder for logs> <flags of pretrain_gpt.py...>: starts the ranks on all nodes; their srun is $step. Comes after
-# read_job and read_settings.
+# start <folder for logs> <flags of pretrain_gpt.py...>: starts the ranks on all nodes; $step is the process of srun.
+# Call read_job and read_settings first.
 start() {
   local more
   export LOGS=$1 MASTER_ADDR
   shift
   read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   read -ra more <<<"${SRUN_FLAGS:-}"
-  # One hardware queue a GPU, which Megatron asks for under tensor and context parallelism up to Hopper. Elsewhere more
-  # of them let messages and matrix products pass each other.
+  # One hardware queue per GPU, which Megatron requires under tensor and context parallelism up to Hopper. Otherwise
+  # more queues let messages overtake matrix products.
   [[ ! " $* " =~ --(tensor-model|context)-parallel-size[\ =]([2-9]|1[0-9]) ]] ||
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
   say "$SLURM_NNODES nodes x $GPUS_PER_NODE ranks; a log for each in $LOGS"
@@ -96,21 +96,21 @@ start() {
   step=$!
 }
 
-# finish: waits for the ranks, through signals, and returns their status.
+# finish: waits for the ranks, also across signals, and returns their status.
 finish() {
   while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
   wait "$step"
 }
 
-# The iteration of the last whole checkpoint, 0 before there is one. Weights that were released without an iteration are
-# a checkpoint too, from which Megatron starts at 0.
+# saved: prints the iteration of the last complete checkpoint, 0 without one. Weights without an iteration ("release")
+# are a checkpoint too, from which Megatron starts at 0.
 saved() {
   number_in "$RUN/checkpoints/latest_checkpointed_iteration.txt" \
     "write the iteration of the last whole checkpoint there, or remove it to begin anew" release
 }
 
-# train_until_done <model file>: trains from the last checkpoint on. Where that ends early but has got further, or was
-# told to end, the job is queued again; a job that gets no further fails.
+# train_until_done <model file>: trains from the last checkpoint on. If the job ends early after progress or a warning,
+# it is requeued. A job without progress fails.
 train_until_done() {
   local ranks before after fruitless status=0 warned='' cancelled='' step=''
   read_job
@@ -136,7 +136,7 @@ train_until_done() {
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "${SAVE_INTERVAL:-500}" --exit-signal-handler \
     "${TRAIN_FLAGS[@]}"
   finish || status=$?
-  after=$(saved) || exit # whatever queued again would meet it again
+  after=$(saved) || exit # not requeued: the next start would find the same
 
   if ((after >= TRAIN_ITERS)); then
     say "done: $after iterations"
@@ -149,7 +149,7 @@ train_until_done() {
   if ((after > before)); then
     fruitless=0
   else
-    # Preempted before the first checkpoint, a job may try again, not for ever.
+    # A job that is preempted before its first checkpoint may try again, but not for ever.
     fruitless=$((fruitless + 1))
     if [[ -z $warned ]] || ((fruitless >= 3)); then
       say "failed with status $status and nothing saved since iteration $before: not queued again"

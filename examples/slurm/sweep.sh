@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Has the grid search name the most promising settings for a model, and runs each for a few iterations, as an array of
-# jobs. When all have ended another job writes what was predicted and what was measured to table.md and table.csv.
+# Finds the most promising settings for a model by grid search, and runs each for a few iterations as an array of jobs.
+# After the last one, another job writes predicted and measured figures to table.md and table.csv.
 #
 #     bash examples/slurm/sweep.sh 98.5B
 #     GPUS=80 SEQ_LENGTH=8192 TOP=4 bash examples/slurm/sweep.sh 98.5B --partition=big --account=mine
@@ -28,7 +28,7 @@ whole_number GPUS_PER_NODE 1
 [[ -z ${PARALLEL_JOBS:-} ]] || whole_number PARALLEL_JOBS 1
 ((GPUS % GPUS_PER_NODE == 0)) ||
   fail "$GPUS GPUs are no whole number of nodes with $GPUS_PER_NODE; set GPUS or GPUS_PER_NODE"
-# The estimate is for fused attention.
+# The estimate assumes fused attention.
 export SEQ_LENGTH=${SEQ_LENGTH:-3072} GPUS_PER_NODE TRANSFORMER_IMPL=${TRANSFORMER_IMPL:-transformer_engine}
 folder=${SWEEP:-$PWD/runs/sweep-$name-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$folder"

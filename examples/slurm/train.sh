@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What srun starts once on every node: torchrun, with a rank for every GPU. The arguments are pretrain_gpt.py's.
+# srun starts this once on each node: torchrun, with a rank for each GPU. The arguments are those of pretrain_gpt.py.
 set -euo pipefail
 
 # shellcheck source=scripts/_start.sh
@@ -11,16 +11,16 @@ whole_number SLURM_NNODES 1
 whole_number SLURM_NODEID 0
 whole_number GPUS_PER_NODE 1
 
-# Every rank writes into a file of its own. The job's output shows the last rank's, which prints the iterations, and the
-# first rank's errors.
+# Each rank writes to its own file. The job's output shows that of the last rank, which prints the iterations, and the
+# errors of the first rank.
 tee=()
 ((SLURM_NODEID == 0)) && tee=(0:2)
 ((SLURM_NODEID == SLURM_NNODES - 1)) && tee+=("$((GPUS_PER_NODE - 1)):3")
 folder=$LOGS/node-$SLURM_NODEID
 mkdir -p "$folder"
 
-# Nodes are numbered as SLURM numbers them, by the network: neighbours in the pipeline are neighbours there. torchrun's
-# elastic rendezvous (c10d) would sort them by name; nothing here is elastic, so the static one does.
+# Nodes have SLURM's numbers, which follow the network, so neighbours in the pipeline are neighbours in the network.
+# torchrun's elastic rendezvous (c10d) would sort them by name, so the static one is used.
 torchrun=(
   "$PYTHON" -m torch.distributed.run
   --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS_PER_NODE"
@@ -28,9 +28,9 @@ torchrun=(
   --log-dir "$folder" --redirects 3 ${tee[0]:+--tee "$(IFS=,; echo "${tee[*]}")"}
 )
 
-# SLURM sends a signal to every process of a step. Of USR1 only this script takes notice, and hands it on as the SIGTERM
-# of --exit-signal-handler to the ranks alone: torchrun would kill its ranks after a while, and the helpers of a rank
-# that is saving must live on.
+# SLURM sends a signal to each process of a step. Only this script handles USR1. It sends SIGTERM, for which ranks have
+# --exit-signal-handler, to the ranks alone: torchrun would kill its ranks after a while, and helper processes of a rank
+# that is saving must stay alive.
 (
   trap '' USR1
   exec "${torchrun[@]}" pretrain_gpt.py "$@"
