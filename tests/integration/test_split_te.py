@@ -10,7 +10,8 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,8 +23,10 @@ from split_helpers import BATCH, SEQUENCE, SEVERAL_I_AHEAD, TOGETHER
 from split_te_helpers import EXPERTS, Block, Experts, bound, compare, linear, tensor_parallel
 from torch import Tensor
 
+from megatron.schedules.estimate.model_build import StockRecompute
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.schedule.kinds import Kind
 from tests.integration.server import VERSIONS, Megatron
 from tests.integration.te_itself import LAST_W_FIRST
 
@@ -199,6 +202,28 @@ def used_several_times() -> None:
         compare(model, forward=lambda module, x: module(x) * module(x.cos()))
 
 
+def a_whole_backward_of_the_first_microbatch_adds_to_the_others() -> None:
+    found = []
+    for split in (False, True):
+        torch.manual_seed(1)
+        model = linear("Linear", 8, 8, fuse_wgrad_accumulation=True)
+        store, _ = bound(model), helpers.MainGrads(model, torch.float32)
+        first, second = helpers.inputs_of(2, torch.float32)
+        output = model(first)
+        with store.split(0, 1) if split else nullcontext():
+            other = helpers.loss(model(second))
+            if split:
+                other.backward()
+        if split:
+            store.run(0, 1)
+        helpers.loss(output).backward()
+        if not split:
+            other.backward()
+        found.append(model.weight.main_grad)
+    assert found[0].any()
+    helpers.assert_same("sums of two", [found[1]], [found[0]])
+
+
 def zeros_are_added_where_that_is_asked_for() -> None:
     compare(Block(fuse_wgrad_accumulation=True), zero_out=True)
 
@@ -334,6 +359,16 @@ def a_gradient_that_was_not_delayed_is_no_secret() -> None:
         helpers.loss(y).backward()
 
 
+def a_backward_that_reads_its_settings_elsewhere_is_no_secret() -> None:
+    from megatron.schedules.integration.linears import transformer_engine
+
+    model = linear("Linear", 8, 8)
+    store = bound(model)
+    elsewhere = mock.patch.object(transformer_engine, "_STEPS_AFTER", 0)
+    with elsewhere, store.split(0, 0), pytest.raises(RuntimeError, match="does not say where its backward reads"):
+        model(*helpers.inputs_of(1, torch.float32))
+
+
 def an_instance_of_another_make() -> None:
     model = linear("Linear", 8, 8)
     del model.wgrad_store, model.apply_bias
@@ -373,6 +408,18 @@ def what_cannot_be_split_is_refused() -> None:
         assert refusals("zb-1p", given, transformer_impl="local") == []
     for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8"):
         assert refusals("zb-1p", "fp8", fp8_recipe=recipe) == []
+    made = plan(Request("zb-1p", 2, 4))
+    backwards = (Kind.I, Kind.W)
+    swapped = tuple(
+        tuple(each._replace(microbatch=each.microbatch ^ 1) if each.kind in backwards else each for each in row)
+        for row in made.order
+    )
+    stock = StockFlags(frozenset(["fp8"]), "transformer_engine", fp8_recipe="delayed")
+    spec = JobSpec(Settings(ScheduleChoice("file", "file")), Sizes(2, 2), stock=stock)
+    recomputing = replace(spec, recompute=StockRecompute("full"))
+    assert refusal(recomputing, made) == refusal(spec, replace(made, order=swapped)) == ""
+    why = refusal(recomputing, replace(made, order=swapped))
+    assert why.startswith("does not work with --fp8-recipe delayed and --recompute-granularity: Transformer Engine")
     (why,) = refusals("zb-1p", "fp8", fp8_recipe="custom")
     assert "does not work with --fp8-recipe custom: use one of tensorwise, delayed, blockwise, mxfp8" in why
     (why,) = refusals("zb-1p", transformer_impl="inference_optimized")
@@ -396,6 +443,7 @@ CHECKS = (
     frozen_parameters,
     nothing_below_needs_a_gradient,
     used_several_times,
+    a_whole_backward_of_the_first_microbatch_adds_to_the_others,
     zeros_are_added_where_that_is_asked_for,
     recomputed_once,
     evaluation_and_whole_backwards_are_untouched,
@@ -406,6 +454,7 @@ CHECKS = (
     the_first_microbatch_is_still_one_for_caches_of_quantised_weights,
     memory_is_flat,
     a_gradient_that_was_not_delayed_is_no_secret,
+    a_backward_that_reads_its_settings_elsewhere_is_no_secret,
     an_instance_of_another_make,
     what_cannot_be_split_is_refused,
 )

@@ -63,7 +63,7 @@ JOBS = {
     "multi-latent attention": Job(MLA),
     "multi-token prediction": Job(f"{MODERN} --mtp-num-layers 1"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
-    "Transformer Engine's activation": Job(f"{MODERN} --use-te-activation-func"),
+    "Transformer Engine's activation": Job(MODERN, "--use-te-activation-func --no-bias-swiglu-fusion"),
 }
 JOBS |= {
     "FP8 tensorwise": Job(f"{MODERN} {WIDE}", f"{FP8} tensorwise"),
@@ -106,8 +106,9 @@ USUAL = {
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
 }
-# Forwards with delayed scaling are not done again.
-_REFUSED = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
+# Forwards with delayed scaling are not done again, and Megatron's full recompute goes without R.
+_LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
+_LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}  # random numbers come in another order
 
 
 def assert_stocks(ours: Result, stock: Result, shards: bool) -> None:
@@ -126,7 +127,7 @@ def assert_stocks(ours: Result, stock: Result, shards: bool) -> None:
         pytest.param(job, order, marks=() if (job, order) in USUAL else pytest.mark.full_matrix)
         for job in JOBS
         for order in ORDERS
-        if (job, order) not in _REFUSED
+        if (job, order) not in _LEFT_OUT
     ],
 )
 def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatch, job: str, order: str) -> None:

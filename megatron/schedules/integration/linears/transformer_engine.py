@@ -106,10 +106,10 @@ class _Forward:
         module, key = self._module, self._store.current
         whole = type(module).forward
         # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
-        if key is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
-        if not _splittable(weights, biases):
+        if key is None or not _splittable(weights, biases):
             return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
         # The hooks live as long as the accumulators, which the graph holds once the forward has run.
