@@ -63,7 +63,7 @@ JOBS = {
     "multi-latent attention": Job(MLA),
     "multi-token prediction": Job(f"{MODERN} --mtp-num-layers 1"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
-    "Transformer Engine's activation": Job(MODERN, "--use-te-activation-func --no-bias-swiglu-fusion"),
+    "Transformer Engine's activation": Job(f"{MODERN} --use-te-activation-func --no-bias-swiglu-fusion"),
 }
 JOBS |= {
     "FP8 tensorwise": Job(f"{MODERN} {WIDE}", f"{FP8} tensorwise"),
