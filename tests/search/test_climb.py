@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
@@ -281,3 +282,19 @@ def test_what_is_found_for_little_memory_does_not_depend_on_how_much_there_is():
         assert [(rung.limit, rung.timeline) for rung in lower] == [(rung.limit, rung.timeline) for rung in every[:most]]
     assert all(above.timeline.makespan <= below.timeline.makespan for below, above in pairwise(every))
     assert all(rung.bound <= rung.timeline.makespan + 1e-9 and rung.timeline.peak <= rung.limit for rung in every)
+
+
+@pytest.mark.parametrize("saving", [{}, {"recomputed": (1.0,) * 6}, {"offloaded": (0.5,) * 6}], ids=str)
+def test_a_problem_under_other_costs_is_what_it_would_be_if_made_anew(saving: dict[str, tuple[float, ...]]):
+    placement, decisions = v_shape(3), Decisions(**saving)
+    costs = [Costs(forward, 1.1, 0.75, 0.05, copy=forward / 3).on(placement, decisions) for forward in (1.0, 1.7)]
+    one, anew = (Problem(placement, 4, each) for each in costs)
+    under = one.under(costs[1])
+    assert under is not None
+    assert under.peaks(under.order()) == anew.peaks(anew.order())
+    policy = Policy(16, noise=0.05, seed=1, patience=0.5)
+    outcomes = [each.settled(each.order(), 2.0, policy, USUAL, backwards=True, most=3) for each in (under, anew)]
+    assert outcomes[0][0].tolist() == outcomes[1][0].tolist() and outcomes[0][1:] == outcomes[1][1:]
+    assert one.under(replace(costs[1], comm=1.0)) is None, "other messages"
+    other = {} if saving else {"recomputed": (1.0,) * 6}
+    assert one.under(Costs().on(placement, Decisions(**other))) is None, "other passes"

@@ -23,6 +23,13 @@ _LEAST, _MOST = 1e-100, 1e100
 MOST_SHARE = 100
 # Of what a layer holds, the part that is its input: 2 of some 34 bytes a token and hidden unit.
 LAYER_INPUT = 0.06
+# Fields of Costs that are shares: what of, and the largest.
+_SHARES = (
+    ("weight_share", "memory held until W", MOST_SHARE),
+    ("stock_recompute", "the forward that is recomputed", 1),
+    ("layer_input", "memory that is a layer's input", 1),
+    ("kept", "memory kept for recomputing", 1),
+)
 # Times further apart than this are lost in each other's rounding.
 _APART = 1e15
 
@@ -97,32 +104,18 @@ class Costs:
                 raise PlanError(f"per-stage weights must be {fault}", part)
         if self.stage_weights is not None and not any(self.stage_weights):
             raise PlanError("at least one stage must take time", "stage_weights")
-        if not 0 <= self.weight_share <= MOST_SHARE:
-            raise PlanError(
-                f"the share of memory held until W must be from 0 to {MOST_SHARE}, not {self.weight_share:g}",
-                "weight_share",
-            )
-        if not 0 <= self.stock_recompute <= 1:
-            raise PlanError(
-                f"the share of the forward that is recomputed must be from 0 to 1, not {self.stock_recompute:g}",
-                "stock_recompute",
-            )
+        for part, what, most in _SHARES:
+            if not 0 <= (share := getattr(self, part)) <= most:
+                raise PlanError(f"the share of {what} must be from 0 to {most}, not {share:g}", part)
         if self.shared_vocabulary and (self.model is None or self.stage_weights or self.stage_activations):
             raise PlanError(
                 "to share the vocabulary takes the model, which says what an output layer costs, and no weights",
                 "shared_vocabulary",
             )
-        if not 0 <= self.layer_input <= 1:
-            raise PlanError(
-                f"the share of memory that is a layer's input must be from 0 to 1, not {self.layer_input:g}",
-                "layer_input",
-            )
         if fault := _fault([self.again], "a positive number", zero=False):
             raise PlanError(f"the time of a recompute pass must be {fault}, not {self.again:g}", "costs")
         if fault := _fault([self.copy], "zero or a positive number", zero=True):
             raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
-        if not 0 <= self.kept <= 1:
-            raise PlanError(f"the share of memory kept for recomputing must be from 0 to 1, not {self.kept:g}", "kept")
 
     @staticmethod
     def parse(text: str) -> Costs:
