@@ -40,7 +40,7 @@ def test_the_drawing_of_a_small_1f1b():
         "rank 1      F---B-------F---B-------          ████     1",
         "            0   0       1   1",
         "        0         5         10        15",
-        "bubble       33.33 % of the time until 18",
+        "bubble       33.33 % (iteration time 18)",
         "span bubble  33.33 %, on the worst rank from its own first start",
     ]
 
@@ -99,8 +99,8 @@ def test_a_column_longer_than_a_pass_shows_the_share_computed():
 def test_several_timelines_share_one_scale():
     text = draw_text([timeline("1f1b", 4, 8), timeline("v-half", 4, 8)], 150, colour=False).plain
     first, second = text.split("V-Half")
-    assert "until 66" in first
-    assert "until 53" in second
+    assert "(iteration time 66)" in first
+    assert "(iteration time 53)" in second
     assert rows(first)[0].index("█") == rows(second)[0].index("█")
     # 1F1B's pass takes twice as long as one of V-Half's two chunks.
     assert rows(first)[0].lstrip().startswith("F-F-F-F-")
@@ -110,7 +110,7 @@ def test_several_timelines_share_one_scale():
 def test_the_summary_says_bubble_and_memory():
     plain = draw_text([timeline("v-half", 4, 8)], 100, colour=False).plain
     line = timeline("v-half", 4, 8)
-    assert f"bubble       {100 * line.bubble:.2f} % of the time until {line.makespan:g}" in plain
+    assert f"bubble       {100 * line.bubble:.2f} % (iteration time {line.makespan:g})" in plain
     assert "peak memory  3 microbatches of activations on rank 0, 75.0 % of 1F1B's 4" in plain
 
 
