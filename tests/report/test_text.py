@@ -99,8 +99,8 @@ def test_a_column_longer_than_a_pass_shows_the_share_computed():
 def test_several_timelines_share_one_scale():
     text = draw_text([timeline("1f1b", 4, 8), timeline("v-half", 4, 8)], 150, colour=False).plain
     first, second = text.split("V-Half")
-    assert "iteration time 66" in first
-    assert "iteration time 53" in second
+    assert "(iteration time 66)" in first
+    assert "(iteration time 53)" in second
     assert rows(first)[0].index("█") == rows(second)[0].index("█")
     # 1F1B's pass takes twice as long as one of V-Half's two chunks.
     assert rows(first)[0].lstrip().startswith("F-F-F-F-")

@@ -78,17 +78,12 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
         bubble=timeline.bubble,
         span_bubble=timeline.span_bubble,
         peaks=timeline.peaks,
-        share=timeline.peak / reference_memory(timeline),
+        share=timeline.peak / timeline.schedule.ranks,
         useful=timeline.useful,
         recomputed=timeline.recomputed,
         copying=timeline.copying,
         microbatch_bytes=microbatch_bytes,
     )
-
-
-def reference_memory(timeline: Timeline) -> int:
-    """1F1B's memory in figures and memory limits: d microbatches, however few an iteration has."""
-    return timeline.schedule.ranks
 
 
 def above_itself(found: Iterable[Figures]) -> str:

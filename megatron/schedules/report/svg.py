@@ -15,7 +15,6 @@ from megatron.schedules.report.figures import (
     figures,
     microbatches,
     number,
-    reference_memory,
     ticks,
     title,
 )
@@ -149,7 +148,7 @@ class _Sheet:
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.until = max(timeline.makespan for timeline in timelines)
         self.scale = (_WIDTH - _LEFT - _RIGHT) / self.until
-        self.memory = max(max(timeline.peak, reference_memory(timeline)) for timeline in timelines)
+        self.memory = max(max(timeline.peak, timeline.schedule.ranks) for timeline in timelines)
         self.y = float(_MARGIN - 6)
         self.parts: list[str] = []
         self.looks: dict[_Look, palette.Rgb] = {}
@@ -232,7 +231,7 @@ class _Sheet:
         for (_, held), (time, _) in pairwise(steps):
             path += f"V{_n(level(held))}H{_n(self.x(time))}"
         self.parts.append(f'<path class="area" d="{path}V{_n(floor)}z"/>')
-        reference = reference_memory(timeline)
+        reference = timeline.schedule.ranks
         line = _n(level(reference))
         self.parts.append(f'<path class="limit" d="M{_LEFT} {line}H{_WIDTH - _RIGHT}"/>')
         self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {microbatches(reference)}", "faint end small")

@@ -16,7 +16,6 @@ from megatron.schedules.report.figures import (
     figures,
     microbatches,
     number,
-    reference_memory,
     ticks,
     title,
 )
@@ -72,7 +71,7 @@ class _Frame:
             key=list(KINDS).index,
         )
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
-        self.memory = max(max(timeline.peak, reference_memory(timeline)) for timeline in timelines)
+        self.memory = max(max(timeline.peak, timeline.schedule.ranks) for timeline in timelines)
         self.gutter = max(len(f"rank {timeline.schedule.ranks - 1}") for timeline in timelines) + 2
         room = max(_NARROWEST, width - self.gutter - _BAR - 8)
         until = max(timeline.makespan for timeline in timelines)
@@ -104,7 +103,7 @@ class _Frame:
                 text.append_text(self._lane(timeline, lane)[0])
                 text.append("\n")
         text.append(" " * self.gutter + self._axis() + "\n", Style(dim=True))
-        text.append(_summary(found, reference_memory(timeline)))
+        text.append(_summary(found))
         return text
 
     def legend(self) -> Text:
@@ -232,13 +231,14 @@ def _bar(share: float) -> str:
     return bar.ljust(_BAR)
 
 
-def _summary(found: Figures, reference: int) -> str:
+def _summary(found: Figures) -> str:
     why = above_itself([found])
     return (
         f"bubble       {percent(found.bubble)} (iteration time {number(found.makespan)})\n"
         f"span bubble  {percent(found.span_bubble)}, on the worst rank from its own first start\n"
         f"peak memory  {microbatches(found.peak, found.microbatch_bytes)} of activations on rank {found.worst}, "
-        f"{percent(found.share, 1)} of 1F1B's {reference}\n{_savings(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
+        f"{percent(found.share, 1)} of 1F1B's {found.ranks}\n"
+        f"{_savings(found)}" + (f"{fill(why, _PAGE)}\n" if why else "")
     )
 
 
