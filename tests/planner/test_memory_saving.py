@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.job.plans import JobPlans
-from megatron.schedules.job.settings import Settings
-from megatron.schedules.job.spec import JobSpec, Sizes
+from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import memory_limit, memory_saving, schedule_choice
 from megatron.schedules.planner.adaptive import least_limit
 from megatron.schedules.planner.memory_saving import save_memory
