@@ -48,9 +48,6 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("adaptive", SMALL),
     ("adaptive", SMALL | {"recompute": True}),
     ("adaptive", SMALL | {"offload": True}),
-    ("1f1b", {"partition": True}),
-    ("v-half", {"partition": True}),
-    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
 ]
 
 
@@ -61,3 +58,17 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 @example(exponent=20.0)
 def test_no_decision_depends_on_the_unit_of_costs(name: str, how: dict[str, Any], exponent: float):
     assert decided(name, 10.0**exponent, how) == decided(name, 1.0, how)
+
+
+PARTITIONS: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"partition": True}),
+    ("v-half", {"partition": True}),
+    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), PARTITIONS, ids=str)
+@pytest.mark.parametrize("exponent", [-66, -1, 66])
+def test_no_layer_partition_depends_on_a_unit_that_rounds_nothing(name: str, how: dict[str, Any], exponent: int):
+    """Any other unit rounds costs otherwise, and of equally good partitions the last digit of a sum decides."""
+    assert decided(name, 2.0**exponent, how) == decided(name, 1.0, how)

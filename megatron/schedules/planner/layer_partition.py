@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
 from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, with_layers
@@ -51,8 +50,6 @@ _BOUND, _BOUNDS = 60, 4
 _POLISHING = 30
 # Of the moves from the even partition that its bound does not rule out, so many are planned at the end, by size.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
-# Times among the costs, and how many digits of them count.
-_TIMES, _DIGITS = ("forward", "input_grad", "weight_grad", "comm", "copy"), 12
 # Moves that are looked at of each partition; with more than some forty stages there are more.
 _MOST_MOVES = 1_600
 
@@ -73,7 +70,8 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     """
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
-    around_one = _in_round_numbers(request)
+    # The tolerance for rounding is made for times around 1, whatever unit costs are in.
+    around_one = request.around_one()
     searches = [_Search(around_one, each) for each in _placements(around_one)]
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
@@ -88,23 +86,6 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
         best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
-
-
-def _in_round_numbers(request: Request) -> Request:
-    """``request`` with times whose F, I and W add up to 1, in few digits.
-
-    So the same layers are found whatever unit costs are in. Of equally good moves the last digit of a sum decides, and
-    another unit rounds it differently.
-    """
-    costs = request.costs
-    unit = costs.forward + costs.input_grad + costs.weight_grad
-
-    def rounded(time: float) -> float:
-        return float(f"{time / unit:.{_DIGITS}g}")
-
-    times: dict[str, Any] = {name: rounded(getattr(costs, name)) for name in _TIMES}
-    latencies = tuple((source, to, rounded(time)) for source, to, time in costs.latencies)
-    return replace(request, costs=replace(costs, **times, latencies=latencies))
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
