@@ -62,7 +62,7 @@ def a_chunks_profile() -> Any:
 
 
 def a_jobs_profile(**more: Any) -> JobProfile:
-    """With layers that are done again and offloaded."""
+    """With layers that are recomputed and offloaded."""
     times = dict.fromkeys((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.O, Kind.L), Measured(2.0, 1.5, 2.5))
     sizes = {Share.WEIGHTS: 500.0, Share.VOCABULARY: 0.0, Share.RECOMPUTED: 200.0, Share.OFFLOADED: 300.0}
     stage = StageProfile(2, times, held=1000.0, sizes=sizes, recomputed=0.5)

@@ -161,7 +161,7 @@ def test_a_shared_vocabulary_is_on_all_ranks_alike(name: str):
 
 
 def times_again(name: str) -> int:
-    """How often a layer's forward is done again."""
+    """How often a layer's forward is recomputed."""
     return 1 if name == "1F1B-R" else 0
 
 
@@ -194,7 +194,7 @@ def test_recompute_and_offload_make_more_of_little_memory(method: Method):
     assert least_seconds(at) <= found.seconds + 1e-9
     assert (found.host > 0) == method.may_offload
     assert method.may_recompute or found.recomputed == 0
-    # What is done again takes time, and is no part of the model's arithmetic.
+    # What is recomputed takes time, and is no part of the model's arithmetic.
     assert found.mfu == mfu(at, found.seconds)
     useful = (1 - found.bubble) * (1 - found.recomputed) * (found.seconds - after_the_pipeline(at)) * 2
     layers = LAYERS * layer(samples=2).whole

@@ -60,7 +60,7 @@ IN_FULL = {
     ),
     "full recompute of a layer a stage": ("v-half", 1, f"{BF16} {FULL} block --recompute-num-layers 1"),
     "selective recompute": ("v-half", 1, f"{BF16} --recompute-granularity selective"),
-    "done again by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-save-memory recompute"),
+    "recomputed by the plan": ("adaptive", 1, f"{BF16} {ADAPTIVE} --pipeline-save-memory recompute"),
     "offloaded by the plan": (
         "adaptive",
         1,

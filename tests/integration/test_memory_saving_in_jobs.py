@@ -29,12 +29,12 @@ def test_a_job_relieved_has_stocks_gradients(train, how):
 
 
 @pytest.mark.parametrize("how", ["recompute", pytest.param("offload", marks=pytest.mark.full_matrix)])
-def test_the_first_lines_say_what_is_relieved(megatron, how):
+def test_the_first_lines_say_what_is_recomputed_or_offloaded(megatron, how):
     from tests.integration.test_refusals import JOB as ONE
     from tests.integration.test_refusals import PP4
 
     (_, said), *_ = megatron("outputs", 4, [*ONE, *PP4, *LIMIT.split(), *HOW[how].split()])
-    expected = "% of the layers done again" if how == "recompute" else "GiB of each rank's at most on the host"
+    expected = "% of the layers recomputed" if how == "recompute" else "GiB of each rank's at most on the host"
     assert expected in said
 
 

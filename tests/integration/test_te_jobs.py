@@ -106,7 +106,7 @@ USUAL = {
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
 }
-# Forwards with delayed scaling are not done again, and Megatron's full recompute goes without R.
+# Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
 _LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}  # random numbers come in another order
 

@@ -53,12 +53,12 @@ def test_a_forward_done_again_keeps_its_input_until_then():
     assert timeline.end[0] == (6, 12, 18, 22, 24, 30, 34, 36)
     held = [held for _, held in timeline.memory(0)]
     assert held == [0, 0.25, 0.5, 1.25, 0.25, 1.0, 0]
-    assert timeline.ideal == 36, "what is done again is computing, too"
+    assert timeline.ideal == 36, "what is recomputed is computing, too"
 
 
 def test_where_no_r_comes_a_forward_keeps_all():
     timeline = timed("0F0,0F1,0B1,0R0,0B0\n", Costs(layer_input=0.2), Decisions(recomputed=(0.5,)))
-    assert timeline.end[0][3] - timeline.end[0][2] == 1, "half of the layers are done again"
+    assert timeline.end[0][3] - timeline.end[0][2] == 1, "half of the layers are recomputed"
     # Of the relieved half a fifth stays.
     assert timeline.peak == pytest.approx(1 + 0.6)
 

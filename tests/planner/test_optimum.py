@@ -65,7 +65,7 @@ SAVING = (20, 22, 16, 1)
 
 
 def saved(d: int, n: int, limit: float, recomputed: range, offloaded: range, copy: int) -> float:
-    """The plan on the V where these stages are done again or offloaded, within ``limit`` microbatches a rank."""
+    """The plan on the V where these stages are recomputed or offloaded, within ``limit`` microbatches a rank."""
     placement = v_shape(d)
     again, away = (tuple(float(stage in each) for stage in range(2 * d)) for each in (recomputed, offloaded))
     costs, decisions = Costs(*SAVING, copy=copy, layer_input=0.0), Decisions(recomputed=again, offloaded=away)

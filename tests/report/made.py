@@ -20,7 +20,7 @@ def timeline(name: str, ranks: int, microbatches: int, costs: str = "1,1,1,0", *
 
 
 def saved(ranks: int = 4, microbatches: int = 8, *, one_way: bool = False) -> Timeline:
-    """V-Half in which each first chunk is offloaded and each second one done again, in full."""
+    """V-Half in which each first chunk is offloaded and each second one recomputed, in full."""
     schedule = timeline("v-half", ranks, microbatches).schedule
     first = [float(stage < ranks) for stage in range(2 * ranks)]
     costs = Costs(copy=0.75, one_way=one_way, layer_input=0.0)

@@ -189,7 +189,7 @@ def test_gradients_are_complete_at_each_chunks_last_weight_gradient(name: str):
             assert time == max(spans[p][1] for p in own if p.kind in (Kind.W, Kind.B))
 
 
-# --- forwards done again, and copies -------------------------------------------------------------------------------
+# --- recomputed forwards, and copies -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("one_way", "later"), [(False, 0), (True, 3)])

@@ -107,7 +107,7 @@ def test_a_profile_has_times_and_bytes_of_all_three_parts(tmp_path):
     tokens, hidden = 2 * 16, 32
     assert chunk["weight_bytes"] == 2 * 4 * tokens * hidden * (1 + 1 + 1 + 4 + 3 + 1 + 4 + 1)
     assert chunk["weight_bytes"] < chunk["activation_bytes"] < 2 * chunk["weight_bytes"]
-    # Of a layer that is done again only its input is kept.
+    # Of a layer that is recomputed only its input is kept.
     assert chunk["input_bytes"] == 2 * 4 * tokens * hidden
     assert 0.2 < chunk["again"]["median"] / chunk["forward"]["median"] < 5
     assert set(found["copy_gbps"]) == {"to_host", "from_host", "both_ways"}
