@@ -52,7 +52,7 @@ def a_chunks_profile() -> Any:
         "tensor_parallel": 1,
         "context_parallel": 1,
         "dtype": "bf16",
-        "chunk": {"layers": 2, **passes, **held, "again": spread, "input_bytes": 500},
+        "chunk": {"layers": 2, **passes, **held, "recompute": spread, "input_bytes": 500},
         "output_layer": passes | held,
         "embedding": passes | held,
         "copy_gbps": {"to_host": 5.0, "from_host": 4.0, "both_ways": 3.0},

@@ -209,7 +209,7 @@ def profile(asked: Planned, say: Callable[[str, bool], None]) -> ChunkProfileFor
         tensor_parallel=args.tensor_model_parallel_size,
         context_parallel=args.context_parallel_size,
         dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        chunk=ChunkForm(layers=asked.layers, again=again, input_bytes=left, **parts["chunk"]),
+        chunk=ChunkForm(layers=asked.layers, recompute=again, input_bytes=left, **parts["chunk"]),
         output_layer=EndForm(**parts["output_layer"]),
         embedding=EndForm(**parts["embedding"]),
         copy_gbps=rates,
@@ -272,8 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = printable(str(asked.own.output))
         print(f"{file}: {chunk.layers} layers take F, I, W {each} ms on {made.device}; a microbatch")
         print(f"holds {mib[0]:.1f} MiB from F to I, {mib[1]:.1f} MiB from I to W")
-        assert chunk.again and chunk.input_bytes is not UNSET and made.copy_gbps
-        again, left = 1e3 * chunk.again.median, chunk.input_bytes / 2**20
+        assert chunk.recompute and chunk.input_bytes is not UNSET and made.copy_gbps
+        again, left = 1e3 * chunk.recompute.median, chunk.input_bytes / 2**20
         print(f"recomputed, their forward takes {again:.3g} ms and keeps {left:.1f} MiB")
         rates = made.copy_gbps
         ways = f"{rates.to_host:.3g} GB/s to the host, {rates.from_host:.3g} back, {rates.both_ways:.3g} both at once"

@@ -37,7 +37,7 @@ _NAMES: Mapping[str, str] = {
     "csv": "schedule",
     "costs_file": "costs",
     "shared_vocabulary": "vocabulary_parallel",
-    "again": "save_memory recompute",
+    "recompute": "save_memory recompute",
     "offload": "save_memory offload",
     "copy": "costs",
 }

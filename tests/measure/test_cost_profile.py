@@ -90,15 +90,15 @@ def test_the_time_of_a_copy_is_by_the_slower_way(tmp_path: Path):
 
 def test_a_forward_done_again_takes_what_was_measured_and_leaves_its_input(tmp_path: Path):
     plain = json.loads(written(tmp_path / "p.json").read_text())["chunk"]
-    chunk = plain | {"again": {"median": 0.021}, "input_bytes": 500}
+    chunk = plain | {"recompute": {"median": 0.021}, "input_bytes": 500}
     costs = read_profile(written(tmp_path / "p.json", chunk=chunk)).costs(4)
-    assert (costs.again, costs.layer_input) == pytest.approx((1.05, 0.125))
+    assert (costs.recompute_time, costs.layer_input) == pytest.approx((1.05, 0.125))
     on_stages = costs.on(v_shape(4), Decisions(recomputed=(0.5,) * 8))
     assert on_stages.durations[Kind.R] == pytest.approx((0.5 * 1.05 * 40,) * 8)
     # Half of a stage's layers, each but an eighth of it; a stage is half a rank.
     assert on_stages.held[Share.RECOMPUTED] == pytest.approx((0.5 * 0.875 * 0.5,) * 8)
     for wrong, why in (
-        ({"again": {"median": -1.0}}, r"\$.chunk.again.median must be a number >= 1e-15, not -1"),
+        ({"recompute": {"median": -1.0}}, r"\$.chunk.recompute.median must be a number >= 1e-15, not -1"),
         ({"input_bytes": 4001}, r"\$.chunk.input_bytes must be 4000 at most.* keeps no more than its forward holds"),
         ({"input_bytes": -1}, r"\$.chunk.input_bytes must be a number >= 0.0, not -1"),
     ):

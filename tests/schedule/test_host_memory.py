@@ -56,5 +56,5 @@ def test_the_run_time_makes_as_many(parts: tuple[float, ...]):
             if kind is Kind.F and (stage, m) in leaving:
                 held[stage, m] = memory.take(round(of_stages.held[Share.OFFLOADED][stage] * unit))
             elif kind is Kind.L:
-                memory.give_back(held.pop((stage, m)), None)
+                memory.release(held.pop((stage, m)), None)
         assert memory.bytes == pytest.approx(found * unit, rel=1e-3)

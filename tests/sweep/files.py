@@ -36,7 +36,7 @@ CHUNK_PROFILE = {
         "forward": {"median": 0.02},
         "input_grad": {"median": 0.02},
         "weight_grad": {"median": 0.01},
-        "again": {"median": 0.02},
+        "recompute": {"median": 0.02},
         "activation_bytes": 4000,
         "weight_bytes": 3000,
         "input_bytes": 100,

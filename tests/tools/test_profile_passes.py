@@ -109,7 +109,7 @@ def test_a_profile_has_times_and_bytes_of_all_three_parts(tmp_path):
     assert chunk["weight_bytes"] < chunk["activation_bytes"] < 2 * chunk["weight_bytes"]
     # Of a layer that is recomputed only its input is kept.
     assert chunk["input_bytes"] == 2 * 4 * tokens * hidden
-    assert 0.2 < chunk["again"]["median"] / chunk["forward"]["median"] < 5
+    assert 0.2 < chunk["recompute"]["median"] / chunk["forward"]["median"] < 5
     assert set(found["copy_gbps"]) == {"to_host", "from_host", "both_ways"}
     assert all(0.01 < rate < 1000 for rate in found["copy_gbps"].values())
     assert " GB/s to the host" in done.stdout

@@ -74,7 +74,7 @@ def flags_of(prefix: str) -> Mapping[str, str]:
         "costs_file": costs,
         "layers": f"{prefix}layers",
         "save_memory": save,
-        "again": f"{save} recompute",
+        "recompute": f"{save} recompute",
         "offload": f"{save} offload",
         "shared_vocabulary": f"{prefix}vocabulary-parallel",
         "search_seconds": f"${SEARCH_VARIABLE}",

@@ -70,7 +70,7 @@ class Settings:
         given = {
             "csv": self.schedule.file is not None,
             "memory_limit": self.memory_limit is not None,
-            "again": self.saving.recompute,
+            "recompute": self.saving.recompute,
             "offload": self.saving.offload,
         }
         return tuple(part for part, is_given in given.items() if is_given)

@@ -41,7 +41,7 @@ class CostProfile:
         weight_bytes: those of them that stay until W.
         ends: the embedding, and the output layer with its loss; None where not measured.
         copy_gbps: speed of copies; None where not measured.
-        again: the chunk's recompute: its time over F's, and its input over ``activation_bytes``; None where not
+        recompute: the chunk's recompute: its time over F's, and its input over ``activation_bytes``; None where not
             measured.
     """
 
@@ -52,7 +52,7 @@ class CostProfile:
     weight_bytes: float
     ends: tuple[Load, Load] | None = None
     copy_gbps: CopyRates | None = None
-    again: tuple[float, float] | None = None
+    recompute: tuple[float, float] | None = None
 
     @property
     def layer_seconds(self) -> tuple[float, float, float]:
@@ -88,10 +88,10 @@ class CostProfile:
         costs = Costs(
             forward, input_grad, weight_grad, weight_share=share, model=self.model, copy=self.copy_time(ranks) or 0.0
         )
-        if self.again is None:
+        if self.recompute is None:
             return costs
-        again, layer_input = self.again
-        return replace(costs, again=again, layer_input=layer_input)
+        time, layer_input = self.recompute
+        return replace(costs, recompute_time=time, layer_input=layer_input)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
         """``planned`` with measured bytes in place of estimated ones."""
@@ -100,7 +100,7 @@ class CostProfile:
         return planned.measured(
             (self.layer_bytes,) * len(planned.layers),
             self.weight_bytes / self.activation_bytes,
-            None if self.again is None else self.again[1] * self.layer_bytes,
+            None if self.recompute is None else self.recompute[1] * self.layer_bytes,
             None if self.ends is None else (self.ends[0].held, self.ends[1].held),
             recomputed=self.facts.recompute is not None,
         )
@@ -129,7 +129,7 @@ class EndForm(Form, frozen=True, kw_only=True):
 
 
 class ChunkForm(Form, frozen=True, kw_only=True):
-    """A chunk of decoder layers; ``again`` and ``input_bytes`` come together."""
+    """A chunk of decoder layers; ``recompute`` and ``input_bytes`` come together."""
 
     layers: LayerCount
     forward: TimedForm[Positive]
@@ -137,7 +137,7 @@ class ChunkForm(Form, frozen=True, kw_only=True):
     weight_grad: TimedForm[Positive]
     activation_bytes: Amount
     weight_bytes: Amount
-    again: TimedForm[Positive] | UnsetType = UNSET
+    recompute: TimedForm[Positive] | UnsetType = UNSET
     input_bytes: Amount | UnsetType = UNSET
 
 
@@ -199,22 +199,22 @@ def from_text(text: str) -> CostProfile:
         weight_bytes=chunk.weight_bytes,
         ends=None if output is UNSET or embedding is UNSET else (embedding.load(), output.load()),
         copy_gbps=None if rates is UNSET else rates,
-        again=_again(chunk),
+        recompute=_recompute(chunk),
     )
 
 
-def _again(chunk: ChunkForm) -> tuple[float, float] | None:
-    if chunk.again is UNSET:
+def _recompute(chunk: ChunkForm) -> tuple[float, float] | None:
+    if chunk.recompute is UNSET:
         return None
     if chunk.input_bytes is UNSET:
-        raise PlanError("$.chunk lacks 'input_bytes', which goes with 'again'")
+        raise PlanError("$.chunk lacks 'input_bytes', which goes with 'recompute'")
     held = max(1.0, chunk.activation_bytes)
     if chunk.input_bytes > held:
         raise PlanError(
             f"$.chunk.input_bytes must be {held:g} at most, as $.chunk.activation_bytes, not {chunk.input_bytes:g}: a "
             "recomputed layer keeps no more than its forward holds"
         )
-    return chunk.again.median / chunk.forward.median, chunk.input_bytes / held
+    return chunk.recompute.median / chunk.forward.median, chunk.input_bytes / held
 
 
 _READERS: Mapping[int, Callable[[str], Profile]] = {1: from_text, VERSION: job_profile_json.from_text}

@@ -161,7 +161,7 @@ class JobProfile:
         """
         mean, scale = self.model.mean, len(self.model.layers) / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in mean[:3])
-        again, layer_input = self._again
+        time, layer_input = self._recompute
         return Costs(
             forward,
             input_grad,
@@ -170,7 +170,7 @@ class JobProfile:
             weight_share=self._weight_share,
             model=self.model,
             copy=self.copy_time(ranks) or 0.0,
-            again=again,
+            recompute_time=time,
             layer_input=layer_input,
             latencies=self.latencies if ranks == self.placement.ranks else (),
         )
@@ -179,7 +179,7 @@ class JobProfile:
         """``planned`` with measured bytes, counted with Megatron's recompute on, in place of estimated ones."""
         if not self.layer_bytes:
             return planned
-        _, layer_input = self._again
+        _, layer_input = self._recompute
         return planned.measured(
             [layer.held for layer in self.model.layers],
             self._weight_share,
@@ -218,7 +218,7 @@ class JobProfile:
         return min(MOST_SHARE, sum(stage.sizes[Share.WEIGHTS] for stage in self.stages) / held)
 
     @property
-    def _again(self) -> tuple[float, float]:
+    def _recompute(self) -> tuple[float, float]:
         """Time of a recompute over F's, and the part of the activations that stays for it."""
         recomputed = [stage for stage in self.stages if stage.recomputed and Kind.R in stage.times]
         forwards = sum(stage.recomputed * stage.median(Kind.F) for stage in recomputed)

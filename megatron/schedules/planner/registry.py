@@ -173,13 +173,13 @@ _ENTRIES = {
     "adaptive": _Entry(
         _adaptive,
         "the best there is for your costs within the memory you name",
-        heeds=("memory_limit", "again", "offload"),
+        heeds=("memory_limit", "recompute", "offload"),
         needs={"memory_limit": "a fraction of 1F1B's activation memory, such as 0.5"},
     ),
     AUTO: _Entry(
         _auto,
         "the shortest of all within your memory: chunks, layers and order are chosen for you",
-        heeds=("memory_limit", "search_seconds", "chunks", "again", "offload"),
+        heeds=("memory_limit", "search_seconds", "chunks", "recompute", "offload"),
     ),
     "file": _Entry(
         _at_once(from_file.from_file),

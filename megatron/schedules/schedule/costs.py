@@ -44,30 +44,30 @@ def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one pass over half a rank's layers, and the P2P latency between ranks: ``--costs F,I,W,LATENCY``.
+    """Measured costs of a pipeline. Times have one unit, and are those of half a rank's decoder layers.
 
-    ``input_grad`` is the paper's B. A stage of a c-chunk placement takes 2/c of these, so that every placement does
-    the same work. ``stage_weights`` (optional) scales single stages, for an embedding or an output layer that makes
-    the ends heavier; ``stage_activations`` does the same for what they hold. Both hold one number a stage, or a
-    multiple of that, the model being cut into so many equal slices: a stage takes the mean of its own.
-    ``weight_share`` is what I leaves to W, against what F leaves to I: as much unless measured. It may be more, since I
-    makes gradients that W needs.
-    ``stock_recompute`` is the part of the forward that Megatron's own recompute repeats inside I, and ``kept`` the part
-    of the activations that F leaves to it: less than all where the rest is recomputed. Memory counts whole activations,
-    so 1F1B that recomputes nothing holds d microbatches.
-    ``model`` (optional) says what the parts of the model cost against its average decoder layer. ``stage_weights`` and
-    ``stage_activations`` go before it. Its ends come on top: F, I and W are those of decoder layers, and 1F1B's memory
-    is d microbatches in those of a rank.
-    ``shared_vocabulary`` says that all ranks share the model's output layer, which then is no part of the last stage: S
-    and T are passes of their own.
-    A layer that an R pass recomputes keeps ``layer_input`` of what it holds, and its R takes ``again`` times as long as
-    its F. ``copy`` is the time to copy what half a rank's layers hold, one way, in O and L passes; ``one_way`` says
-    that a rank copies one way at a time.
-    ``latencies`` are the latencies of single pairs of ranks that differ from ``comm``: from, to, time.
-    ``memory`` (optional, with ``model``) says in bytes what the parts of the model keep. Every share of memory among
-    the other fields then counts for nothing: what is kept, waits for W, is recomputed or offloaded follows from it.
-    ``attention`` is the shares of an average layer's F and I that attention takes, and that grow with the square of a
-    sequence's length where microbatches have lengths (:mod:`.microbatch_loads`).
+    A stage of a placement with c chunks takes 2/c of them, so every placement does the same work.
+
+    Args:
+        forward, input_grad, weight_grad: times of F, I (the paper's B) and W.
+        comm: P2P latency between two ranks.
+        stage_weights, stage_activations: relative time and activation memory of stages; None: all 1. One number a stage
+            or a multiple of that: the model is cut into so many equal slices, and a stage takes the mean of its own.
+        weight_share: activations from I to W over those from F to I. May exceed 1, since I makes gradients for W.
+        stock_recompute: part of F that Megatron's own recompute repeats inside I.
+        kept: part of the activations that F keeps under Megatron's own recompute. Memory counts whole activations, so
+            1F1B without recompute holds d microbatches.
+        model: loads of the model's parts, relative to its average decoder layer; None where unknown. The embedding and
+            the output layer come on top of the times above. ``stage_weights`` and ``stage_activations`` override it.
+        shared_vocabulary: whether all ranks share the output layer, whose S and T are passes of their own.
+        layer_input: part of a layer's activations that remain where an R pass recomputes it.
+        recompute_time: time of R over that of F.
+        copy: time to copy the activations of half a rank's layers one way, in O and L.
+        one_way: whether a rank copies in one direction at a time.
+        latencies: from, to, time of single pairs of ranks whose latency is not ``comm``.
+        memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
+        attention: attention's parts of a layer's F and I, which grow with the square of a sequence's length
+            (:mod:`.microbatch_loads`).
     """
 
     forward: float = 1.0
@@ -84,7 +84,7 @@ class Costs:
     layer_input: float = LAYER_INPUT
     copy: float = 0.0
     one_way: bool = False
-    again: float = 1.0
+    recompute_time: float = 1.0
     latencies: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
     memory: ModelMemory | None = None
@@ -112,8 +112,8 @@ class Costs:
                 "to share the vocabulary takes the model, which says what an output layer costs, and no weights",
                 "shared_vocabulary",
             )
-        if fault := _fault([self.again], "a positive number", zero=False):
-            raise PlanError(f"the time of a recompute pass must be {fault}, not {self.again:g}", "costs")
+        if fault := _fault([self.recompute_time], "a positive number", zero=False):
+            raise PlanError(f"the time of a recompute pass must be {fault}, not {self.recompute_time:g}", "costs")
         if fault := _fault([self.copy], "zero or a positive number", zero=True):
             raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
 
@@ -206,7 +206,7 @@ class Costs:
             Kind.F: self.forward,
             Kind.I: self.input_grad + self.stock_recompute * self.forward,
             Kind.W: self.weight_grad,
-            Kind.R: self.again * self.forward,
+            Kind.R: self.recompute_time * self.forward,
         }
         if parts is None or self.model is None or self.stage_weights is not None:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
@@ -232,7 +232,7 @@ class Costs:
         }
 
     def _attention(
-        self, placement: Placement, parts: Sequence[Part] | None, again: Sequence[float]
+        self, placement: Placement, parts: Sequence[Part] | None, recomputes: Sequence[float]
     ) -> dict[Kind, tuple[float, ...]]:
         """What attention takes of F, I and R; of layers alone, where the model is known."""
         forward, input_grad = self.attention
@@ -240,7 +240,7 @@ class Costs:
         both = input_grad * self.input_grad + forward * repeated
         shares = {Kind.F: forward, Kind.I: both / (self.input_grad + repeated), Kind.R: forward}
         layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
-        layers[Kind.R] = tuple(again)
+        layers[Kind.R] = tuple(recomputes)
         return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}
 
     def _held(
@@ -264,17 +264,17 @@ class Costs:
             # What is no layer recomputes nothing, and leaves nothing to a W.
             layers = tuple(part.split.held / whole_rank for part in parts)
         recomputed, offloaded = decisions.savings_on(placement)
-        again = [
+        by_recompute = [
             share * max(0.0, self.kept - self.layer_input) * each
             for share, each in zip(recomputed, layers, strict=True)
         ]
-        away = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
-        stays = zip(activation, layers, again, away, strict=True)
+        by_offload = [share * self.kept * each for share, each in zip(offloaded, layers, strict=True)]
+        stays = zip(activation, layers, by_recompute, by_offload, strict=True)
         return activation, vocabulary | {
             Share.FORWARD: tuple(max(0.0, all - (1 - self.kept) * some - r - o) for all, some, r, o in stays),
             Share.WEIGHTS: tuple(self.weight_share * each for each in layers),
-            Share.RECOMPUTED: tuple(again),
-            Share.OFFLOADED: tuple(away),
+            Share.RECOMPUTED: tuple(by_recompute),
+            Share.OFFLOADED: tuple(by_offload),
         }
 
     def _standing(self, placement: Placement, stages: Sequence[StageMemory] | None) -> tuple[float, ...]:

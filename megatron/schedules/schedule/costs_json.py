@@ -75,7 +75,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     recompute: the part of the forward that every I recomputes; 0 where it is missing.
     kept: the part of the activations that F keeps under that recompute; 1 where it is missing.
     layer_input: the part of a layer's activations that is its input, which recompute passes keep; 0.06 where missing.
-    again: the time of a recompute pass R over that of F; 1 where it is missing.
+    recompute_time: the time of a recompute pass R over that of F; 1 where it is missing.
     copy: the time to copy the activations of half a rank's layers, one way; missing where nothing was said of copies.
     one_way: whether a rank copies in one direction at a time; false where it is missing.
     latencies: the latency of single pairs of ranks that differs from comm: from, to, time.
@@ -93,7 +93,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     recompute: Portion | UnsetType = UNSET
     kept: Portion | UnsetType = UNSET
     layer_input: Portion | UnsetType = UNSET
-    again: Quantity | UnsetType = UNSET
+    recompute_time: Quantity | UnsetType = UNSET
     copy: Quantity | UnsetType = UNSET
     one_way: bool | UnsetType = UNSET
     latencies: tuple[tuple[Index, Index, Quantity], ...] | UnsetType = UNSET

@@ -20,7 +20,7 @@ def with_memory_saving(spec: JobSpec, request: Request) -> Request:
         PlanError: naming the flag that cannot be read, or what it lacks.
     """
     saving, costs = spec.settings.saving, request.costs
-    flag = FLAGS["again" if saving.recompute else "offload"]
+    flag = FLAGS["recompute" if saving.recompute else "offload"]
     if saving.recompute and spec.recompute.granularity == "full":
         raise PlanError(
             f"{flag} does not go with --recompute-granularity full: both recompute whole layers; leave one of them out"

@@ -65,7 +65,7 @@ def check_unscheduled(args: Any) -> None:
     """Refuse flags of ours in ``args`` where no schedule is asked for."""
     limit = values.memory_limit(FLAGS["memory_limit"], args.pipeline_memory_limit)
     saving = values.memory_saving(FLAGS["save_memory"], args.pipeline_save_memory)
-    given = {"memory_limit": limit is not None, "again": saving.recompute, "offload": saving.offload}
+    given = {"memory_limit": limit is not None, "recompute": saving.recompute, "offload": saving.offload}
     check_parts([part for part, is_given in given.items() if is_given], [], FLAGS)
     for flag in OURS:
         if getattr(args, megatron_flags.attribute(flag)) not in (None, False, "none"):
