@@ -1,4 +1,4 @@
-"""From a request to the best schedule under its memory limit: which placements and named schedules the search knows."""
+"""Finds the best schedule within the memory limit of a request, over all placements and named schedules it allows."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress
 
-# Passes that a second of list scheduling is reckoned to place with one rank; the more ranks, the further each looks.
-# Real machines differ; a fixed number makes the effort, and so the plan, the same on all of them.
+# Assumed passes per second of list scheduling on one rank. With more ranks each pass looks further ahead. The number is
+# fixed, so that effort and plan are the same on all machines.
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
-# How far a search gets is luck in part. Two short ones with other seeds go with it, each of this share of its time, of
-# that of so many seconds at most; shorter ones find nothing.
+# Results of a search depend on chance. Two short searches with other seeds are added. Each takes this share of the
+# search time, of which at most so many seconds count. Searches shorter than the last number find nothing and are
+# skipped.
 _SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS = (400, 700), 0.1, 5.0, 0.1
-# Stages that a rank may hold where memory is scarce and nobody says how many.
+# Chunks per rank if memory is scarce and the request does not say how many.
 FINER_CHUNKS = 8
-# Of the usual time where all ranks share the vocabulary: a third more passes, of two sorts more.
+# Factor on the search time with a shared vocabulary: S and T add a third more passes.
 _WITH_VOCABULARY = 1.5
 
 
 def placements(request: Request) -> list[Placement]:
-    """Where the search may put the stages, the likeliest first: finer chunks pack better.
+    """Placements that the search may use, most promising first: finer chunks pack better.
 
     Raises:
-        PlanError: where no number of chunks is left, or the costs given for single stages go with none.
+        PlanError: if no number of chunks is left, or the costs per stage match none of them.
     """
     if request.placement is not None:
         return [request.placement]
@@ -53,21 +54,22 @@ def placements(request: Request) -> list[Placement]:
 
 
 def chunk_choices(most: int) -> tuple[int, ...]:
-    """How many stages a rank may hold where any layers fit: powers of two up to ``most``, and ``most`` itself."""
+    """Numbers of chunks per rank up to ``most``: the powers of two, and ``most`` itself."""
     return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
 
 
 def wants_finer_chunks(request: Request) -> bool:
-    """Whether plans with :data:`FINER_CHUNKS` a rank are often shorter: a rank may hold less than one microbatch.
+    """Returns True if plans with :data:`FINER_CHUNKS` chunks per rank are often shorter.
 
-    It takes recompute or offload. With more memory so many chunks make plans no shorter, and the search slower.
+    This is so with recompute or offload and a memory limit below one microbatch. With more memory, finer chunks do not
+    make plans shorter, and they slow the search down.
     """
     limit = request.memory_limit
     return (request.recompute or request.offload) and limit is not None and limit * request.ranks < 1 - EPSILON
 
 
 def least_limit(request: Request) -> float:
-    """The smallest memory limit that works: one microbatch at a time, as a fraction of 1F1B's memory."""
+    """Smallest possible memory limit, one microbatch at a time, as a fraction of 1F1B's memory."""
     found = []
     for placement in placements(request):
         decided, whole = [request.decisions], (1.0,) * placement.stages
@@ -78,39 +80,49 @@ def least_limit(request: Request) -> float:
 
 
 def default_seconds(ranks: int, microbatches: int) -> float:
-    """How long to search where nobody says, on one core: 8 s for 8 ranks and 32 microbatches, 70 s for 32 and 128."""
+    """Default search time, in seconds on one core.
+
+    It is 8 s for 8 ranks and 32 microbatches, and 70 s for 32 ranks and 128 microbatches.
+    """
     return min(max(1.0, 8 * math.pow(ranks * microbatches / 256, 0.78)), 100.0)
 
 
 def search_seconds(request: Request) -> float:
-    """How long to search for ``request``: as it says, else the default, longer where S and T are to be placed too."""
+    """Search time for ``request``, in seconds on one core.
+
+    It is the default if the request gives none, times 1.5 if S and T must be placed, too.
+    """
     usual = default_seconds(request.ranks, request.microbatches)
     return request.search_seconds or (_WITH_VOCABULARY * usual if request.costs.shared_vocabulary else usual)
 
 
 def effort(ranks: int, seconds: float) -> float:
-    """How many passes are scheduled in so many seconds."""
+    """Number of passes that a search of this many seconds schedules."""
     return seconds * _PASSES_A_SECOND / math.sqrt(ranks)
 
 
 def bound(request: Request) -> float:
-    """No schedule within the request's memory ends before this on any placement the plan may have."""
+    """Lower bound of the iteration time within the memory limit, in the unit of the costs.
+
+    It holds for every placement that the plan may have.
+    """
     limit, placed = limit_in_microbatches(request), placements(request)
     if request.placement is None and any(placement.chunks == request.chunks for placement in placed):
-        # That of interleaved-1f1b, which may be the answer too.
+        # The placement of interleaved-1f1b, which may also be chosen.
         placed.append(interleaved(request.ranks, request.chunks))
     return min(lower_bound(placement, request.microbatches, request.costs_on(placement), limit) for placement in placed)
 
 
 def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline]], progress: Progress) -> Schedule:
-    """The shortest schedule found within ``request.memory_limit``.
+    """Returns the shortest schedule found within ``request.memory_limit``.
 
     Args:
-        named: plans every schedule by name for a request, with times; the result never loses to one that fits.
-        progress: hears how far the search is.
+        request: the request to plan.
+        named: plans all named schedules for a request. The result is never longer than one of them that fits.
+        progress: receives the progress of the search.
 
     Raises:
-        PlanError: where nothing fits under the limit; it says the smallest that works.
+        PlanError: if nothing fits within the limit; the message names the smallest limit that works.
     """
     from megatron.schedules.search.frontier import frontier
     from megatron.schedules.search.problem import Problem
@@ -118,7 +130,7 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     limit = limit_in_microbatches(request)
     asked, seconds = request.around_one(), search_seconds(request)
     problems = [Problem(placement, asked.microbatches, asked.costs_on(placement)) for placement in placements(asked)]
-    with many_plans(math.inf):  # machine code is there anyway
+    with many_plans(math.inf):  # the compiled code is loaded anyway
         every = named(asked)
     known = [
         timeline
@@ -143,10 +155,10 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
 
 
 def limit_in_microbatches(request: Request) -> float:
-    """What a rank may hold.
+    """Activation memory limit of a rank, in microbatches.
 
     Raises:
-        PlanError: where the request cannot be searched for: no limit, one below the smallest that works, no time.
+        PlanError: if there is no limit, the limit is below the smallest that works, or the search time is not valid.
     """
     asked, least = request.memory_limit, least_limit(request)
     if asked is None:
@@ -154,7 +166,7 @@ def limit_in_microbatches(request: Request) -> float:
             "adaptive needs a memory limit: a fraction of 1F1B's activation memory, such as 0.5", "memory_limit"
         )
     if not asked >= least - EPSILON:
-        # Rounded up, so that what is named works.
+        # Rounded up, so that the limit in the message works.
         raise PlanError(
             f"a memory limit of {asked:g} of 1F1B's is too small for {request.ranks} ranks: "
             f"{math.ceil(least * 1e4) / 1e4:g} is the smallest that works",

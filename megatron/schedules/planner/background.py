@@ -1,7 +1,7 @@
-"""Replanning in a background process while a job runs: on one core, and only when nobody else wants it.
+"""Replans in a background process while a job runs, on one core and at the lowest priority.
 
-That process calls :func:`main`: a pickled request and plan come in, a proposal or the reason why there is none goes
-out.
+The process runs :func:`main`. Its input is a pickled request and plan. Its output is a proposal, or the reason why
+there is none.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _NICENESS = 19
 
 
 class BesideError(RuntimeError):
-    """No plan was made; the message says why, in one line."""
+    """Error when replanning fails; the message says why, in one line."""
 
 
 class Beside:
-    """A plan on its way.
+    """A background process that replans.
 
     Args:
-        request, current: as :func:`.replanning.propose` takes them.
-        seconds: after how many it is given up.
+        request: see :func:`.replanning.propose`.
+        current: see :func:`.replanning.propose`.
+        seconds: time limit, in seconds.
     """
 
     def __init__(self, request: Request, current: Schedule, seconds: float) -> None:
         self._until = time.monotonic() + seconds
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the process has ended
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        with tempfile.TemporaryFile() as asked:  # no pipe: nothing here may wait for the other process to read
+        with tempfile.TemporaryFile() as asked:  # no pipe, so that writing never blocks until the process reads
             pickle.dump((request, current), asked)
             asked.seek(0)
             self._process = subprocess.Popen(
@@ -56,10 +57,10 @@ class Beside:
         self._ending = weakref.finalize(self, _end, self._process)
 
     def poll(self) -> Proposal | None:
-        """The proposal; None while it is being made. Does not wait.
+        """Returns the proposal, or None while it is being made. Does not block.
 
         Raises:
-            BesideError: where there will be none.
+            BesideError: if there will be no proposal.
         """
         status = self._process.poll()
         if status is None and time.monotonic() < self._until:
@@ -79,7 +80,7 @@ class Beside:
         )
 
     def close(self) -> None:
-        """End it, whether it is done or not."""
+        """Ends the process, even if it is not finished."""
         self._ending()
 
 
@@ -94,11 +95,11 @@ def _all_of(file: IO[str]) -> str:
 
 
 def main() -> None:
-    """What the process does."""
+    """Entry point of the background process."""
     with suppress(OSError):
         os.nice(_NICENESS)
     with suppress(OSError, AttributeError):
-        # Ranks may have asked to go before all others, which is handed down.
+        # Ranks may have a high scheduling priority, which child processes inherit.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     request, current = pickle.load(sys.stdin.buffer)
     try:

@@ -1,4 +1,4 @@
-"""What a plan is and how it compares with schedules by name, in a few lines for people."""
+"""Explains a plan in a few lines, compared with the named schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.printable import counted, percent
 
-# Iteration times that differ by less are called equal; what a flag gains is said from here on.
+# Iteration times with a smaller relative difference count as equal. Gains of a flag are reported from the second
+# number.
 _SAME, _WORTH = 5e-4, 0.01
 
 
@@ -20,14 +21,14 @@ def explanation(
     peak_bytes: float | None = None,
     vocabulary_gain: float | None = None,
 ) -> str:
-    """Says what was chosen, its memory and its time, beside 1F1B and the best schedule by name.
+    """Explains the choice, its memory and its time, compared with 1F1B and the best named schedule.
 
     Args:
         timeline: the plan.
-        request: what the plan answers, its decisions settled.
-        named: all schedules by name at the same size.
-        peak_bytes: peak activation memory of the worst rank; None where not known.
-        vocabulary_gain: part of the iteration time that vocabulary parallelism would save; None where not known.
+        request: the request of the plan, with its decisions settled.
+        named: timelines of all named schedules at the same size.
+        peak_bytes: peak activation memory of the worst rank, bytes; None if unknown.
+        vocabulary_gain: share of the iteration time that vocabulary parallelism would save; None if unknown.
     """
     limit, ranks = request.memory_limit, request.ranks
     base = next((line for line in named if line.schedule.name == "1f1b"), None)

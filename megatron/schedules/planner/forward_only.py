@@ -1,6 +1,6 @@
-"""Forward passes alone, for evaluation: no memory to mind, only the pipeline to keep full.
+"""Forward-only schedules for evaluation. They keep the pipeline full, and need no memory limit.
 
-Where all ranks share the vocabulary, each has its part of the output layer to do as well.
+With vocabulary parallelism each rank also computes its part of the output layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.schedules.search.tasks import tasks_of
 
 
 def forward_only(placement: Placement, microbatches: int, costs: Costs, decisions: Decisions = PLAIN) -> Schedule:
-    """All forwards of ``microbatches`` on ``placement``, each rank always doing the oldest microbatch that is ready."""
+    """Schedule of all forwards. Each rank always runs the oldest microbatch that is ready."""
     kinds = [kind for kind in IN_EVALUATION if costs.shared_vocabulary or not KINDS[kind].of_ranks]
     works = [(stage, kind) for kind, stages in everywhere(placement, kinds).items() for stage in stages]
     rows = tuple(

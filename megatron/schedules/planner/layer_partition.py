@@ -1,10 +1,10 @@
-"""Which stage has how many layers: the partition whose plan is the shortest.
+"""Searches for the layer partition with the shortest plan.
 
-A local search that moves one layer at a time. What bounds a plan from below, its busiest rank first of all, tells most
-moves from the start that they gain nothing; the others are planned. Schedules by name are planned as they are; for
-``adaptive``, whose search takes seconds, each move is given a short climb from the best order known, and the partition
-that is found the whole search. A placement whose plans stay clearly longer than another's is left after that climb.
-Effort is counted in passes, never in time: the same request gives the same partition everywhere.
+The local search moves one layer at a time. Lower bounds, first of all the time of the busiest rank, rule out most moves
+without planning. The other moves are planned. Named schedules are planned as usual. ``adaptive`` searches for seconds,
+so each move gets only a short climb from the best known order, and the best partition gets the full search. A
+placement is dropped after that climb if its plans are clearly longer than another's. Effort is counted in passes, not
+in time, so that the same request gives the same partition on all machines.
 """
 
 from __future__ import annotations
@@ -32,50 +32,52 @@ from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# Beyond so many microbatches a rank only the steady state grows, and partitions rank as they did.
+# With more microbatches per rank only the steady state gets longer, and the ranking of partitions stays the same.
 _MICROBATCHES_A_RANK = 3
-# Passes of all plans together, and what each plan takes in the time of so many: some ten seconds. A schedule by name is
-# planned in many rounds.
+# Passes of all plans together, about ten seconds, and the overhead of each plan, in passes. A named schedule is planned
+# in many rounds.
 _EFFORT, _NAMED_EFFORT, _OVERHEAD = 600_000, 300_000, 2_000
 _FEWEST_PLANS = 24
-# Rounds of a climb that tells one partition from another, and of one that tells the best apart.
+# Rounds of a climb that compares partitions, rounds of one that compares the best, and the number of these.
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
-# From where no move gains, so many random ones are made, to bounds this much above the best plan, as a factor. So much
-# the whole search may make of what a climb left.
+# From a local optimum, so many random moves are made. Each has so many attempts to find a move whose bound is within
+# this factor of the best plan. The full search may also gain this factor over a climb.
 _STEPS, _TRIES, _NEAR = 2, 50, 1.01
-# What Python takes for each stage of a bound, in passes that the compiled function schedules. All bounds may take so
-# many times as much as all plans.
+# Python time for each stage of a bound, in passes that the compiled function schedules. All bounds may take this many
+# times the effort of all plans.
 _BOUND, _BOUNDS = 60, 4
-# Rounds in which a plan is polished, about.
+# Approximate number of rounds in which a plan is polished.
 _POLISHING = 30
-# Of the moves from the even partition that its bound does not rule out, so many are planned at the end, by size.
+# Number of moves from the even partition that are planned in the final check, by size of the problem. Only moves that
+# their bound does not rule out count.
 _FEWEST_CHECKED, _MOST_CHECKED = 4, 64
-# Moves that are looked at of each partition; with more than some forty stages there are more.
+# Largest number of moves per partition. Partitions with more than about forty stages have more.
 _MOST_MOVES = 1_600
 
 
 def partition_layers(request: Request, progress: Progress = unheard) -> Request:
-    """``request`` with the layers of its model where its plan is the shortest found, and ``adaptive`` placed there.
+    """Returns ``request`` with the layer partition of the shortest plan found.
 
-    It is never longer than with even layers, nor, up to some eight ranks, than with any one of these moved.
-    ``adaptive`` makes its whole search of even layers only where a climb does not show them to be clearly longer, and
-    is compared with those of one layer moved by climbs of equal length.
+    ``adaptive`` gets the placement of that plan, too. The plan is never longer than with even layers. With up to about
+    eight ranks it is never longer than with one layer moved from the even partition. ``adaptive`` makes a full search
+    of even layers only if a climb does not show that they are clearly longer. Partitions with one layer moved are
+    compared by climbs of equal length.
 
     Args:
-        request: its costs have a model.
-        progress: hears how far the search is.
+        request: the request; its costs have a model.
+        progress: receives the progress of the search.
 
     Raises:
-        PlanError: where nothing can be planned, whatever the partition.
+        PlanError: if no partition can be planned.
     """
     if request.costs.model is None:
         raise PlanError("layers can be placed where the model is known", "layers")
-    # The tolerance for rounding is made for times around 1, whatever unit costs are in.
+    # The rounding tolerance is for times around 1; costs may have any unit.
     around_one = request.around_one()
     searches = [_Search(around_one, each) for each in _placements(around_one)]
     whole = _whole_search(around_one) * (1 + len(searches))
     parts = Parts(progress, sum(search.effort + search.checks for search in searches) + whole)
-    # Few searches make all the plans they may: half of them.
+    # Most searches make about half of the plans they may make.
     with many_plans(sum(search.interpreted for search in searches) / 2):
         _climb(searches, parts.begin(sum(search.effort for search in searches)))
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
@@ -89,7 +91,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
 
 
 def _climb(searches: Sequence[_Search], progress: Progress) -> None:
-    """Searches every placement, those that are clearly longer after a descent no further."""
+    """Searches all placements; those that are clearly longer after the descent are dropped."""
     parts = sum(search.effort for search in searches)
 
     def hears(search: _Search) -> Progress:
@@ -109,27 +111,27 @@ def _checked(searches: Sequence[_Search], progress: Progress) -> _Found:
 
 
 def _near(searches: Sequence[_Search]) -> list[_Search]:
-    """Those whose plan is not clearly longer than the shortest of all."""
+    """Searches whose plan is not clearly longer than the shortest of all."""
     shortest = min(search.length for search in searches)
     return [search for search in searches if search.length <= CLEARLY * shortest]
 
 
 def _whole_search(request: Request) -> float:
-    """What the whole search of ``adaptive`` takes, see :func:`_Search.effort`; a schedule by name needs none."""
+    """Effort of the full search of ``adaptive``, in passes, see :attr:`_Search.effort`; 0 for named schedules."""
     return effort(request.ranks, search_seconds(request)) if request.schedule == "adaptive" else 0.0
 
 
 def _or_even(
     request: Request, found: Request, climbed: float, placements: Sequence[Placement], progress: Progress
 ) -> Request:
-    """``found``, or even layers where the whole search makes more of them than of it.
+    """Returns ``found``, or even layers if the full search finds a shorter plan with them.
 
     Args:
-        request: what was asked for.
-        found: its layers placed.
-        climbed: how long the plan of ``found`` was after a climb.
-        placements: where that of even layers was not clearly longer after a climb.
-        progress: hears how far the comparison is.
+        request: the request as it was made.
+        found: the request with its partition settled.
+        climbed: makespan of a climb's plan for ``found``.
+        placements: placements where even layers were not clearly longer after a climb.
+        progress: receives the progress of the comparison.
     """
     model = request.costs.model
     assert model is not None
@@ -148,7 +150,7 @@ def _or_even(
 
 
 def placed(request: Request, partition: Partition, chunk_choices: tuple[int, ...]) -> Request:
-    """``request`` with ``partition``, and with so many chunks where they are chosen."""
+    """Returns ``request`` with ``partition`` settled, and for ``adaptive`` with these numbers of chunks."""
     request = with_layers(request, partition)
     return replace(request, chunk_choices=chunk_choices) if request.schedule == "adaptive" else request
 
@@ -162,7 +164,7 @@ def _placements(request: Request) -> list[Placement]:
 
 
 def as_layout(partition: Partition, ahead: int = 0) -> str:
-    """``partition`` in the letters of Megatron's ``--pipeline-model-parallel-layout``, in model order.
+    """Returns ``partition`` in the format of Megatron's ``--pipeline-model-parallel-layout``, in model order.
 
     Args:
         partition: layers of each stage.
@@ -182,7 +184,7 @@ class _Found:
 
 
 class _Search:
-    """One placement's search."""
+    """Search on one placement."""
 
     def __init__(self, request: Request, where: Placement) -> None:
         assert request.costs.model is not None
@@ -192,7 +194,7 @@ class _Search:
         self._bounds: dict[tuple[Partition, int], float] = {}
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
         self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
-        # A schedule by name is planned in one way only.
+        # A named schedule is planned in one way only.
         alike = few == request.microbatches and request.schedule != "adaptive"
         self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
@@ -201,32 +203,32 @@ class _Search:
 
     @property
     def effort(self) -> float:
-        """What all plans but the checked ones take at most, in passes that the compiled function schedules."""
+        """Largest effort of all plans except the final checks, in passes that the compiled function schedules."""
         return self._most * self._planned.effort
 
     @property
     def checks(self) -> float:
-        """What the checked plans take at most, in the same unit."""
+        """Largest effort of the final checks, in the same unit."""
         return (1 + _FINALISTS + self._most_checked) * self._whole.effort
 
     @property
     def interpreted(self) -> float:
-        """Passes that list scheduling places, in many rounds for each plan whose order follows the costs."""
+        """Passes that list scheduling places, in many rounds per plan if the order follows the costs."""
         searched = follows_costs(self._request.schedule, shared_vocabulary=False)
         return self._most * self._planned.size * _POLISHING if searched else 0.0
 
     @property
     def even_length(self) -> float:
-        """How long the plan of even layers was when the best were checked."""
+        """Makespan of even layers in the final check."""
         return self._whole.makespan(self._even)
 
     def descend(self, progress: Progress) -> None:
-        """Down from two partitions to where no move gains."""
+        """Descends from two start partitions until no move gains."""
         ends = [self._down(start, progress) for start in (self._even, self._levelled())]
         self._spread, self.length = min(ends, key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
-        """On from there by random moves, while plans are left."""
+        """Continues with random moves until all plans are used."""
         draw = random.Random(0)
         for _ in range(self._most):
             if self._spent:
@@ -240,17 +242,17 @@ class _Search:
 
     @property
     def _spent(self) -> bool:
-        """Whether no plan is left, or as much as they take has gone into bounds several times."""
+        """Returns True if no plan is left, or if the bounds took several times the effort of all plans."""
         bounds = len(self._bounds) * _BOUND * self.placement.stages
         return self._planned.count >= self._most or bounds > _BOUNDS * self.effort
 
     def _plans_of(self, microbatches: int) -> int:
-        """How many the effort suffices for."""
+        """Number of plans that the effort allows."""
         passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
         return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
 
     def _levelled(self) -> Partition:
-        """Layer by layer to the rank that has least to do, and there to the stage that has."""
+        """Start partition: adds each layer to the least loaded rank, and there to its least loaded stage."""
         model, where = self._model, self.placement
         ends = [0.0] * where.stages
         for stage, part in ((0, model.first), (where.last_stage, model.last)):
@@ -262,7 +264,7 @@ class _Search:
         return tuple(counts)
 
     def _aside(self, partition: Partition, length: float, draw: random.Random) -> Partition:
-        """A random move of one layer that could lead below ``length``; none where few do."""
+        """A random move of one layer that could lead below ``length``; ``partition`` if few can."""
         for _ in range(_TRIES):
             source, to = draw.sample(range(len(partition)), 2)
             other = _moved(partition, source, to)
@@ -286,9 +288,9 @@ class _Search:
         return partition, length
 
     def checked(self, progress: Progress) -> _Found:
-        """The shortest of those that the search liked best, of the even partition, and of those a layer away from it.
+        """Shortest among the best partitions of the search, the even one, and those one layer away from it.
 
-        All are planned as they were asked for, or climbed for longer.
+        All are planned as requested, or, for ``adaptive``, by longer climbs.
         """
         whole, share = self._whole, 1 / (1 + _FINALISTS + self._most_checked)
         best, length = self._even, math.inf
@@ -305,7 +307,7 @@ class _Search:
         return _Found(best, self.placement, length)
 
     def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:
-        """Spreads with one layer elsewhere that could be shorter than ``length``, and what they cannot be below."""
+        """Partitions with one layer moved that could be shorter than ``length``, each after its lower bound."""
         for source, to in self._moves(partition):
             moved = _moved(partition, source, to)
             bound = self._bound(moved, microbatches)
@@ -313,7 +315,7 @@ class _Search:
                 yield bound, moved
 
     def _moves(self, partition: Partition) -> list[tuple[int, int]]:
-        """From which stage to which a layer may go: from any to any; of very many, all from the busiest, and some."""
+        """Source and target stages of all moves; if these are too many, all from the busiest rank and a sample."""
         found = [move for move in permutations(range(len(partition)), 2) if partition[move[0]]]
         if len(found) <= _MOST_MOVES:
             return found

@@ -1,10 +1,12 @@
-"""Chooses which stages recompute and which offload, for the shortest plan within the memory limit.
+"""Chooses which stages recompute and which offload, so that the plan within the memory limit is shortest.
 
-Recompute and offload cost the same for every layer, in computing or in copying. They free more where activations wait
-longer. So on every rank the first stages in the model save memory first, and offload before they recompute, since
-copies need the time. All ranks do alike: they wait for one another. Two numbers are left to choose: how much of a
-rank's layers is recomputed, and how much is offloaded. A short climb tries each pair that its lower bound does not
-rule out. The search starts from the best pair of a grid and goes on in ever smaller steps.
+Recompute and offload cost the same for every layer, in computing or in copying. They free more memory where activations
+are kept longer. Therefore the first stages of each rank, in model order, save memory first. They offload before they
+recompute, since copies need the time. All ranks use the same shares, since ranks wait for one another.
+
+Two numbers are searched: the share of a rank's layers that is recomputed, and the share that is offloaded. A short
+climb (local search over orders) tries each pair that its lower bound does not rule out. The search starts from the best
+pair of a grid and continues in ever smaller steps.
 """
 
 from __future__ import annotations
@@ -32,28 +34,31 @@ from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.utils.progress import Progress, unheard
 
-# Beyond so many microbatches a rank only the steady state grows, and shares rank as they did.
+# With more microbatches per rank only the steady state gets longer, and the ranking of shares stays the same.
 _MICROBATCHES_A_RANK = 3
-# Steps of a rank's layers: first on a grid, then finer.
+# Steps per rank's layers: first on a grid, then finer.
 _GRID, _FINEST = 8, 32
-# A whole search takes as long as so many climbs; and the share of all the time that these take.
+# Number of climbs that take as long as a full search, and the share of the progress that the grid takes.
 _CLIMBS, _SEARCHING = 128, 0.5
-# So many of the best are held against one another by climbs that take so much longer.
+# Number of finalists, and how many times longer the climbs are that compare them.
 _FINALISTS, _LONGER = 3, 8
 
 
 Parts = tuple[float, ...]
-"""Of each stage's layers, in model order."""
+"""Share of each stage's layers, in model order."""
 
 
 class Shares(NamedTuple):
-    """How much of each rank's layers is recomputed and offloaded, in units of 1 / :data:`_FINEST`."""
+    """Recomputed and offloaded part of each rank's layers, in units of 1 / :data:`_FINEST`."""
 
     recomputed: int = 0
     offloaded: int = 0
 
     def by_stage(self, request: Request, placement: Placement) -> Decisions:
-        """That of each stage in place of what ``request`` has: the first layers of each rank, whole ones if known."""
+        """Decisions of ``request`` with these shares for each stage.
+
+        The first layers of each rank are used, in whole layers if their number is known.
+        """
         recomputed, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
         counts = request.layers_on(placement)
         for rank in range(placement.ranks):
@@ -71,18 +76,18 @@ class Shares(NamedTuple):
 def save_memory(
     request: Request, progress: Progress = unheard, planned: Callable[[Request], Schedule] = plan
 ) -> Request:
-    """``request`` with what is recomputed and what offloaded, stage by stage, where its plan is the shortest found.
+    """Returns ``request`` with the recompute and offload shares of the shortest plan found.
 
-    The plan is never longer than without, nor, where both may be done, than with one of them alone: plans are compared
-    but where a bound or a climb shows one to be clearly longer.
+    The plan is never longer than without recompute and offload. If both are allowed, it is never longer than with one
+    of them alone. Plans are compared, except where a bound or a climb shows that one is clearly longer.
 
     Args:
-        request: for ``adaptive``; its ``recompute`` and ``offload`` say what may be done.
-        progress: hears how far the search is.
-        planned: makes the plans that are compared; whoever keeps them need not make the shortest once more.
+        request: for ``adaptive``; its ``recompute`` and ``offload`` say which of them are allowed.
+        progress: receives the progress of the search.
+        planned: makes the plans to compare. With a cache, the best plan need not be made again.
 
     Raises:
-        PlanError: where nothing can be planned under the memory limit.
+        PlanError: if nothing can be planned within the memory limit.
     """
     limit = limit_in_microbatches(request)
     asked = [request]
@@ -104,7 +109,7 @@ def save_memory(
 
 
 def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) -> tuple[Request, float]:
-    """``request`` with what the search settles on, and how long a climb's plan with it is."""
+    """``request`` with the best shares found, and the makespan of a climb's plan with them."""
     first, *others = (_Search(request, each) for each in climbs)
     first.grid(lambda part: progress(part * _SEARCHING))
     for other in others:
@@ -119,13 +124,16 @@ def _settled(request: Request, climbs: Sequence[_Climbs], progress: Progress) ->
 def saved(
     request: Request, recomputed: Parts | None, offloaded: Parts | None, chunk_choices: tuple[int, ...]
 ) -> Request:
-    """``request`` with this settled, by stage, and with so many chunks."""
+    """Returns ``request`` with these shares per stage and these numbers of chunks settled."""
     decisions = replace(request.decisions, recomputed=recomputed, offloaded=offloaded)
     return replace(request, decisions=decisions, recompute=False, offload=False, chunk_choices=chunk_choices)
 
 
 def without_saving(request: Request) -> Request:
-    """``request`` for a plan that recomputes and offloads nothing, with a memory limit under which there is one."""
+    """Returns ``request`` without recompute and offload.
+
+    The memory limit is raised where this is needed for a plan to exist.
+    """
     if not (request.recompute or request.offload):
         return request
     plain = saved(request, None, None, request.chunk_choices)
@@ -149,18 +157,18 @@ class _Climbs:
         self._known: dict[tuple[Decisions, bool], float] = {}
 
     def length(self, decisions: Decisions, *, final: bool = False) -> float:
-        """How long a plan is that a climb finds, in the times around 1; infinite where nothing fits."""
+        """Makespan of the plan that a climb finds, with costs around 1; infinite if nothing fits."""
         if (decisions, final) not in self._known:
             climbs = self._long if final else self._short
             self._known[decisions, final] = climbs.makespan(self._on_stages(decisions))
         return self._known[decisions, final]
 
     def bound(self, decisions: Decisions) -> float:
-        """No plan that a short climb finds is shorter."""
+        """Lower bound of the makespans of short climbs."""
         return lower_bound(self.placement, self._microbatches, self._on_stages(decisions), self._limit)
 
     def decisions(self, shares: Shares) -> Decisions:
-        """What is decided with ``shares``."""
+        """Decisions with ``shares``."""
         return shares.by_stage(self._request, self.placement)
 
     def _on_stages(self, decisions: Decisions) -> StageCosts:
@@ -168,26 +176,26 @@ class _Climbs:
 
 
 class _Search:
-    """One placement's search.
+    """Search on one placement.
 
     Args:
-        request: whether recompute and offload are allowed.
-        climbs: on the placement.
+        request: says if recompute and offload are allowed.
+        climbs: climbs on the placement.
     """
 
     def __init__(self, request: Request, climbs: _Climbs) -> None:
         self._request, self._climbs = request, climbs
         self.best, self.shortest = Shares(), math.inf
-        self._hope = math.inf  # what a plan must be shorter than to be of use
+        self._hope = math.inf  # longer plans are of no use
         self._tried: dict[Decisions, float] = {}
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank."""
+        """Chunks per rank."""
         return self._climbs.placement.chunks
 
     def grid(self, progress: Progress) -> None:
-        """Try evenly spaced shares: recompute alone, offload alone, and, where both are allowed, half of each."""
+        """Tries evenly spaced shares: recompute alone, offload alone, and mixtures if both are allowed."""
         steps = [_FINEST * k // _GRID for k in range(_GRID + 1)]
         tried = [Shares(recomputed=k) for k in steps] if self._request.recompute else []
         tried += [Shares(offloaded=k) for k in steps] if self._request.offload else []
@@ -200,13 +208,13 @@ class _Search:
             progress(1 / len(tried))
 
     def near(self, other: _Search) -> None:
-        """Try another placement's best shares and their neighbours on the grid, where they might be shorter."""
+        """Tries another placement's best shares and their grid neighbours, where they could be shorter."""
         self._hope = other.shortest
         for each in (other.best, *_around(other.best, _FINEST // _GRID)):
             self._try(each)
 
     def refine(self) -> None:
-        """From the best of the grid in steps of half its spacing, and so on down to the finest, while any gains."""
+        """Improves the best shares of the grid, from half its spacing down to the finest step."""
         step = _FINEST // _GRID // 2
         while step:
             gained = [self._try(each) for each in _around(self.best, step)]
@@ -214,12 +222,12 @@ class _Search:
                 step //= 2
 
     def settled(self) -> tuple[Decisions, float]:
-        """Of the shares that climbs liked best those that longer ones, of all microbatches, like best; and how long."""
+        """Best decisions and their makespan, among the best few, by longer climbs with all microbatches."""
         few = sorted(self._tried, key=self._tried.__getitem__)[:_FINALISTS]
         return min(((each, self._climbs.length(each, final=True)) for each in few), key=lambda found: found[1])
 
     def _try(self, shares: Shares) -> bool:
-        """Whether ``shares`` give the shortest climb so far."""
+        """Returns True if ``shares`` give the shortest climb so far."""
         may = self._request.recompute or not shares.recomputed, self._request.offload or not shares.offloaded
         if not all(may) or min(shares) < 0 or sum(shares) > _FINEST:
             return False

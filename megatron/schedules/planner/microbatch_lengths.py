@@ -1,4 +1,4 @@
-"""A plan for the microbatches of one iteration: their order, and a schedule of them in that order."""
+"""Plans the microbatches of one iteration: their order, and a schedule for that order."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
 
-# Passes that are placed in all: some 0.3 s on a usual core. A count, so that all ranks find the same.
+# Passes that a search schedules in all, about 0.3 s on a typical core. It is a count, so that all ranks find the same
+# plan.
 EFFORT = 2_400_000
 _FEWEST_ROUNDS = 64
-# How much longer than before an order may be that is gone on from, as a share of a forward over half a rank's layers.
+# The search continues from an order that is longer by up to this share of a forward over half a rank's layers.
 _THRESHOLD = 0.25
 
 
 @dataclass(frozen=True)
 class LengthsPlan:
-    """What an iteration does with its microbatches.
+    """Order and schedule of the microbatches of an iteration.
 
     Args:
-        order: place k has the data loader's microbatch ``order[k]``.
-        timeline: the schedule, of places, with its times.
+        order: the data loader's microbatch at each position k is ``order[k]``.
+        timeline: the schedule with its times; its microbatch numbers are positions.
     """
 
     order: tuple[int, ...]
@@ -43,18 +44,18 @@ class LengthsPlan:
 
     @property
     def schedule(self) -> Schedule:
-        """The passes, of places: each stage does its microbatches in their order."""
+        """Order of the passes; their microbatch numbers are positions. Stages run positions in order."""
         return self.timeline.schedule
 
 
 class LengthsPlanner:
-    """Plans iterations that differ in their microbatches' lengths alone.
+    """Plans iterations that differ only in the lengths of their microbatches.
 
     Args:
-        base: the schedule for microbatches that are alike; its placement, and whether backwards are split, stay.
-        costs: of a standard microbatch.
-        limit: standard microbatches that an average rank may hold at a time; as many as ``base`` holds without it.
-        decisions: what is settled about the stages of ``base``.
+        base: schedule for microbatches of equal length. Its placement, and if backwards are split, do not change.
+        costs: costs of a standard microbatch.
+        limit: activation memory limit of an average rank, in standard microbatches; by default the peak of ``base``.
+        decisions: settled decisions about the stages of ``base``.
     """
 
     def __init__(self, base: Schedule, costs: Costs, limit: float | None = None, decisions: Decisions = PLAIN) -> None:
@@ -67,12 +68,12 @@ class LengthsPlanner:
 
     @property
     def limits(self) -> Sequence[float]:
-        """What each rank may hold, in standard microbatches."""
+        """Activation memory limit of each rank, in standard microbatches."""
         return self._limits
 
     @cached_property
     def _tasks(self) -> tuple[Tasks, list[Pass]]:
-        """In their standard times."""
+        """Tasks with standard times."""
         alike = MicrobatchLoads(*((1.0,) * self._base.microbatches,) * 2)
         return tasks_of(self._split, replace(self._costs, loads=alike))
 
@@ -84,7 +85,7 @@ class LengthsPlanner:
         forward, backward, turned = tasks.arrays
         of_attention = self._costs.of_attention
         attention = np.array([of_attention[kind][stage] for stage, kind, _ in passes])
-        # What the search overwrites stands in arrays of its own, one for both directions where they are alike.
+        # The search overwrites these arrays, so they are copies. Both directions share those that are equal.
         duration, change, copying = (np.array(each) for each in (forward.duration, forward.change, forward.copying))
         shared: dict[str, Any] = {"duration": duration.copy(), "copying": copying.copy()}
         changes: tuple[Any, Any] = change.copy(), -change
@@ -95,18 +96,18 @@ class LengthsPlanner:
         return Places(Both(forward, backward, turned), places, duration - attention, attention, change, copying, limits)
 
     def usual(self, loads: MicrobatchLoads) -> LengthsPlan:
-        """The base plan, its microbatches as they come."""
+        """Returns the base plan, with the microbatches in the order of the data loader."""
         return self._timed(tuple(range(self._base.microbatches)), self._base, loads)
 
     def plan(self, loads: MicrobatchLoads, effort: float = EFFORT) -> LengthsPlan:
-        """The shortest plan found for microbatches of these ``loads``; the usual one where none is shorter.
+        """Returns the shortest plan found for these microbatches, or the base plan if none is shorter.
 
         Args:
-            loads: in the data loader's order.
-            effort: how many passes are placed.
+            loads: loads of the microbatches, in the order of the data loader.
+            effort: number of passes that the search schedules.
 
         Raises:
-            PlanError: where there are more or fewer microbatches than in the base plan.
+            PlanError: if the number of microbatches is not that of the base plan.
         """
         n = self._base.microbatches
         if len(loads.tokens) != n:
@@ -130,7 +131,7 @@ class LengthsPlanner:
     def _searched(
         self, loads: MicrobatchLoads, effort: float, limits: Sequence[float]
     ) -> tuple[tuple[int, ...], Rows] | None:
-        """An order of the microbatches and of the passes; None where no start keeps within ``limits``."""
+        """Order of the microbatches and of the passes; None if no start fits ``limits``."""
         import numpy as np
 
         from megatron.schedules.search import compiled
@@ -152,14 +153,14 @@ class LengthsPlanner:
         return found and (tuple(found.best_order.tolist()), tasks.rows(found.best_passes.tolist(), passes))
 
     def _held(self, usual: LengthsPlan) -> list[float]:
-        """What each rank may hold, or holds in the usual plan where that is more."""
+        """Memory limit of each rank, or its peak in the base plan if that is larger."""
         return [max(pair) for pair in zip(self._limits, usual.timeline.peaks, strict=True)]
 
     def _timed(self, order: tuple[int, ...], schedule: Schedule, loads: MicrobatchLoads) -> LengthsPlan:
         return LengthsPlan(order, simulate(schedule, replace(self._costs, loads=loads.in_order(order))))
 
     def _weights(self, loads: MicrobatchLoads) -> list[float]:
-        """How much computing each microbatch is, of all stages together."""
+        """Computing time of each microbatch, summed over all stages."""
         kinds = [kind for kind in self._base.kinds if not KINDS[kind].optional]
         standard = sum(sum(self._costs.durations[kind]) for kind in kinds)
         attention = sum(sum(self._costs.of_attention[kind]) for kind in kinds)
@@ -167,10 +168,10 @@ class LengthsPlanner:
 
 
 def candidates(weights: Sequence[float]) -> list[list[int]]:
-    """Orders of microbatches to begin a search with, each of all of them.
+    """Start orders of the search; each contains all microbatches.
 
     Args:
-        weights: how much computing each is.
+        weights: computing time of each microbatch.
     """
     n = len(weights)
     rising = sorted(range(n), key=lambda m: (weights[m], m))
@@ -185,7 +186,7 @@ def candidates(weights: Sequence[float]) -> list[list[int]]:
 
 
 def _split(schedule: Schedule) -> Schedule:
-    """Every whole in its parts."""
+    """Splits each B into I and W."""
     rows = (
         tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
         for row in schedule.order

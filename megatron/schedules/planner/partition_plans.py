@@ -1,4 +1,4 @@
-"""Plans of one request under one layer partition after another, as the search for the best partition compares them."""
+"""Plans one request under many layer partitions, for the search that compares them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 Partition = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
 
-# A plan that is longer by this factor than another is not tried further: so far two climbs may differ by chance.
+# Plans longer than the best one by this factor are dropped. Smaller differences between climbs may be chance.
 CLEARLY = 1.03
-# In passes that the compiled function schedules: what Python takes for each pass of a plan, and for a call.
+# Python time for each pass of a plan, and for each call, in passes that the compiled function schedules.
 _IN_PYTHON, _CALL = 80, 200
 
 
 def microbatches_held(timeline: Timeline) -> float:
-    """The most of its own microbatches that a rank holds at once."""
+    """Peak activation memory of the worst rank, in microbatches of that rank's own stages."""
     where, activation = timeline.schedule.placement, timeline.costs.activation
     held = [sum(activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
     return max((peak / one for peak, one in zip(timeline.peaks, held, strict=True) if one), default=0.0)
 
 
 class Planned:
-    """Plans of one request, one partition after another."""
+    """Plans of one request, one for each layer partition tried."""
 
     def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
         self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
         self._known: dict[Partition, float] = {}
-        self._most = 0.0  # microbatches, of the first partition that is asked for
+        self._most = 0.0  # peak of the first planned partition, microbatches
         self._trials: Trials | None = None
 
     @property
@@ -46,22 +46,25 @@ class Planned:
 
     @property
     def effort(self) -> float:
-        """What a plan takes, in passes that the compiled function schedules."""
+        """Effort of one plan, in passes that the compiled function schedules."""
         if self._request.schedule != "adaptive":
             return _IN_PYTHON * self.size
         return _IN_PYTHON * self.size + 2 * self._rounds * (self.size + _CALL)
 
     @property
     def count(self) -> int:
-        """Spreads that were planned."""
+        """Number of partitions that were planned."""
         return len(self._known)
 
     def shortest(self, number: int) -> list[Partition]:
-        """So many of those planned."""
+        """Returns the ``number`` partitions with the shortest plans, shortest first."""
         return sorted(self._known, key=lambda partition: (self._known[partition], partition))[:number]
 
     def clearly_longer(self, partition: Partition) -> bool:
-        """Whether a climb shows that this partition is not among the best; a schedule by name is planned anew."""
+        """Returns True if a climb shows that this partition is not among the best.
+
+        Always False for named schedules, which need no climb.
+        """
         climbed = self._request.schedule == "adaptive"
         return climbed and self.makespan(partition) > CLEARLY * min(self._known.values())
 
@@ -70,7 +73,7 @@ class Planned:
         return self._request.microbatches
 
     def makespan(self, partition: Partition) -> float:
-        """Infinite where the partition holds too much."""
+        """Makespan of the plan for ``partition``; infinite if it needs too much memory."""
         if partition not in self._known:
             climbs = self._request.schedule == "adaptive"
             self._known[partition] = self._climbed(partition) if climbs else self._named(partition)
@@ -79,7 +82,8 @@ class Planned:
     def _named(self, partition: Partition) -> float:
         request = with_layers(self._request, partition)
         timeline = simulate(unchecked_plan(request), request.costs_on(self._placement))
-        # A schedule by name says how many microbatches it holds; a rank with more layers holds more with as many.
+        # A named schedule has a fixed number of microbatches in memory. A rank with more layers needs more memory for
+        # as many.
         held = microbatches_held(timeline)
         self._most = self._most or held
         return timeline.makespan if held <= self._most + EPSILON else math.inf
@@ -93,5 +97,5 @@ class Planned:
 
 
 def with_layers(request: Request, partition: Partition) -> Request:
-    """``request`` with this layer partition settled."""
+    """Returns ``request`` with this layer partition settled."""
     return replace(request, decisions=replace(request.decisions, layers=partition), partition=False)

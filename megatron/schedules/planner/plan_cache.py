@@ -1,4 +1,4 @@
-"""Caches on disk the plans that take long to find, and the layer partitions and memory savings."""
+"""Caches plans that take long to find, layer partitions, and recompute and offload shares on disk."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from megatron.schedules.utils.cache_lock import locked
 from megatron.schedules.utils.errors import PlanError, one_line
 from megatron.schedules.utils.progress import Progress, unheard
 
-# Ranks x microbatches from which on even a schedule by name takes a second or more.
+# Ranks x microbatches from which a named schedule takes a second or more.
 _LARGE = 4096
 _log = logging.getLogger(__name__)
 
 
 def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
-    """:func:`plan`, which plans an equal request once only, even where many processes ask at the same time.
+    """Plans a request with :func:`plan`, or reads its plan from the cache.
 
-    What takes no time is planned each time. Where nothing can be written each process plans for itself what it cannot
-    read; the outcome is the same. A file that others may have written, or that holds anything but a plan for this
-    request, is written anew, and the log says so.
+    Equal requests are planned once, even if many processes ask at the same time. Fast plans are not cached. If the
+    cache is not writable, each process makes the plans that it cannot read; the results are the same. Files that other
+    users may have written, or that hold no plan for this request, are replaced, with a warning in the log.
 
     Args:
-        request: what is asked for.
-        progress: hears how far the planning is, also where another process does it.
+        request: the request to plan.
+        progress: receives the progress of the planning, also if another process does it.
 
     Raises:
-        PlanError: as :func:`plan` does.
+        PlanError: see :func:`plan`.
     """
     if not takes_long(request):
         return plan(request, progress)
@@ -52,12 +52,12 @@ def cached_plan(request: Request, progress: Progress = unheard) -> Schedule:
 
 
 def cached_partition(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`partition_layers`, once only for an equal request, as :func:`cached_plan` plans.
+    """Searches a layer partition with :func:`partition_layers`, or reads it from the cache.
 
-    Layers are those for a plan without recompute and offload.
+    It is cached like plans, see :func:`cached_plan`. The partition is searched without recompute and offload.
 
     Raises:
-        PlanError: as :func:`partition_layers` does.
+        PlanError: see :func:`partition_layers`.
     """
 
     def record(found: Request) -> dict[str, Any]:
@@ -74,10 +74,12 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
 
 
 def cached_saving(request: Request, progress: Progress = unheard) -> Request:
-    """:func:`save_memory`, once only for an equal request, as :func:`cached_plan` plans.
+    """Searches recompute and offload shares with :func:`save_memory`, or reads them from the cache.
+
+    They are cached like plans, see :func:`cached_plan`.
 
     Raises:
-        PlanError: as :func:`save_memory` does.
+        PlanError: see :func:`save_memory`.
     """
 
     def record(found: Request) -> dict[str, Any]:
@@ -98,14 +100,23 @@ def cached_saving(request: Request, progress: Progress = unheard) -> Request:
 
 
 class _Layers(msgspec.Struct, forbid_unknown_fields=True):
-    """A layer partition on disk: layers of each stage, and the stages a rank may hold."""
+    """A cached layer partition.
+
+    layers: layers of each stage.
+    chunks: allowed numbers of chunks per rank.
+    """
 
     layers: tuple[int, ...]
     chunks: tuple[int, ...]
 
 
 class _Shares(msgspec.Struct, forbid_unknown_fields=True):
-    """Recompute and offload on disk: shares of each stage's layers, and the stages a rank may hold."""
+    """Cached recompute and offload shares.
+
+    recomputed: share of each stage's layers that is recomputed; None if not decided.
+    offloaded: share of each stage's layers that is offloaded; None if not decided.
+    chunks: allowed numbers of chunks per rank.
+    """
 
     recomputed: tuple[float, ...] | None
     offloaded: tuple[float, ...] | None
@@ -119,10 +130,10 @@ def _kept[Made](
     record_of: Callable[[Made], dict[str, Any]],
     made_of: Callable[[Any], Made],
 ) -> Made:
-    """What is kept for ``key``, or else is made now.
+    """Reads the result for ``key`` from the cache, or makes and writes it.
 
-    It is read without a lock, since files are replaced whole: many processes read at once, and from a directory that
-    they cannot write to. Only who has to make it locks it.
+    Reading needs no lock, since files are replaced as a whole. Many processes can read at once, also from a read-only
+    directory. Only a process that has to make the result locks its file.
     """
     with plans() as directory:
         if directory is None:
@@ -135,7 +146,7 @@ def _kept[Made](
         if wrong:
             _log.warning("pipeline schedule: %s: planned anew", wrong)
         with locked(directory, name, progress, until=lambda: directory.version(name) != before) as lock:
-            if directory.version(name) != before:  # another process has made it since
+            if directory.version(name) != before:  # another process has made it in the meantime
                 found, _ = _read(directory, name, key, made_of)
             if found is None:
                 found = make(lock.telling(progress) if lock else progress)
@@ -145,7 +156,10 @@ def _kept[Made](
 
 
 def takes_long(request: Request) -> bool:
-    """Whether its plan is kept: one that is searched for, or a large one. A CSV is read as fast as a kept plan."""
+    """Returns True if the plan of ``request`` is cached: it is searched for, or it is large.
+
+    Reading a CSV is as fast as reading the cache, so ``file`` is not cached.
+    """
     large = request.schedule != "file" and request.ranks * request.microbatches >= _LARGE
     return request.schedule == "adaptive" or large
 
@@ -153,7 +167,7 @@ def takes_long(request: Request) -> bool:
 def _read[Made](
     directory: Directory, name: str, key: str, made_of: Callable[[Any], Made]
 ) -> tuple[Made | None, str | None]:
-    """What was made for ``key``, or None; and what is wrong with its file, where anything is."""
+    """The result for ``key`` or None, and an error message if its file is wrong."""
     try:
         record = json.loads(directory.read(name))
         if record.pop("kept") == _mark(key, record):
@@ -171,10 +185,10 @@ def _read[Made](
 
 
 def _mark(key: str, record: dict[str, Any]) -> dict[str, str]:
-    """What a kept plan says of itself: the request it answers, and what a change to any of it would change."""
+    """Identifies the request of a cached result, with a digest that detects changes to the file."""
     return {"request": key, "digest": hashlib.sha256(json.dumps(record).encode()).hexdigest()}
 
 
 def _key(request: Request) -> str:
-    """A name for what ``request`` asks and for the code that answers: another version may find another plan."""
+    """Cache key of ``request`` and of the code version, since another version may find another plan."""
     return hashlib.sha256(f"{request!r} {code_version()}".encode()).hexdigest()[:32]

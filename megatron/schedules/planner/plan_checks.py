@@ -1,4 +1,4 @@
-"""Checks that a plan, a layer partition, or shares of recompute and offload answer a request, whoever made them."""
+"""Checks that a plan, a layer partition, or recompute and offload shares answer a request, for example from a cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
 
-# Shares of layers are sums of rounded ones.
+# Tolerance: shares of layers are sums of rounded numbers.
 _ROUNDED = 1e-6
 
 
 def check_plan(schedule: Schedule, request: Request) -> None:
-    """Check that ``schedule`` is a plan that ``request`` can have, though not that it is the shortest.
+    """Checks that ``schedule`` is a valid plan for ``request``. It need not be the shortest.
 
-    A schedule by name has no memory limit: what it holds is not checked.
+    The memory of a named schedule is not checked, since it has no limit.
 
     Raises:
-        PlanError: where its name, size, placement, passes or memory is not what the request asks for.
+        PlanError: if its name, size, placement, passes or memory do not match the request.
     """
     if (schedule.ranks, schedule.microbatches) != (request.ranks, request.microbatches):
         raise PlanError(
@@ -40,7 +40,7 @@ def check_plan(schedule: Schedule, request: Request) -> None:
 
 
 def _check_name(schedule: Schedule, request: Request) -> None:
-    """Its name is the one asked for, or, for ``adaptive``, any; and its stages are where that name puts them."""
+    """Checks that the name is the requested one, or any for ``adaptive``, and that its placement is allowed."""
     name, where, searched = schedule.name, schedule.placement, request.schedule == "adaptive"
     if name not in NAMES or (name != request.schedule and not (searched and name != "file")):
         raise PlanError(f"the plan is {name!r}, not {request.schedule}")
@@ -54,7 +54,7 @@ def _check_name(schedule: Schedule, request: Request) -> None:
 
 
 def _check_kinds(schedule: Schedule, request: Request) -> None:
-    """Its passes are those that its name has, and the recompute, offload and vocabulary passes that are decided."""
+    """Checks that the passes are those of the schedule, and that optional passes are decided."""
     doing = request.costs_on(schedule.placement).doing(schedule.placement)
     usual = {*SPLIT, *WHOLES.values()} - (set() if splits(schedule.name) else PARTS)
     for stage, kind in {(stage, kind) for _, (stage, kind, _) in schedule.passes()}:
@@ -66,7 +66,7 @@ def _check_kinds(schedule: Schedule, request: Request) -> None:
 
 
 def _check_memory(schedule: Schedule, request: Request) -> None:
-    """It holds what the request's memory limit allows. Only ``adaptive`` has one."""
+    """Checks the memory limit, which only ``adaptive`` has."""
     if request.schedule != "adaptive":
         return
     costs, limit = request.costs_on(schedule.placement), limit_in_microbatches(request)
@@ -76,10 +76,15 @@ def _check_memory(schedule: Schedule, request: Request) -> None:
 
 
 def check_layers(layers: Sequence[int], chunk_choices: Sequence[int], request: Request) -> None:
-    """Check that ``request`` can have so many layers on each stage, with so many stages a rank.
+    """Checks that ``request`` allows this layer partition.
+
+    Args:
+        layers: layers of each stage.
+        chunk_choices: chunks per rank of the partition.
+        request: the request.
 
     Raises:
-        PlanError: saying what does not go together.
+        PlanError: if the partition does not match the request.
     """
     model = request.costs.model
     if model is None:
@@ -97,10 +102,16 @@ def check_shares(
     chunk_choices: Sequence[int],
     request: Request,
 ) -> None:
-    """Check that ``request`` allows these shares of each stage's layers, with so many stages a rank.
+    """Checks that ``request`` allows these recompute and offload shares.
+
+    Args:
+        recomputed: share of each stage's layers that is recomputed; None if not decided.
+        offloaded: share of each stage's layers that is offloaded; None if not decided.
+        chunk_choices: chunks per rank that go with the shares.
+        request: the request.
 
     Raises:
-        PlanError: saying what it does not allow.
+        PlanError: if the request does not allow them.
     """
     if recomputed is None and offloaded is None and tuple(chunk_choices) == request.chunk_choices:
         return
@@ -121,13 +132,13 @@ def check_shares(
 
 
 def _placements(request: Request) -> list[Placement]:
-    """Where the stages of a plan for ``request`` may be."""
+    """Placements that a plan for ``request`` may have."""
     known = placement(request)
     return placements(request) if request.schedule == "adaptive" or known is None else [known]
 
 
 def _chosen(chunk_choices: Sequence[int], request: Request) -> Placement:
-    """The placement with the one number of chunks that was chosen for ``request``."""
+    """Placement with the one number of chunks that was chosen for ``request``."""
     found = [where for where in placements(request) if [where.chunks] == list(chunk_choices)]
     if not found:
         raise PlanError(f"{list(chunk_choices)} chunks are not a choice of the request's", "chunks")

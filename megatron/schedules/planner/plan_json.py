@@ -1,6 +1,6 @@
-"""A plan as one JSON object, with all that its times, memory and bubble follow from. docs/plan-json.md explains it.
+"""A plan as one JSON object, with everything its times, memory and bubble are computed from.
 
-The classes here are its schema, too: docs/plan.schema.json is what :func:`schema` makes of them.
+See docs/plan-json.md. The classes define the JSON Schema: docs/plan.schema.json is the output of :func:`schema`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _VERSION = 1
 
 
 class AskedForm(Form, frozen=True, kw_only=True):
-    """What was asked of the planner.
+    """The request to the planner.
 
-    schedule: the name of the schedule.
-    memory_limit: for adaptive, the activation memory that a rank may hold, as a fraction of 1F1B's.
-    chunk_choices: for adaptive, how many chunks a rank may have.
-    search_seconds: for adaptive, how long to search, where that was given.
-    recompute, offload: for adaptive, whether R, or O and L, may be used; missing where not.
+    schedule: name of the schedule.
+    memory_limit: for adaptive, the activation memory limit of a rank, as a fraction of 1F1B's.
+    chunk_choices: for adaptive, the allowed numbers of chunks per rank.
+    search_seconds: for adaptive, search time in seconds; missing if it was not given.
+    recompute: for adaptive, true if R may be used; otherwise missing.
+    offload: for adaptive, true if O and L may be used; otherwise missing.
     """
 
     schedule: Name
@@ -52,7 +53,7 @@ class AskedForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(request: Request) -> AskedForm:
-        """``request`` as it is written."""
+        """Returns the form of ``request``."""
         if request.memory_limit is None:
             return AskedForm(schedule=request.schedule)
         return AskedForm(
@@ -66,18 +67,18 @@ class AskedForm(Form, frozen=True, kw_only=True):
 
 
 class FiguresForm(Form, frozen=True, kw_only=True):
-    """The figures of the plan. Times are in the unit of the costs.
+    """Times, memory and bubble of the plan. Times are in the unit of the costs.
 
-    makespan: the iteration time, from 0 to the last end on any rank.
-    bubble: the part of it in which an average rank computes nothing.
-    span_bubble: the same for the worst rank, from its first start to its last end.
-    peak_memory: peak activation memory of the worst rank, in microbatches' worth of a rank's activations.
-    peak_memory_by_rank: that of each rank.
-    memory_of_1f1b: the worst rank's peak over the number of ranks, which is what 1F1B holds.
-    recomputed: the part of the computing that R passes do; missing without R.
-    useful: the part of the ranks' time in which they compute anything but R passes; missing without R.
-    copying: the part of the makespan in which the busiest copy channel copies; missing without copies.
-    lower_bound: for adaptive, no schedule within the memory limit has a shorter makespan.
+    makespan: iteration time, from 0 to the end of the last pass on any rank.
+    bubble: share of the makespan in which an average rank computes nothing.
+    span_bubble: the same for the worst rank, from the start of its first pass to the end of its last.
+    peak_memory: peak activation memory of the worst rank, in microbatches of an average rank's layers.
+    peak_memory_by_rank: peak activation memory of each rank, in the same unit.
+    memory_of_1f1b: peak_memory as a fraction of 1F1B's, which is one microbatch per rank.
+    recomputed: share of the computing that is R passes; missing without R.
+    useful: share of the ranks' time in which they compute passes other than R; missing without R.
+    copying: share of the makespan in which the busiest copy channel copies; missing without copies.
+    lower_bound: for adaptive, a lower bound of the makespan of any schedule within the memory limit.
     """
 
     makespan: Quantity
@@ -93,7 +94,7 @@ class FiguresForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(timeline: Timeline, lower_bound: float | None = None) -> FiguresForm:
-        """What ``timeline`` comes to, with the bound of an adaptive plan."""
+        """Returns the figures of ``timeline``, with an adaptive plan's lower bound."""
         maybe = {
             "recomputed": timeline.recomputed,
             "useful": timeline.useful if timeline.recomputed else 0.0,
@@ -112,19 +113,20 @@ class FiguresForm(Form, frozen=True, kw_only=True):
 
 
 class PlanForm(Form, frozen=True, kw_only=True):
-    """A plan: the order of the passes on every rank, what they cost, and the figures that follow.
+    """A plan: the order of the passes on each rank, the costs, and the figures computed from both.
 
-    version: of this form.
-    name: of the schedule; for adaptive, of the one that was chosen.
+    version: version of this format.
+    name: name of the schedule; for adaptive, of the schedule that was chosen.
     placement: rank_of is the rank of each stage, in model order.
-    microbatches: of one iteration.
-    asked: what was asked of the planner.
-    costs: as they were given.
-    stage_costs: the times and sizes of every stage, which are all that the figures follow from.
+    microbatches: microbatches per iteration.
+    asked: the request to the planner.
+    costs: the costs as they were given.
+    stage_costs: times and sizes of each stage; the figures are computed from these only.
     layers: decoder layers of each stage; missing without a model.
-    recomputed, offloaded: the part of each stage's layers that R passes recompute, and that O and L offload.
-    figures: what it comes to.
-    order: for each rank its passes, first to last, each written as stage, kind, microbatch.
+    recomputed: share of each stage's layers that R passes recompute.
+    offloaded: share of each stage's layers that O and L passes offload.
+    figures: times, memory and bubble of the plan.
+    order: passes of each rank, first to last, each written as stage, kind, microbatch.
     """
 
     version: int
@@ -142,13 +144,13 @@ class PlanForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(timeline: Timeline, asked: Request, planned: Request, lower_bound: float | None = None) -> PlanForm:
-        """A plan as it is written.
+        """Returns the form of a plan.
 
         Args:
-            timeline: the plan under the costs it was planned for.
-            asked: what was asked for.
-            planned: the same with its decisions settled.
-            lower_bound: of an adaptive plan's iteration time.
+            timeline: the plan, timed with the costs it was planned for.
+            asked: the request as it was made.
+            planned: the request with all decisions settled.
+            lower_bound: lower bound of an adaptive plan's makespan.
         """
         schedule, decided = ScheduleForm.of(timeline.schedule), planned.decisions
         layers = planned.layers_on(timeline.schedule.placement)
@@ -168,7 +170,11 @@ class PlanForm(Form, frozen=True, kw_only=True):
         )
 
     def timeline(self) -> Timeline:
-        """The plan, timed by its stage costs; raises :class:`.PlanError`, the field first, where it is none."""
+        """Returns the plan, timed by its stage costs.
+
+        Raises:
+            PlanError: if the form is not a valid plan; the message begins with the field.
+        """
         form = ScheduleForm(name=self.name, placement=self.placement, microbatches=self.microbatches, order=self.order)
         schedule = form.schedule()
         costs = stage_costs(self.stage_costs, schedule.placement, "$.stage_costs")
@@ -182,22 +188,27 @@ class PlanForm(Form, frozen=True, kw_only=True):
 
 
 def to_text(form: PlanForm) -> str:
-    """The plan as one JSON object."""
+    """Returns the plan as one JSON object."""
     return encode(form)
 
 
 def from_text(text: str) -> Timeline:
-    """Read what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads the output of :func:`to_text`.
+
+    Raises:
+        PlanError: if the text is not a valid plan; the message begins with the field.
+    """
     check_version(text, _VERSION)
     return decode(text, PlanForm).timeline()
 
 
 def schema() -> str:
-    """The JSON Schema of a plan."""
+    """Returns the JSON Schema of a plan."""
     made: dict[str, Any] = msgspec.json.schema(PlanForm)
     text = json.dumps(made["$defs"])
     for name in sorted(made["$defs"], key=len, reverse=True):
-        # A generic class is called by its parameters, too; there is but one of each here.
+        # The name of a generic class includes its type parameters. Each class is used with one set of them only, so
+        # they are dropped.
         text = text.replace(json.dumps(name), json.dumps(_plain(name))).replace(f'/{name}"', f'/{_plain(name)}"')
     definitions = {
         name: each | {"title": name, "description": inspect.cleandoc(each["description"])}

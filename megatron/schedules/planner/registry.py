@@ -1,4 +1,4 @@
-"""Every schedule by its name, and the one way from a request to a plan."""
+"""Registry of all schedules by name, and the function that turns a request into a plan."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 __all__ = ["NAMES", "Request", "check_parts", "describe", "every_named", "placement", "plan", "stages", "with_parts"]
 
-# Chooses among all others; see :mod:`.service`.
+# Chooses among all other schedules; see :mod:`.service`.
 AUTO = "auto"
 
 
 class _Entry(NamedTuple):
-    """One schedule by name.
+    """A schedule in the registry.
 
     Args:
-        build: makes it; hears of progress.
+        build: builds the schedule and reports its progress.
         summary: one line that says when to use it.
-        placement: where it puts the stages of so many ranks with so many chunks each; None where only its plan says.
-        chunks: stages a rank holds; None where the request says it.
-        heeds: the parts of a request that not every schedule heeds, and this one does.
-        needs: those of them that it cannot do without, and what they are.
-        stated: whether its order is the same whatever passes cost.
-        splits: whether it may split backwards into I and W.
+        placement: returns its placement for a number of ranks and of chunks per rank; None if only the plan says.
+        chunks: chunks per rank; None if the request says it.
+        heeds: the request's optional parts that this schedule uses.
+        needs: those of them that are required, each with a description.
+        stated: True if the order does not depend on costs.
+        splits: True if backwards may be split into I and W.
     """
 
     build: Callable[[Request, Progress], Schedule]
@@ -53,7 +53,7 @@ class _Entry(NamedTuple):
 
 
 def _at_once(build: Callable[[Request], Schedule]) -> Callable[[Request, Progress], Schedule]:
-    """The builder of a schedule that is stated rather than searched for, with no progress to tell of."""
+    """Wraps a builder that needs no search and reports no progress."""
     return lambda request, progress: build(request)
 
 
@@ -68,9 +68,12 @@ def _auto(request: Request, progress: Progress) -> Schedule:
 def every_named(
     request: Request, chunk_choices: Collection[int] | None = None, names: Collection[str] | None = None
 ) -> list[Timeline]:
-    """Every schedule known by name at the size and the costs of ``request``, with its times under them.
+    """Timelines of all named schedules for the size and the costs of ``request``.
 
-    Of those with so many chunks a rank only, where ``chunk_choices`` says so, and of ``names``, where these are given.
+    Args:
+        request: size and costs.
+        chunk_choices: only schedules with one of these numbers of chunks per rank; None for any.
+        names: only schedules with one of these names; None for any.
     """
     found = []
     for name, entry in _ENTRIES.items():
@@ -81,16 +84,16 @@ def every_named(
             continue
         try:
             schedule = plan(replace(request, schedule=name))
-        except PlanError:  # its number of chunks does not go with the costs given for each stage
+        except PlanError:  # its number of chunks does not match the costs per stage
             continue
         found.append(simulate(schedule, request.costs_on(schedule.placement)))
     return found
 
 
 def named_within(request: Request) -> list[Timeline]:
-    """Schedules by name within the memory limit and the chunks of ``request``, ``interleaved-1f1b`` with any of these.
+    """Timelines of the named schedules within the memory limit and the chunk choices of ``request``.
 
-    All of them where there is no limit.
+    ``interleaved-1f1b`` is tried with every number of chunks. Without a memory limit all schedules are returned.
     """
     found, most = every_named(request), max(request.chunk_choices, default=1)
     for chunks in range(request.chunks + 1, most + 1):
@@ -199,30 +202,33 @@ def describe(name: str) -> str:
 
 
 def follows_costs(name: str, *, shared_vocabulary: bool) -> bool:
-    """Whether the order of schedule ``name`` depends on what passes cost, be it only where S and T stand in it."""
+    """Returns True if the order of schedule ``name`` depends on the costs.
+
+    With a shared vocabulary this includes schedules where only the position of S and T depends on them.
+    """
     return not _entry(name).stated or (shared_vocabulary and name != "file")
 
 
 def splits(name: str) -> bool:
-    """Whether schedule ``name`` may split backwards into I and W."""
+    """Returns True if schedule ``name`` may split backwards into I and W."""
     return _entry(name).splits
 
 
 def names_following_costs() -> tuple[str, ...]:
-    """The schedules whose order depends on what passes cost."""
+    """Names of the schedules whose order depends on the costs."""
     return tuple(name for name, entry in _ENTRIES.items() if not entry.stated)
 
 
 def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str, str]) -> None:
-    """Refuse a name that no schedule has, a part of a request that is missing, and one that would be ignored.
+    """Checks that all required parts of a request are given, and none that would be ignored.
 
     Args:
         given: the parts that are given.
-        names: the schedules asked for; none where none is.
-        flags: how whoever asked writes each part, and ``schedule``.
+        names: the requested schedules; may be empty.
+        flags: the caller's flag for each part, and for ``schedule``.
 
     Raises:
-        PlanError: naming the flag that is wrong or missing.
+        PlanError: if a name is unknown, or a part is missing or unused; names the flag.
     """
     for name in names:
         for part, what in _entry(name).needs.items():
@@ -240,22 +246,22 @@ def check_parts(given: Collection[str], names: Sequence[str], flags: Mapping[str
 
 
 def own_chunks(name: str) -> int | None:
-    """How many chunks a rank of schedule ``name`` holds; None where the request says it."""
+    """Chunks per rank of schedule ``name``; None if the request says it."""
     return _entry(name).chunks
 
 
 def heeds(name: str, part: str) -> bool:
-    """Whether schedule ``name`` has that part of a request, which not every schedule has."""
+    """Returns True if schedule ``name`` uses this optional part of a request."""
     return part in _entry(name).heeds
 
 
 def with_parts(given: Collection[str]) -> tuple[str, ...]:
-    """The schedules that have all they need where ``given`` is given."""
+    """Names of the schedules that need no parts other than ``given``."""
     return tuple(name for name, entry in _ENTRIES.items() if set(entry.needs) <= set(given))
 
 
 def placement(request: Request) -> Placement | None:
-    """Where the plan will put the stages, told without planning; None where that is searched for."""
+    """Placement of the plan, known without planning; None if it is searched for."""
     entry = _entry(request.schedule)
     if request.schedule == "file":
         return from_file.from_file(request).placement
@@ -265,22 +271,29 @@ def placement(request: Request) -> Placement | None:
 
 
 def with_own_saving(request: Request) -> Request:
-    """``request`` with what is recomputed and offloaded where its schedule itself says so, as a CSV does.
+    """Returns ``request`` with recompute and offload as its schedule's CSV says.
+
+    Other schedules are returned unchanged.
 
     Raises:
-        PlanError: where the CSV cannot be read.
+        PlanError: if the CSV cannot be read.
     """
     return from_file.with_memory_saving(request) if request.schedule == "file" else request
 
 
 def stages(request: Request) -> int:
-    """How many stages the plan will have, or, where that is searched for, may have at most."""
+    """Number of stages of the plan; the largest possible number if the placement is searched for."""
     known = placement(request)
     return request.ranks * max(request.chunk_choices, default=1) if known is None else known.stages
 
 
 def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | None = None) -> float:
-    """How long its plan takes, made by ``planned``, or by :func:`plan`."""
+    """Makespan of the plan for ``request``, in the unit of the costs.
+
+    Args:
+        request: the request to plan.
+        planned: makes the plan; :func:`plan` by default.
+    """
     schedule = (planned or plan)(request)
     return simulate(schedule, request.costs_on(schedule.placement)).makespan
 
@@ -294,24 +307,27 @@ def _entry(name: str) -> _Entry:
 
 
 def plan(request: Request, progress: Progress = unheard) -> Schedule:
-    """The schedule asked for, validated.
+    """Plans a request and validates the schedule.
 
     Args:
-        request: what is asked for.
-        progress: hears how far the planning is, where that takes a while.
+        request: the request to plan.
+        progress: receives the progress of a long search.
 
     Raises:
-        PlanError: in one line, what is wrong with the request or why there is no such schedule.
+        PlanError: one line that says what is wrong with the request, or why it has no plan.
     """
     schedule = unchecked_plan(request, progress)
     validate(schedule)
     schedule = in_microbatch_order(schedule)
-    request.costs_on(schedule.placement)  # costs that do not fit are a mistake even where the order asks for none
+    request.costs_on(schedule.placement)  # raises for wrong costs, even if the order does not depend on them
     return schedule
 
 
 def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
-    """The same, not validated, for a search that compares many plans; the one that is taken is planned again."""
+    """Plans a request without validation, for searches that compare many plans.
+
+    The plan that is chosen is planned again by :func:`plan`.
+    """
     entry = _entry(request.schedule)
     if request.ranks < 2:
         raise PlanError(f"{request.schedule} needs at least 2 pipeline ranks, not {request.ranks}", "ranks")

@@ -1,4 +1,4 @@
-"""Replanning for measured costs: whether the new plan is better than the one that runs, and what is expected of it."""
+"""Replans with measured costs, and decides if the new plan should replace the running one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from megatron.schedules.schedule.text_forms import to_csv
 from megatron.schedules.schedule.validation import validate
 from megatron.schedules.utils.json_files import decode, encode
 
-# Shorter by less is within what measuring is off by, and not worth a switch.
+# Smaller relative gains are within the measurement error, and not worth a switch.
 _WORTH = 0.005
-# Of a microbatch, by which limits may be missed: rounding.
+# Tolerance of memory limits for rounding, microbatches.
 _ROUNDING = 1e-6
 
 
 class Expected(NamedTuple):
-    """What an order comes to under measured costs: its makespan in their unit, milliseconds, and its bubble."""
+    """Expected times of an order under measured costs.
+
+    Args:
+        makespan: iteration time, in milliseconds, the unit of the measured costs.
+        bubble: share of the makespan in which an average rank computes nothing.
+    """
 
     makespan: float
     bubble: float
@@ -32,12 +37,12 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """The outcome of replanning.
+    """Result of replanning.
 
     Args:
-        before: what the plan that runs comes to under the costs measured.
-        after: what the plan found comes to.
-        csv: the rows of that plan; empty where the plan that runs goes on.
+        before: expected times of the running plan under the measured costs.
+        after: expected times of the new plan.
+        csv: rows of the new plan; empty to keep the running plan.
     """
 
     before: Expected
@@ -45,24 +50,24 @@ class Proposal:
     csv: str
 
     def to_text(self) -> str:
-        """As one JSON object."""
+        """Returns the proposal as one JSON object."""
         return encode(self)
 
     @staticmethod
     def from_text(text: str) -> Proposal:
-        """What :meth:`to_text` wrote; raises :class:`.PlanError` for anything else."""
+        """Reads the output of :meth:`to_text`; raises :class:`.PlanError` for anything else."""
         return decode(text, Proposal)
 
 
 def propose(request: Request, current: Schedule) -> Proposal:
-    """Plan ``request`` again, on the placement of ``current``, and hold both plans against one another.
+    """Plans ``request`` again on the placement of ``current``, and compares both plans.
 
     Args:
-        request: with the costs measured, and a limit that holds from now on.
-        current: what runs.
+        request: the request, with measured costs and the memory limit that applies from now on.
+        current: the running schedule.
 
     Raises:
-        PlanError: where there is no plan.
+        PlanError: if there is no plan.
     """
     costs = request.costs_on(current.placement)
     now = simulate(current, costs)
@@ -77,10 +82,10 @@ def propose(request: Request, current: Schedule) -> Proposal:
 
 
 def read_rows(csv: str, current: Schedule) -> Schedule:
-    """The plan whose rows are ``csv``, on the placement of ``current`` and for as many microbatches.
+    """Returns the plan with the rows in ``csv``, with the placement and number of microbatches of ``current``.
 
     Raises:
-        PlanError: where the rows are not all of its passes, each once, or where they are on other ranks.
+        PlanError: if a pass is missing, repeated or on the wrong rank.
     """
     rows = tuple(tuple(map(Pass.parse, line.split(","))) for line in csv.splitlines())
     schedule = replace(current, order=rows)
@@ -89,12 +94,12 @@ def read_rows(csv: str, current: Schedule) -> Schedule:
 
 
 def digest(csv: str, placement: Placement, request: Request) -> str:
-    """Tells one plan, where its stages live and the costs by which its messages are placed from any other."""
+    """Hash of a plan, its placement, and the costs and decisions that set the order of its messages."""
     return hashlib.sha256(f"{csv}{placement.rank_of}{request.costs!r}{request.decisions!r}".encode()).hexdigest()
 
 
 def moved(old: Schedule, new: Schedule) -> int:
-    """How many passes stand elsewhere in their rank's order."""
+    """Number of passes whose position in their rank's order changed."""
     pairs = zip(old.order, new.order, strict=True)
     return sum(_elsewhere(was, now) for was, now in pairs)
 

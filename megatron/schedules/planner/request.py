@@ -12,24 +12,25 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 @dataclass(frozen=True)
 class Request:
-    """A schedule by name, for so many ranks and microbatches, under these costs.
+    """A request for a plan: a schedule by name, its size and the costs.
 
     Args:
         schedule: one of :data:`megatron.schedules.planner.registry.NAMES`, or ``auto``.
-        ranks: d, the pipeline's size.
-        microbatches: n.
-        costs: of half a rank's layers, see :class:`Costs`.
-        chunks: stages a rank holds, where the schedule leaves that open (``interleaved-1f1b``).
-        csv: the text of a compute-only CSV, for ``file``.
-        memory_limit: for ``adaptive`` and ``auto``, of 1F1B's d microbatches on the rank that holds most.
-        chunk_choices: for ``adaptive``, how many stages a rank may hold.
-        placement: for ``adaptive``, where the stages live if that is settled: a run changes its microbatches, not this.
-        search_seconds: for ``adaptive``, how long to search, in seconds of a usual core; see :mod:`.adaptive`.
-        decisions: what is settled about the stages.
-        partition: whether the layer partition is still to be searched (:func:`.layer_partition.partition_layers`).
-            ``auto`` always searches it where the model is known and no partition is settled.
-        recompute, offload: for ``adaptive``, whether it is still to be searched which stages recompute, and which
-            offload, where that makes the plan shorter (:func:`.memory_saving.save_memory`).
+        ranks: number of pipeline ranks, d.
+        microbatches: microbatches per iteration, n.
+        costs: times and sizes of half a rank's layers, see :class:`Costs`.
+        chunks: chunks per rank, for schedules that leave it open (``interleaved-1f1b``).
+        csv: text of a compute-only CSV, for ``file``.
+        memory_limit: for ``adaptive`` and ``auto``, the activation memory of the worst rank, as a fraction of 1F1B's
+            d microbatches.
+        chunk_choices: for ``adaptive``, the allowed numbers of chunks per rank.
+        placement: for ``adaptive``, a fixed placement; None to search it. A running job cannot change its placement.
+        search_seconds: for ``adaptive``, search time in seconds on a typical core; see :mod:`.adaptive`.
+        decisions: settled decisions about the stages.
+        partition: True to search the layer partition (:func:`.layer_partition.partition_layers`). ``auto`` always
+            searches it if the model is known and no partition is settled.
+        recompute: for ``adaptive``, True to search which stages recompute (:func:`.memory_saving.save_memory`).
+        offload: for ``adaptive``, True to search which stages offload. Both are used only if the plan gets shorter.
     """
 
     schedule: str
@@ -48,13 +49,13 @@ class Request:
     offload: bool = False
 
     def costs_on(self, placement: Placement) -> StageCosts:
-        """What every stage of ``placement`` costs under what is settled."""
+        """Costs of each stage of ``placement`` under the settled decisions."""
         return self.costs.on(placement, self.decisions)
 
     def layers_on(self, placement: Placement) -> tuple[int, ...] | None:
-        """How many decoder layers each stage has; None where the model is not known."""
+        """Decoder layers of each stage; None if the model is unknown."""
         return self.costs.layers_on(placement, self.decisions)
 
     def around_one(self) -> Request:
-        """The same in numbers around 1: the same plan comes out whatever costs are measured in."""
+        """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""
         return replace(self, costs=self.costs.around_one()[0])

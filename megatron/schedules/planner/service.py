@@ -1,9 +1,9 @@
 """Plans a request: first the layer partition, then recompute and offload, then the schedule.
 
-``auto`` takes the shortest plan within the memory limit: ``adaptive`` with everything searched that the request leaves
-open, or a schedule by name where that is shorter.
+``auto`` returns the plan with the shortest iteration time within the memory limit. It compares ``adaptive``, with a
+search for everything that the request leaves open, with the named schedules.
 
-Searches are cached on disk, see :mod:`.plan_cache`.
+Results of searches are cached on disk, see :mod:`.plan_cache`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
-# Seconds of a usual core: for all searches of auto together, for each at least, and for a layer partition on one
-# placement besides whole searches.
+# Seconds on a typical core: for all searches of auto together, the minimum for each search, and for a layer partition
+# on one placement in addition to full searches.
 _AUTO_SECONDS, _LEAST_SECONDS, _PARTITION_SECONDS = 40.0, 2.0, 10.0
-# The most memory that auto searches with, as a fraction of 1F1B's. With more, searches take longer and gain nothing.
+# Largest memory limit that auto searches with, as a fraction of 1F1B's. With more memory, searches take longer and do
+# not find shorter plans.
 _ENOUGH = 1.0
-# Iteration times that differ by less are equal.
+# Iteration times with a smaller relative difference count as equal.
 _ROUNDING = 1e-9
-# Vocabulary parallelism is tried where ranks idle for this share of the time, and ranks x microbatches are no more.
+# Vocabulary parallelism is tried if ranks idle for at least this share of the time, and ranks x microbatches is at most
+# this number.
 _LEAST_IDLE, _MOST_TRIED = 0.02, 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, and the request that it answers.
+    """A schedule with the request it was planned for.
 
     Args:
         asked: the request as it was made.
-        request: the same with its layer partition, recompute and offload settled.
-        schedule: the order of the passes.
-        named: all schedules by name at this size, where they were planned for a comparison.
+        request: the request with layer partition, recompute and offload settled.
+        schedule: order of the passes.
+        named: timelines of all named schedules at this size, if they were planned for a comparison.
     """
 
     asked: Request
@@ -57,13 +59,13 @@ class Plan:
 
     @property
     def explanation(self) -> str:
-        """Schedule, memory and iteration time beside those of schedules by name: a few lines."""
+        """A few lines that compare schedule, memory and iteration time with the named schedules."""
         named = self.named or named_within(replace(self.asked, memory_limit=None))
         return explanation(self.timeline, self.request, named, self.peak_bytes, self.vocabulary_gain)
 
     @cached_property
     def vocabulary_gain(self) -> float | None:
-        """Part of the iteration time that vocabulary parallelism would save, by a quick plan; None where not known."""
+        """Share of the iteration time that vocabulary parallelism would save, from a quick plan; None if unknown."""
         request, costs = self.asked, self.asked.costs
         passes = request.ranks * request.microbatches
         if costs.model is None or costs.shared_vocabulary or self.bubble < _LEAST_IDLE or passes > _MOST_TRIED:
@@ -72,7 +74,7 @@ class Plan:
         shared = replace(
             request,
             schedule="adaptive",
-            # Without the output layer even layers are as good as a searched partition, where they divide.
+            # Without the output layer, even layers are as good as a searched partition, if all stages get equally many.
             chunk_choices=(max((c for c in request.chunk_choices if layers % (c * ranks) == 0), default=1),),
             costs=replace(costs, shared_vocabulary=True, memory=None),
             memory_limit=self.request.memory_limit,
@@ -83,7 +85,7 @@ class Plan:
         )
         try:
             return 1 - make_plan(shared).iteration_time / self.iteration_time
-        except PlanError:  # it does not go with the model, or the limit is too small for a plan that saves no memory
+        except PlanError:  # the model does not allow it, or the limit is too small without recompute or offload
             return None
 
     @property
@@ -98,17 +100,17 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Start and end of each pass."""
+        """Start and end of each pass, in the unit of the costs."""
         return simulate(self.schedule, self.costs)
 
     @property
     def iteration_time(self) -> float:
-        """Time from 0 to the last end on any rank (makespan), in the unit of the costs."""
+        """Time from 0 to the end of the last pass on any rank (makespan), in the unit of the costs."""
         return self.timeline.makespan
 
     @property
     def bubble(self) -> float:
-        """Part of the iteration time in which an average rank is idle."""
+        """Share of the iteration time in which an average rank is idle."""
         return self.timeline.bubble
 
     @property
@@ -118,7 +120,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Peak activation memory of the worst rank in bytes; None where the model's sizes are not known."""
+        """Peak activation memory of the worst rank, bytes; None if the sizes of the model are unknown."""
         memory, counts = self.request.costs.memory, self.request.layers_on(self.schedule.placement)
         if memory is None or counts is None:
             return None
@@ -126,27 +128,27 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float | None:
-        """Shortest iteration time that is possible within the memory limit; None where there is no limit."""
+        """Lower bound of the iteration time within the memory limit, in the unit of the costs; None without a limit."""
         return bound(self.request) if self.request.schedule == "adaptive" else None
 
     def to_csv(self) -> str:
-        """The order of the passes, one row a rank, as torch.distributed.pipelining reads it."""
+        """Returns the order of the passes in the CSV format of torch.distributed.pipelining, one row per rank."""
         return to_csv(self.schedule)
 
     def to_json(self) -> str:
-        """The plan with its costs and figures, see docs/plan-json.md."""
+        """Returns the plan as JSON, with its costs and figures; see docs/plan-json.md."""
         return to_text(PlanForm.of(self.timeline, self.asked, self.request, self.lower_bound)) + "\n"
 
 
 def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
-    """Plans ``asked``.
+    """Plans a request.
 
     Args:
         asked: the request.
-        progress: told how far the planning is.
+        progress: receives the progress of the planning.
 
     Raises:
-        PlanError: in one line, what is wrong with the request or why there is no such plan.
+        PlanError: one line that says what is wrong with the request, or why it has no plan.
     """
     if asked.schedule == AUTO:
         return _shortest(asked, progress)
@@ -161,7 +163,7 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
 
 
 def _shortest(asked: Request, progress: Progress) -> Plan:
-    """Plans ``auto``: by searching, or by a schedule by name within the same memory that is shorter."""
+    """Plans ``auto``: returns the searched plan, or a named schedule within the same limit that is shorter."""
     limit = 1.0 if asked.memory_limit is None else asked.memory_limit
     request = replace(asked, schedule="adaptive", memory_limit=limit)
     request = replace(request, memory_limit=min(limit, max(_ENOUGH, least_limit(request))))
@@ -188,19 +190,19 @@ _Search = Callable[[Request, Progress], Request]
 
 
 def _searches(asked: Request, seconds: float) -> list[tuple[_Search, float]]:
-    """Lists the searches that come before that of the schedule, with the seconds that each takes, about.
+    """Searches to run before the schedule search, each with its approximate time in seconds.
 
     Args:
         asked: the request.
-        seconds: for one whole search of a schedule.
+        seconds: time of one full schedule search, in seconds.
     """
     found: list[tuple[_Search, float]] = []
     if asked.partition:
         placed = len(asked.chunk_choices) if asked.schedule == "adaptive" else 1
-        # The best partition found and even layers on each placement get a whole search each.
+        # The best partition found, and even layers on each placement, each get a full search.
         whole = (1 + placed) * seconds if asked.schedule == "adaptive" else 0.0
         found.append((cached_partition, placed * _PARTITION_SECONDS + whole))
     if asked.recompute or asked.offload:
-        # Where both are allowed, each alone, both and neither are compared.
+        # If both are allowed, recompute alone, offload alone, both and neither are compared.
         found.append((cached_saving, seconds * (8 if asked.recompute and asked.offload else 3)))
     return found

@@ -1,4 +1,4 @@
-"""The passes of an output layer that all ranks share, put into an order that has none."""
+"""Adds the passes of vocabulary parallelism (S and T) to an order without them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from megatron.schedules.search.polish import polished
 from megatron.schedules.utils.progress import Progress, unheard
 
 _Moment = tuple[float, int]
-"""A time, and the turn that tells what comes first of what takes none."""
+"""A time, and a turn that orders passes of zero duration."""
 _LAST: _Moment = (math.inf, 0)
-# Microbatches whose S may wait for their T beyond those that the order makes wait.
+# Microbatches whose S may wait for their T, beyond those that wait in the order itself.
 _FEW = 2
 
 
 def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard, more: float = 1.0) -> Schedule:
-    """``base`` with S and T of every rank and microbatch, reordered for what the last stage then waits.
+    """Returns ``base`` with S and T on each rank, reordered to shorten the waiting time of the last stage.
 
-    Each rank does its S before the first pass that ``base`` starts once the last stage's F has ended, and its T before
-    the first that starts once the last stage's I has. So nothing waits in a circle: every pass still comes after all
-    that started before it. Where both come before the same pass, what could start first comes first: a T gives back
-    what the S after it takes, and with many words and few layers that is more than a microbatch.
+    Each rank runs its S before the first pass that starts in ``base`` after the last stage's F has ended. It runs its T
+    before the first pass that starts after the last stage's I has ended. There is no deadlock: each pass still comes
+    after all passes that started before it. If S and T come before the same pass, the one that could start first is
+    first. A T frees the memory that the S after it allocates. With a large vocabulary and few layers that is more than
+    a microbatch.
 
     Args:
-        base: an order without them.
-        costs: under which it has them, with times around 1, see :meth:`.costs.Costs.around_one`.
-        progress: hears how far the reordering is.
-        more: microbatches that a rank may hold beyond ``base`` while the last stage's input gradient waits until all
-            ranks have done their part; the paper (arXiv 2411.05288, section 5) counts one, too. Where that is more
-            than a few S hold, these come on top: they let a T wait for a gap.
+        base: an order without S and T.
+        costs: costs with S and T, scaled to around 1, see :meth:`.costs.Costs.around_one`.
+        progress: receives the progress of the reordering.
+        more: memory that a rank may use beyond ``base``, microbatches. The input gradient of the last stage waits for
+            all ranks; the paper (arXiv 2411.05288, section 5) also counts one microbatch for that. If this is more than
+            the memory of a few S, that memory is added, so that a T can wait for a gap.
     """
     base = _in_parts(base)
-    starts, ends, turns, _ = sweep(base, costs)  # turns tell what comes first of what takes no time
+    starts, ends, turns, _ = sweep(base, costs)  # turns order passes of zero duration
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
     ended: dict[Kind, dict[int, _Moment]] = {Kind.S: {}, Kind.T: {}}
@@ -60,7 +61,7 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
 
 
 def _in_parts(schedule: Schedule) -> Schedule:
-    """``schedule`` with each B as I and W, where it splits any: else a B might add gradients before a W."""
+    """Splits each B into I and W if any is split, since a B could add gradients before a W."""
     if not schedule.splits:
         return schedule
     rows = (

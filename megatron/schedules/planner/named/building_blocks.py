@@ -1,7 +1,7 @@
-"""Building blocks: one microbatch's passes with their offsets, repeated every interval (arXiv 2405.15362, section 3).
+"""Building blocks: the offsets of one microbatch's passes, repeated every interval (arXiv 2405.15362, section 3).
 
-A block fixes everything about the steady state. How long its passes' activations live, over the interval, bounds the
-memory of any number of microbatches: this is how a schedule's memory is chosen before the schedule exists.
+A block defines the steady state of a schedule. The lifespan of its activations, divided by the interval, bounds the
+memory for any number of microbatches. So the memory is known before the schedule is built.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Block:
     """A building block on a grid of equal slots.
 
     Args:
-        placement: where the stages live.
-        interval: T, slots from one microbatch to the next.
-        offset: start slot of every (stage, kind) for microbatch 0.
-        length: how many slots a pass of each kind takes.
+        placement: placement of the stages.
+        interval: slots from one microbatch to the next, T.
+        offset: start slot of each (stage, kind) for microbatch 0.
+        length: slots of a pass of each kind.
     """
 
     placement: Placement
@@ -36,7 +36,7 @@ class Block:
 
     @cached_property
     def followers(self) -> dict[StageKind, list[StageKind]]:
-        """For each pass of a microbatch those that may start once it has ended."""
+        """For each pass of a microbatch, the passes that depend on it."""
         return followers(self.placement, everywhere(self.placement, self.kinds))
 
     def lifespan(self, stage: int) -> int:
@@ -45,22 +45,22 @@ class Block:
         return last - self.offset[stage, Kind.F]
 
     def peak_bound(self, rank: int) -> float:
-        """At most this many microbatches' activations are held at once: sum of ceil(l / T) over the rank's chunks."""
+        """Upper bound of the rank's peak memory, microbatches: mean of ceil(lifespan / T) over its chunks."""
         chunks = self.placement.stages_of(rank)
         return sum(math.ceil(self.lifespan(stage) / self.interval) for stage in chunks) / len(chunks)
 
     def slot(self, work: Pass) -> int:
-        """When the block, repeated, starts ``work``. No two passes of a rank share one: they would collide."""
+        """Start slot of ``work`` in the repeated block. Two passes of a rank never have the same slot."""
         return self.offset[work.stage, work.kind] + self.interval * work.microbatch
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of pass this block has."""
+        """Kinds of pass in the block."""
         found = {kind for _, kind in self.offset}
         return tuple(kind for kind in KINDS if kind in found)
 
     def repeat(self, microbatches: int, name: str) -> Schedule:
-        """The schedule of ``microbatches`` copies of the block, each one interval after the last."""
+        """Returns the schedule of ``microbatches`` copies of the block, one per interval."""
         here: list[list[tuple[int, int, int, Kind]]] = [[] for _ in range(self.placement.ranks)]
         for (stage, kind), offset in self.offset.items():
             here[self.placement.rank_of[stage]].append((offset % self.interval, offset // self.interval, stage, kind))
@@ -77,10 +77,10 @@ class Block:
 
 
 def with_weights(placement: Placement, interval: int, offset: Mapping[StageKind, int]) -> Block:
-    """Complete a block of unit slots that has F and I: each W takes the first slot after its I that is still free.
+    """Adds W to a block of unit slots that has F and I. Each W gets the first free slot after its I.
 
     Raises:
-        PlanError: where F and I already collide or the interval is shorter than a rank's work: no such block exists.
+        PlanError: if F and I collide, or the interval is shorter than a rank's work, so that no such block exists.
     """
     length = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
     complete = dict(offset)

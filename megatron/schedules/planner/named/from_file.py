@@ -1,4 +1,4 @@
-"""A user's own schedule, from a compute-only CSV."""
+"""Schedules from a user's compute-only CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.schedules.utils.errors import PlanError
 
 
 def from_file(request: Request) -> Schedule:
-    """Read the request's CSV; it must be for just as many ranks and microbatches as asked."""
+    """Reads the request's CSV; its numbers of ranks and microbatches must match the request."""
     if request.csv is None:
         raise PlanError("schedule 'file' needs a CSV: name it in place of the schedule, such as mine.csv", "csv")
     schedule = from_csv(request.csv, name=request.schedule)
@@ -26,13 +26,13 @@ def from_file(request: Request) -> Schedule:
 
 
 def with_memory_saving(request: Request) -> Request:
-    """``request`` with what its CSV says of recompute and offload, where its decisions say nothing of it.
+    """Returns ``request`` with recompute and offload as in its CSV, unless its decisions contain them.
 
-    A stage with an R has all of its layers recomputed, one with an O all of them offloaded. Where it has both, the
-    first half is offloaded and the rest recomputed, in whole layers where their number is known.
+    A stage with an R recomputes all of its layers. A stage with an O offloads all of them. A stage with both offloads
+    the first half and recomputes the rest, in whole layers if their number is known.
 
     Raises:
-        PlanError: as :func:`from_file` does.
+        PlanError: see :func:`from_file`.
     """
     text, decided = request.csv or "", request.decisions
     if decided.recomputed or decided.offloaded or (Kind.R not in text and Kind.O not in text):

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several chunks a rank, for any number of microbatches (arXiv 2104.04473, section 2.2)."""
+"""Interleaved 1F1B: several chunks per rank, for any number of microbatches (arXiv 2104.04473, section 2.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.schedules.utils.errors import PlanError
 
 
 def interleaved_1f1b(request: Request) -> Schedule:
-    """Microbatches pass through chunk after chunk in groups of d; the last group is what remains of n.
+    """Interleaved 1F1B: microbatches go through one chunk after another in groups of d. The last group may be smaller.
 
     Rank r runs 2 (d - 1 - r) + (v - 1) d forwards ahead, then one forward and one backward in turn.
     """
@@ -20,8 +20,8 @@ def interleaved_1f1b(request: Request) -> Schedule:
         raise PlanError(
             f"interleaved-1f1b needs at least 2 chunks a rank, not {v}; with 1 chunk ask for 1f1b", "chunks"
         )
-    # For n that d does not divide: the order of the next multiple without its first few microbatches. Leaving passes
-    # out of an order that can finish leaves one that can, no longer and with no more memory.
+    # If d does not divide n: the order for the next multiple, without its first few microbatches. Removing passes from
+    # an order adds no deadlock, no time and no memory.
     short = -n % d
     placement, rows = interleaved(d, v), []
     for rank in range(d):

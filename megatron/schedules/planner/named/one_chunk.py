@@ -1,7 +1,7 @@
-"""1F1B, its eager form, and the zero-bubble schedules ZB-1P and ZB-2P: one chunk a rank.
+"""Schedules with one chunk per rank: 1F1B, eager 1F1B, and the zero-bubble schedules ZB-1P and ZB-2P.
 
-1F1B is PipeDream-flush (arXiv 2104.04473); ZB-1P and ZB-2P are the handcrafted schedules' memory points of Zero Bubble
-Pipeline Parallelism (arXiv 2401.10241), ordered here under the costs given.
+1F1B is PipeDream-flush (arXiv 2104.04473). ZB-1P and ZB-2P have the memory of the handcrafted schedules of Zero Bubble
+Pipeline Parallelism (arXiv 2401.10241). Their order is searched for the given costs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 
 def one_f_one_b(request: Request) -> Schedule:
-    """Rank r runs d - 1 - r forwards ahead, then one forward and one whole backward in turn: peak min(n, d).
+    """1F1B: rank r runs d - 1 - r forwards ahead, then one forward and one whole backward in turn.
 
-    Where all ranks share the output layer it runs one more ahead, behind which the ranks do their parts of it.
+    Peak memory is min(n, d). With vocabulary parallelism each rank runs one more forward ahead, while the ranks compute
+    their part of the output layer.
     """
     shared = request.costs.shared_vocabulary
     order = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank + shared)
@@ -29,17 +30,17 @@ def one_f_one_b(request: Request) -> Schedule:
 
 
 def eager_1f1b(request: Request) -> Schedule:
-    """1F1B with twice as many forwards ahead, so that messages overlap computing: peak min(n, 2d - 1)."""
+    """Eager 1F1B: twice as many forwards ahead, so that messages overlap computing. Peak memory is min(n, 2d - 1)."""
     return _one_f_one_b(request, ahead=lambda rank: 2 * (request.ranks - 1 - rank))
 
 
 def zb_1p(request: Request, progress: Progress = unheard) -> Schedule:
-    """1F1B with W as filler, every rank within 1F1B's worst memory, d microbatches."""
+    """ZB-1P: 1F1B with W as filler. Each rank stays within 1F1B's peak memory, d microbatches."""
     return _zero_bubble(request, request.ranks, progress)
 
 
 def zb_2p(request: Request, progress: Progress = unheard) -> Schedule:
-    """W as filler within 2d microbatches: no idle time but the first forward's way in, at any usual costs."""
+    """ZB-2P: W as filler within 2d microbatches. At usual costs, ranks idle only until their first forward."""
     return _zero_bubble(request, 2 * request.ranks, progress)
 
 

@@ -1,8 +1,9 @@
-"""The V schedules: two chunks a rank, the model going up the ranks and down again (arXiv 2405.15362, section 3).
+"""V schedules: two chunks per rank, stages go up the ranks and back down (arXiv 2405.15362, section 3).
 
-Each is a building block with offsets in unit slots and an interval of 6, the work of one microbatch on one rank at
-equal costs. Going from rank to rank an offset moves by a fixed number of slots; these four numbers, one for each of
-F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0, set how long activations live and with it the memory.
+Each schedule is a building block with offsets in slots of one unit. Its interval of 6 slots is the work of one
+microbatch on one rank at equal costs. From each rank to the next, an offset moves by a fixed number of slots (a step).
+There are four steps: F of chunk 0, F of chunk 1, I of chunk 1, I of chunk 0. They set how long activations are kept,
+and so the peak memory.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ Offsets = Callable[[int], tuple[int, int, int, int]]
 
 
 def v_min(request: Request, progress: Progress = unheard) -> Schedule:
-    """Steps of 1, 1, 1, 1: the least memory, ceil((d + 2) / 3) microbatches."""
+    """V-Min, steps of 1, 1, 1, 1: the least memory, peak ceil((d + 2) / 3) microbatches."""
     return _polished(request, v_min_block(request.ranks), (request.ranks + 4) // 3, progress)
 
 
 def v_half(request: Request, progress: Progress = unheard) -> Schedule:
-    """Steps of 2, 1, 2, 1: half of 1F1B's memory, floor(d / 2) + 1 microbatches."""
+    """V-Half, steps of 2, 1, 2, 1: half of 1F1B's memory, peak floor(d / 2) + 1 microbatches."""
     return _polished(request, v_half_block(request.ranks), request.ranks // 2 + 1, progress)
 
 
 def v_zb(request: Request, progress: Progress = unheard) -> Schedule:
-    """Steps of 4, 2, 4, 2: 1F1B's memory, d microbatches, and no idle time in the steady state or after it."""
+    """V-ZB, steps of 4, 2, 4, 2: 1F1B's memory, d microbatches, and no idle time in the steady state or after it."""
     return _polished(request, v_zb_block(request.ranks), request.ranks, progress)
 
 
 def one_f_one_b_v(request: Request, progress: Progress = unheard) -> Schedule:
-    """The V with whole backwards: two thirds of 1F1B's memory without a split, floor(2 d / 3) + 1 microbatches."""
+    """1F1B-V, a V with whole backwards: two thirds of 1F1B's memory, peak floor(2 d / 3) + 1 microbatches."""
     block = one_f_one_b_v_block(request.ranks)
     limit = max(block.peak_bound(rank) for rank in range(request.ranks))
     base = pulled_together(block, request.microbatches, int(limit), request.schedule)
@@ -52,22 +53,29 @@ def _polished(request: Request, block: Block, limit: float, progress: Progress) 
 
 
 def v_min_block(d: int) -> Block:
-    """Where 3 divides d the pass after the turn waits two slots, lest passes of one rank collide."""
+    """Block of V-Min.
+
+    If 3 divides d, the pass after the turn waits two slots, so that passes of a rank do not collide.
+    """
     k = 2 if d % 3 == 0 else 0
     return _block(d, lambda i: (i, 2 * d - i - 1, 2 * d + k + i, 4 * d + k - i - 1))
 
 
 def v_half_block(d: int) -> Block:
-    """Where d is even the pass after the turn waits three slots, lest passes of one rank collide."""
+    """Block of V-Half.
+
+    If d is even, the pass after the turn waits three slots, so that passes of a rank do not collide.
+    """
     k = 3 if d % 2 == 0 else 0
     return _block(d, lambda i: (2 * i, 3 * d - i - 2, 3 * d + k + 2 * i - 1, 6 * d + k - i - 2))
 
 
 def v_zb_block(d: int) -> Block:
-    """Steps of 4 and -2 agree modulo 6, so on every rank the four passes take the same slots of the interval.
+    """Block of V-ZB.
 
-    After F of chunk 0 in slot 0 of the interval, F of chunk 1 takes slot 1, I of chunk 1 slot 2, I of chunk 0 slot 3
-    or the first after it that its dependency allows.
+    Steps of 4 and -2 are equal modulo 6, so the four passes use the same slots of the interval on each rank. F of chunk
+    0 uses slot 0, F of chunk 1 slot 1, and I of chunk 1 slot 2. I of chunk 0 uses slot 3, or the first later slot that
+    its dependency allows.
     """
     turn = _next(4 * (d - 1) + 1, 4 * (d - 1) + 1)
     first_input = turn + 2 * (d - 1) + 1
@@ -76,7 +84,10 @@ def v_zb_block(d: int) -> Block:
 
 
 def one_f_one_b_v_block(d: int) -> Block:
-    """Whole backwards take two slots; each pass takes the first slots free of collision that its dependency allows."""
+    """Block of 1F1B-V.
+
+    Whole backwards have two slots. Each pass gets the first free slots that its dependency allows.
+    """
     placement, length = v_shape(d), {Kind.F: 1, Kind.B: 2}
     taken: list[set[int]] = [set() for _ in range(d)]
     offset: dict[tuple[int, Kind], int] = {}
@@ -92,7 +103,7 @@ def one_f_one_b_v_block(d: int) -> Block:
 
 
 def _next(earliest: int, residue: int) -> int:
-    """The first slot from ``earliest`` on that is ``residue`` modulo the interval."""
+    """First slot from ``earliest`` on that equals ``residue`` modulo the interval."""
     return earliest + (residue - earliest) % INTERVAL
 
 

@@ -1,8 +1,8 @@
-"""Warm-up: repeat a building block with its first microbatches pulled together.
+"""Warm-up: repeats a building block, with its first microbatches started as early as possible.
 
-Repeated as it stands, a block lets the last rank wait for a first backward that comes as late as it does in the steady
-state, though nothing collides with it yet. That rank starts last, and a whole chain of backwards is left when it ends,
-so what it waits is added to the makespan. Here the block's slots are kept to only once the pipeline is full.
+If a block is repeated without changes, the first backward on the last rank is as late as in the steady state, although
+no pass collides with it yet. The last rank starts last, and a whole chain of backwards follows its own. Its waiting
+time is therefore added to the makespan. Here the slots of the block apply only once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.schedules.schedule.schedule import Schedule
 
 
 def pulled_together(block: Block, microbatches: int, ahead: int, name: str) -> Schedule:
-    """Repeat ``block``, its first ``ahead`` microbatches going forward as soon as they can.
+    """Repeats ``block``. The forwards of its first ``ahead`` microbatches start as soon as they can.
 
-    Every other pass waits for its slot in the repeated block, moved earlier by the time the last rank can gain before
-    its first backward. Of the passes a rank could start, the one with the earliest slot comes first. How much is held
-    at once follows from ``ahead``; the block's own bound does not hold for the result.
+    Every other pass waits for its slot in the repeated block. All slots are moved earlier by the time that the last
+    rank can gain before its first backward. If a rank could start several passes, the one with the earliest slot is
+    first. The peak memory depends on ``ahead``; the bound of the block does not apply to the result.
     """
     placement = block.placement
     gain = _gain(block)
@@ -53,7 +53,7 @@ def pulled_together(block: Block, microbatches: int, ahead: int, name: str) -> S
 
 
 def _gain(block: Block) -> int:
-    """How many slots earlier than in ``block`` the first microbatch alone would reach its backward on the last rank."""
+    """Slots by which the first microbatch alone could reach its backward on the last rank earlier than in ``block``."""
     placement = block.placement
     first = placement.stages_of(placement.ranks - 1)[-1]
     earliest, at = 0, (0, Kind.F)
