@@ -1,4 +1,4 @@
-"""Host memory of offloaded activations: blocks that are allocated once and reused after their content is copied back."""
+"""Host memory of offloaded activations: blocks that are allocated once and reused after the copy back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 _MOST_SPARE = 2
 # Extra size of a new block. Stages with equally many layers differ a little, and should be able to share blocks.
 _SPARE = 1 / 32
-# Kinds that take a block, kinds that copy to it, and kinds that copy back and free it.
+# Kinds that allocate a block, kinds that copy to it, and kinds that copy back and free it.
 _FILLS = frozenset(kind for kind in using(Resource.COMPUTE) if not TO_HOST.isdisjoint(KINDS[kind].takes))
 _OUT, _BACK = using(Resource.TO_HOST), using(Resource.FROM_HOST)
 
@@ -30,7 +30,7 @@ def fitting(blocks: Sequence[float], size: float, least: float = 0.0) -> int | N
     Args:
         blocks: sizes of the free blocks.
         size: requested size.
-        least: smallest size that counts. Requests below it accept the same blocks.
+        least: requests below this size accept blocks as large as a request of this size does.
     """
     found = [at for at, block in enumerate(blocks) if size <= block <= _MOST_SPARE * max(size, least)]
     return min(found, key=blocks.__getitem__, default=None)
@@ -39,7 +39,7 @@ def fitting(blocks: Sequence[float], size: float, least: float = 0.0) -> int | N
 def taken(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Returns the host memory of each rank, in microbatches of one rank's activations.
 
-    A forward that an O follows takes a block, and the L frees it. Blocks are not split and stages copy different
+    A forward that an O follows allocates a block, and the L frees it. Blocks are not split and stages copy different
     sizes, so the total can exceed the peak of the offloaded activations.
     """
     return tuple(_taken(schedule, costs, rank) for rank in range(schedule.ranks))

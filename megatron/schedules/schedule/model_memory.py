@@ -31,7 +31,7 @@ class LayerMemory(NamedTuple):
 
 
 class EndMemory(NamedTuple):
-    """Memory of the parts before the first or after the last decoder layer, bytes. Fields as in :class:`LayerMemory`."""
+    """Memory of the parts before or after the decoder layers, bytes. Fields as in :class:`LayerMemory`."""
 
     kept: float = 0.0
     weights: float = 0.0
@@ -169,7 +169,7 @@ class ModelMemory:
         for count in counts:
             found.append(self._passing(begin, count))
             begin += count
-        # The output layer's activations are freed before the last layer is recomputed.
+        # Activations of the parts after the last layer are freed before that layer is recomputed.
         found[-1] = found[-1]._replace(whole=max(0.0, found[-1].whole - self.last.kept))
         return found
 

@@ -122,7 +122,7 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 
 
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Gives each pass of a rank the first microbatch that is ready for it. Optional passes stay with their backwards."""
+    """Gives each pass of a rank the first ready microbatch. Optional passes stay with their backwards."""
     if not any(work.kind in SAVING for work in row):
         return tuple(_in_turn(row))
     required = iter(_in_turn([work for work in row if work.kind not in SAVING]))

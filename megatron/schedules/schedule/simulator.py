@@ -133,7 +133,9 @@ class Timeline:
 def held_over_time(
     changes: Iterable[float], start: Iterable[float], end: Iterable[float]
 ) -> tuple[tuple[float, float], ...]:
-    """Memory of a rank over time, as steps (time, memory from then on). A pass allocates at its start, frees at its end.
+    """Returns the memory of a rank as steps (time, memory from then on).
+
+    A pass allocates at its start and frees at its end.
 
     Args:
         changes: change of memory by each pass of the rank, in order.

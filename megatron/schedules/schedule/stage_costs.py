@@ -24,7 +24,7 @@ class StageCosts:
             1 / chunks if layers are split evenly, and the embedding and the output layer keep nothing.
         comm: P2P latency between two ranks; 0 within a rank.
         held: size of each share of a stage's activations, by stage. F keeps less than ``activation`` if I recomputes
-            the rest.
+            the rest. The vocabulary's share is on the last stage of each rank.
         standing: memory of each stage's parameters, which is always allocated; empty if it is not counted.
         one_way: whether a rank copies in one direction at a time.
         latencies: P2P latency of each pair of ranks (from, to) for which it is not ``comm``.
