@@ -1,6 +1,6 @@
-"""Costs: how long passes over half a rank's layers take and what they hold, from which those of stages follow.
+"""Costs: times and activation memory of passes over half a rank's layers. The costs of each stage follow from them.
 
-Costs are measured, given or reckoned, and planning never changes them. What it decides stands in :class:`.Decisions`.
+Costs are measured, given or estimated. Planning never changes them; its choices are in :class:`.Decisions`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError
 
-# Times and weights that are planned for: sums of their products stay far from what a float can hold.
+# Bounds of times and weights. Sums of their products stay far from the limits of a float.
 _LEAST, _MOST = 1e-100, 1e100
-# No linear's W needs so much more than its I: a slip.
+# Largest weight_share. No linear layer's W needs so much more memory than its I, so a larger value is a mistake.
 MOST_SHARE = 100
-# Of what a layer holds, the part that is its input: 2 of some 34 bytes a token and hidden unit.
+# Part of a layer's activations that is its input: 2 of some 34 bytes per token and hidden unit.
 LAYER_INPUT = 0.06
-# Fields of Costs that are shares: what of, and the largest.
+# Fields of Costs that are shares: name, what they are a share of, and the maximum.
 _SHARES = (
     ("weight_share", "memory held until W", MOST_SHARE),
     ("stock_recompute", "the forward that is recomputed", 1),
     ("layer_input", "memory that is a layer's input", 1),
     ("kept", "memory kept for recomputing", 1),
 )
-# Times further apart than this are lost in each other's rounding.
+# Largest ratio of two times. Beyond it the shorter one is lost to rounding.
 _APART = 1e15
 
 
 def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
-    """What ``values`` must be (``what``, or within bounds) where one of them is not planned for; else empty."""
+    """Requirement that one of ``values`` breaks: ``what``, or the bounds. Empty if all are valid."""
     wrong = [value for value in values if not (_LEAST <= value <= _MOST or (zero and value == 0))]
     if any(0 < value < math.inf for value in wrong):
         return f"from {_LEAST:g} to {_MOST:g}"
@@ -44,29 +44,29 @@ def _fault(values: Iterable[float], what: str, *, zero: bool) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs of a pipeline. Times have one unit, and are those of half a rank's decoder layers.
+    """Costs of a pipeline. Times are those of half a rank's decoder layers, all in one unit of your choice.
 
-    A stage of a placement with c chunks takes 2/c of them, so every placement does the same work.
+    With c chunks per rank a stage takes 2/c of these times, so every placement does the same work.
 
     Args:
         forward, input_grad, weight_grad: times of F, I (the paper's B) and W.
         comm: P2P latency between two ranks.
-        stage_weights, stage_activations: relative time and activation memory of stages; None: all 1. One number a stage
-            or a multiple of that: the model is cut into so many equal slices, and a stage takes the mean of its own.
+        stage_weights, stage_activations: relative time and activation memory of each stage; None: all 1. The list may
+            be a multiple of the number of stages: a stage then uses the mean of its slices.
         weight_share: activations from I to W over those from F to I. May exceed 1, since I makes gradients for W.
         stock_recompute: part of F that Megatron's own recompute repeats inside I.
-        kept: part of the activations that F keeps under Megatron's own recompute. Memory counts whole activations, so
-            1F1B without recompute holds d microbatches.
-        model: loads of the model's parts, relative to its average decoder layer; None where unknown. The embedding and
-            the output layer come on top of the times above. ``stage_weights`` and ``stage_activations`` override it.
-        shared_vocabulary: whether all ranks share the output layer, whose S and T are passes of their own.
-        layer_input: part of a layer's activations that remain where an R pass recomputes it.
-        recompute_time: time of R over that of F.
-        copy: time to copy the activations of half a rank's layers one way, in O and L.
+        kept: part of the activations that F keeps under Megatron's own recompute. The unit of memory is activations
+            without recompute, so 1F1B without recompute holds d microbatches.
+        model: loads of the model's parts, relative to its average decoder layer; None if unknown. The times above
+            exclude the embedding and the output layer. ``stage_weights`` and ``stage_activations`` override it.
+        shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism), with S and T passes.
+        layer_input: part of a layer's activations that stays if an R pass recomputes the layer.
+        recompute_time: time of R relative to F.
+        copy: time to copy the activations of half a rank's layers in one direction, in O and L.
         one_way: whether a rank copies in one direction at a time.
-        latencies: from, to, time of single pairs of ranks whose latency is not ``comm``.
+        latencies: (from, to, time) for each pair of ranks whose latency is not ``comm``.
         memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
-        attention: attention's parts of a layer's F and I, which grow with the square of a sequence's length
+        attention: attention's parts of a layer's F and I, which grow with the square of the sequence length
             (:mod:`.microbatch_loads`).
     """
 
@@ -119,7 +119,7 @@ class Costs:
 
     @staticmethod
     def parse(text: str) -> Costs:
-        """Read ``F,I,W`` or ``F,I,W,LATENCY``; raises :class:`PlanError` saying what is wrong."""
+        """Reads ``F,I,W`` or ``F,I,W,LATENCY``; raises :class:`PlanError` for anything else."""
         try:
             numbers = [float(part) for part in text.split(",")] if text.isascii() and "_" not in text else []
         except ValueError:
@@ -134,7 +134,7 @@ class Costs:
 
     @property
     def last_in_layers(self) -> float:
-        """How many average decoder layers take as long as what comes after them: 0 where that is not known."""
+        """Time of all parts after the decoder layers, in average decoder layers; 0 if the model is unknown."""
         if self.model is None:
             return 0.0
         last, mean = self.model.last.split.plus(self.model.last.whole), self.model.mean
@@ -143,9 +143,10 @@ class Costs:
         return each / sum(times)
 
     def around_one(self) -> tuple[Costs, float]:
-        """The same proportions in numbers around 1, which searches' tolerance for rounding is made for; and the unit.
+        """Returns these costs scaled to numbers around 1, and the unit that they were divided by.
 
-        The unit is a power of two, which rounds nothing: the same plan comes out whatever costs are measured in.
+        The searches' rounding tolerance assumes such numbers. The unit is a power of two, so the division is exact and
+        the plan does not depend on the unit of the costs.
         """
         unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
         times = {
@@ -155,13 +156,13 @@ class Costs:
         return replace(self, **times, latencies=latencies), unit
 
     def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
-        """These costs for every stage of ``placement``, under what was decided about its stages."""
+        """Returns the costs of every stage of ``placement`` under ``decisions``."""
         parts = None if self.model is None else self._parts(self.model, placement, decisions)
         memory = self.memory_on(placement, decisions)
         activation, held = self._held(placement, parts, memory, decisions)
         recomputed, _ = decisions.savings_on(placement)
         times = self._times(placement, parts)
-        # The time of a copy is given for half of what an average rank's layers hold.
+        # ``copy`` is the time for half of the activations of an average rank's layers.
         copies = tuple(2 * self.copy * away for away in held[Share.OFFLOADED])
         times |= {
             Kind.R: tuple(share * time for share, time in zip(recomputed, times[Kind.R], strict=True)),
@@ -177,17 +178,17 @@ class Costs:
         return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention)
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
-        """How many decoder layers each stage has; None where the model is not known."""
+        """Number of decoder layers of each stage; None if the model is unknown."""
         if self.model is None:
             return None
         return self.model.evenly(placement.stages) if decisions.layers is None else decisions.layers
 
     def memory_on(self, placement: Placement, decisions: Decisions = PLAIN) -> list[StageMemory] | None:
-        """What each stage keeps of a microbatch, in bytes; None where nobody says it."""
+        """Memory of each stage for one microbatch, bytes; None if it is unknown in bytes."""
         counts = self.layers_on(placement, decisions)
         if self.memory is None or counts is None or self.stage_activations is not None:
             return None
-        decisions.savings_on(placement)  # or they are for another one
+        decisions.savings_on(placement)  # raises if they are for another placement
         recomputed, offloaded = (
             None if shares is None else [round(share * count) for share, count in zip(shares, counts, strict=True)]
             for shares in (decisions.recomputed, decisions.offloaded)
@@ -195,7 +196,7 @@ class Costs:
         return self.memory.by_stage(counts, recomputed, offloaded)
 
     def _parts(self, model: ModelLoads, placement: Placement, decisions: Decisions) -> list[Part]:
-        """What each stage has, where decoder layers take these costs: of each kind, half a rank's average layers."""
+        """Parts of the model on each stage."""
         counts = self.layers_on(placement, decisions) or ()
         if len(counts) != placement.stages:
             raise PlanError(f"layers of {len(counts)} stages given for {placement}", "layers")
@@ -212,7 +213,7 @@ class Costs:
             share, weights = 2 / placement.chunks, _per_stage(self.stage_weights, placement, "stage_weights")
             return {kind: tuple(time * share * w for w in weights) for kind, time in times.items()}
         split, whole = ([self.model.in_layers(load) for load in loads] for loads in zip(*parts, strict=True))
-        # How many average layers each stage has of a kind's work: that of kinds not named here goes with F's.
+        # Work of each stage by kind, in average layers. Other kinds scale with F.
         layers = {
             Kind.F: [each.forward for each in split],
             Kind.I: [each.input_grad for each in split],
@@ -234,7 +235,7 @@ class Costs:
     def _attention(
         self, placement: Placement, parts: Sequence[Part] | None, recomputes: Sequence[float]
     ) -> dict[Kind, tuple[float, ...]]:
-        """What attention takes of F, I and R; of layers alone, where the model is known."""
+        """Attention's time in F, I and R. If the model is known, only decoder layers count."""
         forward, input_grad = self.attention
         repeated = self.stock_recompute * self.forward
         both = input_grad * self.input_grad + forward * repeated
@@ -250,7 +251,7 @@ class Costs:
         stages: Sequence[StageMemory] | None,
         decisions: Decisions,
     ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
-        """What F keeps in all, and every share of what is held."""
+        """Activation memory that F keeps in total, and the size of every share."""
         vocabulary = {Share.VOCABULARY: self._vocabulary_held(placement)}
         if self.memory is not None and stages is not None:
             activation, held = _held_by_stage(stages, self.memory.of_rank(placement.ranks))
@@ -261,7 +262,7 @@ class Costs:
         else:
             whole_rank = self.model.held_by_one_of(placement.ranks)
             activation = tuple(part.held / whole_rank for part in parts)
-            # What is no layer recomputes nothing, and leaves nothing to a W.
+            # The embedding and the output layer recompute nothing and leave nothing to W.
             layers = tuple(part.split.held / whole_rank for part in parts)
         recomputed, offloaded = decisions.savings_on(placement)
         by_recompute = [
@@ -284,7 +285,7 @@ class Costs:
         return tuple(stage.parameters / unit for stage in stages)
 
     def _vocabulary_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """S does forward and input gradient of a rank's part of the output layer, T its weight gradient."""
+        """Times of S (forward and input gradient of a rank's part of the output layer) and T (its weight gradient)."""
         if not self.shared_vocabulary or self.model is None:
             return {}
         whole, each = self.model.last.whole.over(self.model.mean), 2 / len(self.model.layers)
@@ -305,7 +306,7 @@ class Costs:
 def _held_by_stage(
     stages: Sequence[StageMemory], unit: float
 ) -> tuple[tuple[float, ...], dict[Share, tuple[float, ...]]]:
-    """What F keeps in all, and every share of it, in multiples of ``unit`` bytes."""
+    """Activation memory that F keeps in total, and the size of every share, in multiples of ``unit`` bytes."""
     forward, weights, recomputed, offloaded, _ = (
         tuple(each / unit for each in column) for column in zip(*stages, strict=True)
     )
@@ -318,13 +319,13 @@ def _held_by_stage(
 
 
 def _on_last_of_ranks(value: float, placement: Placement) -> tuple[float, ...]:
-    """By stage: ``value`` where the pass of a rank is written, 0 elsewhere."""
+    """``value`` for the last stage of each rank, 0 for other stages."""
     last = {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
     return tuple(value if stage in last else 0.0 for stage in range(placement.stages))
 
 
 def _per_stage(values: Sequence[float] | None, placement: Placement, what: str) -> Sequence[float]:
-    """One value a stage: given so, or for slices finer than stages, of which a stage takes the mean."""
+    """One value per stage. A longer list has several slices per stage; a stage uses their mean."""
     stages = placement.stages
     if values is None:
         return (1.0,) * stages

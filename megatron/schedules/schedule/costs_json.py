@@ -1,4 +1,4 @@
-"""Costs in JSON files: those of every stage, from which times and memory follow, and those that were given."""
+"""Costs in JSON files: costs of every stage, and costs as the user gave them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.json_files import Form, Index, Portion, check_length, read_latencies
 
 Quantity = Annotated[float, Meta(ge=0)]
-"""A time or a size as costs have it: any that a plan may be made for."""
+"""Time or size in costs."""
 
 
 class StageCostsForm[Value](Form, frozen=True, kw_only=True):
-    """Costs of every stage. Times are in any one unit, sizes in microbatches' worth of a rank's activations.
+    """Costs of every stage. All times have the same unit. Sizes are in microbatches of a rank's activations.
 
-    times: by kind of pass, the duration on each stage. B, which is not there, takes as long as I and W.
-    activation: what one microbatch holds on each stage where nothing is recomputed or offloaded.
-    comm: P2P latency between two ranks; within a rank it is 0.
-    held: by part of a stage's activations, its size on each stage.
-    standing: what each stage's parameters hold all the time; empty where that is not counted.
+    times: duration on each stage, by kind of pass. B is left out; it takes as long as I and W together.
+    activation: activation memory of one microbatch on each stage without recompute and offload.
+    comm: P2P latency between two ranks; 0 within a rank.
+    held: size of each part of a stage's activations, on each stage.
+    standing: memory of each stage's parameters, which is always allocated; empty if it is not counted.
     one_way: whether a rank copies in one direction at a time.
-    latencies: the latency of single pairs of ranks that differs from comm: from, to, time.
+    latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
     """
 
     times: ByKind[tuple[Value, ...]]
@@ -39,7 +39,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(costs: StageCosts) -> StageCostsForm[float]:
-        """``costs`` as they are written."""
+        """Returns the form of ``costs``."""
         return StageCostsForm(
             times=ByKind.of(costs.times),
             activation=costs.activation,
@@ -52,7 +52,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
 
 
 def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> StageCosts:
-    """``form`` as planning has it; raises :class:`.PlanError` with its path where it is not for ``placement``."""
+    """Returns the costs in ``form``; raises :class:`.PlanError` with the path of a field that does not fit."""
     times, held = form.times.values(), form.held.values()
     lists = {
         **{f"times.{kind}": each for kind, each in times.items()},
@@ -67,19 +67,19 @@ def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> S
 
 
 class GivenCostsForm(Form, frozen=True, kw_only=True):
-    """Costs as they were given, for half a rank's layers; those of stages follow from them. For people.
+    """Costs of half a rank's layers as the user gave them, for information. The costs of stages follow from them.
 
     forward, input_grad, weight_grad, comm: F, I, W and the P2P latency of --costs.
-    stage_weights, stage_activations: as given by the flags of these names.
-    weight_share: what I leaves to W, as a part of the activations; 1 where it is missing.
-    recompute: the part of the forward that every I recomputes; 0 where it is missing.
-    kept: the part of the activations that F keeps under that recompute; 1 where it is missing.
-    layer_input: the part of a layer's activations that is its input, which recompute passes keep; 0.06 where missing.
-    recompute_time: the time of a recompute pass R over that of F; 1 where it is missing.
-    copy: the time to copy the activations of half a rank's layers, one way; missing where nothing was said of copies.
-    one_way: whether a rank copies in one direction at a time; false where it is missing.
-    latencies: the latency of single pairs of ranks that differs from comm: from, to, time.
-    output_layer_in_layers: how many decoder layers take as long as the output layer; missing without a model.
+    stage_weights, stage_activations: values of the flags with these names.
+    weight_share: activations from I to W over those from F to I; default 1.
+    recompute: part of the forward that every I recomputes; default 0.
+    kept: part of the activations that F keeps under that recompute; default 1.
+    layer_input: part of a layer's activations that is its input, which recompute passes keep; default 0.06.
+    recompute_time: time of a recompute pass R relative to F; default 1.
+    copy: time to copy the activations of half a rank's layers in one direction; missing if none was given.
+    one_way: whether a rank copies in one direction at a time; default false.
+    latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
+    output_layer_in_layers: time of the output layer in average decoder layers; missing without a model.
     shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism); missing without a model.
     """
 
@@ -102,7 +102,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(costs: Costs) -> GivenCostsForm:
-        """``costs`` as they are written; what was not given is left out."""
+        """Returns the form of ``costs``, without default values."""
         always = ("forward", "input_grad", "weight_grad", "comm")
         given = {
             field.name: getattr(costs, field.name)

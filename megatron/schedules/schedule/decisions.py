@@ -1,4 +1,4 @@
-"""What a plan settles about the stages of its placement besides the order of passes."""
+"""Decisions of a plan about its stages: layer partition, recompute and offload."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Decisions:
     """Layer partition, recompute and offload, by stage in model order.
 
     Args:
-        layers: decoder layers of each stage; None for as even as whole layers go.
-        recomputed: the part of each stage's layers that R passes recompute; None for no R passes.
-        offloaded: the part of each stage's layers whose activations O and L passes offload; None for none of these.
+        layers: number of decoder layers of each stage; None for the most even partition.
+        recomputed: part of each stage's layers that R passes recompute; None for no R passes.
+        offloaded: part of each stage's layers whose activations O and L passes offload; None for no such passes.
     """
 
     layers: tuple[int, ...] | None = None
@@ -25,15 +25,15 @@ class Decisions:
 
     @property
     def mean_savings(self) -> Mapping[str, float]:
-        """The recomputed and the offloaded part of all stages together, where there is any."""
+        """Mean over all stages of the recomputed and of the offloaded part; without those that are None."""
         savings = {"recomputed": self.recomputed, "offloaded": self.offloaded}
         return {name: sum(each) / len(each) for name, each in savings.items() if each is not None}
 
     def savings_on(self, placement: Placement) -> tuple[Sequence[float], Sequence[float]]:
-        """The recomputed and the offloaded part of each stage of ``placement``, 0 where nothing was decided.
+        """Returns the recomputed and the offloaded part of each stage of ``placement``; 0 for None.
 
         Raises:
-            PlanError: where the decisions are for another number of stages.
+            PlanError: if the decisions are for another number of stages.
         """
         none = (0.0,) * placement.stages
         for name, shares in (("recomputed", self.recomputed), ("offloaded", self.offloaded)):
@@ -42,7 +42,7 @@ class Decisions:
         return self.recomputed or none, self.offloaded or none
 
     def saving(self, recomputed: Sequence[float], offloaded: Sequence[float]) -> Decisions:
-        """The same layers with these parts of each stage recomputed and offloaded."""
+        """Returns the same layer partition with these parts of each stage recomputed and offloaded."""
         return Decisions(
             self.layers,
             tuple(recomputed) if any(recomputed) else None,
@@ -50,5 +50,5 @@ class Decisions:
         )
 
 
-# Even layers, nothing recomputed or offloaded.
+# Even layer partition without recompute and offload.
 PLAIN = Decisions()

@@ -1,4 +1,4 @@
-"""Host memory that activations go to: blocks that are made once and used again when what they held has come back."""
+"""Host memory of offloaded activations: blocks that are allocated once and reused after the copy back."""
 
 from __future__ import annotations
 
@@ -8,34 +8,39 @@ from megatron.schedules.schedule.kinds import KINDS, TO_HOST, Resource, using
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
-# A block much larger than what is asked for is left to who needs so much.
+# Largest ratio of a block to the requested size. Larger blocks are left for larger requests.
 _MOST_SPARE = 2
-# Stages with as many layers differ by a little, such as the first one's input, and should find each other's blocks.
+# Extra size of a new block. Stages with equally many layers differ a little, and should be able to share blocks.
 _SPARE = 1 / 32
-# The kinds that take a block, that have it copied out, and whose copy back leaves it free.
+# Kinds that allocate a block, kinds that copy to it, and kinds that copy back and free it.
 _FILLS = frozenset(kind for kind in using(Resource.COMPUTE) if not TO_HOST.isdisjoint(KINDS[kind].takes))
 _OUT, _BACK = using(Resource.TO_HOST), using(Resource.FROM_HOST)
 
 
 def made(size: float) -> float:
-    """How large a new block is where ``size`` is asked for."""
+    """Returns the size of a new block for a request of ``size``."""
     return size * (1 + _SPARE)
 
 
 def fitting(blocks: Sequence[float], size: float, least: float = 0.0) -> int | None:
-    """Which of ``blocks``, sizes of those that are free, takes ``size``; None where a new one has to be made.
+    """Returns the index of the free block to use for ``size``; None if a new block is needed.
 
-    The smallest that fits, and of equals the first. Sizes below ``least`` are all the same.
+    It is the smallest block that fits, and the first of equal ones.
+
+    Args:
+        blocks: sizes of the free blocks.
+        size: requested size.
+        least: requests below this size accept blocks as large as a request of this size does.
     """
     found = [at for at, block in enumerate(blocks) if size <= block <= _MOST_SPARE * max(size, least)]
     return min(found, key=blocks.__getitem__, default=None)
 
 
 def taken(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """What each rank takes of its host, in microbatches' worth of one rank's activations.
+    """Returns the host memory of each rank, in microbatches of one rank's activations.
 
-    A block is taken by the pass that an O copies from, the forward, and given back at the place of its L. That may be
-    more than ever is away at once: stages differ in what they copy, and a block is not cut.
+    A forward that an O follows allocates a block, and the L frees it. Blocks are not split and stages copy different
+    sizes, so the total can exceed the peak of the offloaded activations.
     """
     return tuple(_taken(schedule, costs, rank) for rank in range(schedule.ranks))
 

@@ -1,6 +1,6 @@
-"""Forms of JSON files that hold a value for each kind of pass, or for each part of a stage's activations.
+"""Forms of JSON files with a value for each kind of pass, or for each part of a stage's activations.
 
-Their fields are those of the table of kinds: they are made from it, and read and written as any other form.
+Their fields are generated from the table of kinds. They are read and written as any other form.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _Value = TypeVar("_Value")
 
 
 class _ByMember[Key: Enum, Value](Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A field for each member of an enumeration, by its name."""
+    """Form with a field for each member of an enumeration, by name."""
 
     members: ClassVar[type[Enum]]
 
     @classmethod
     def of(cls, values: Mapping[Key, Value]) -> Self:
-        """``values`` as they are written."""
+        """Returns the form of ``values``."""
         return cls(**{key.name: value for key, value in values.items()})
 
     def values(self) -> dict[Key, Value]:
-        """Those that are there."""
+        """Returns the values that are set."""
         found: dict[Any, Value] = {key: getattr(self, key.name) for key in self.members}
         return {key: value for key, value in found.items() if value is not UNSET}
 
 
 def _form(name: str, doc: str, base: Any, members: type[Enum], always: Collection[Enum]) -> Any:
-    """The form ``name``, a ``base``, with a field for each of ``members``; those not ``always`` there are optional."""
+    """Makes the form ``name`` with a field for each of ``members``; those not in ``always`` are optional."""
     fields = [(key.name, _Value) if key in always else (key.name, _Value | UnsetType, UNSET) for key in members]
     namespace = {"members": members, "__doc__": doc, "__orig_bases__": (base,)}
     return defstruct(name, fields, bases=(_ByMember,), namespace=namespace, module=__name__)

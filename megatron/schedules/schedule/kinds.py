@@ -1,7 +1,7 @@
-"""Kinds of pass, in one table: what each waits for, makes, takes of the memory and gives back.
+"""Table of the kinds of pass: what each kind waits for, produces, allocates and frees.
 
-Whatever orders, times, checks, draws or carries out passes reads it here. It holds no numbers, no colours, nothing of
-torch, and nothing of how a schedule is found. docs/architecture.md says how to add a kind.
+All code that orders, times, checks, draws or executes passes uses this table. It contains no times, no colours, no
+torch and no search. docs/architecture.md explains how to add a kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.schedules.schedule.placement import Placement
 
 
 class Kind(StrEnum):
-    """What a pass computes, by the field's letter; :data:`KINDS` says the rest."""
+    """Kind of a pass, by its standard letter. :data:`KINDS` describes each kind."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's letter for the input gradient
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 class At(Enum):
-    """Where a pass that is needed stands, seen from the stage of the pass that needs it."""
+    """Stage of a required pass, relative to the stage of the pass that requires it."""
 
     SAME = "the same stage"
     PREVIOUS = "the stage before"
@@ -39,9 +39,9 @@ class At(Enum):
 
 
 class Need(NamedTuple):
-    """One of ``kinds``, on the same microbatch, must have ended.
+    """Dependency: a pass of one of ``kinds`` on the same microbatch must have ended.
 
-    Where there is no such stage nothing must, nor where all of ``kinds`` are optional and the schedule has none.
+    It is ignored if there is no such stage, or if all of ``kinds`` are optional and the schedule has none of them.
     """
 
     kinds: tuple[Kind, ...]
@@ -49,14 +49,14 @@ class Need(NamedTuple):
 
 
 class Result(StrEnum):
-    """What one stage hands to another: its output, or the gradient of its input."""
+    """Tensor that one stage sends to another: its output, or the gradient of its input."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
 class Share(StrEnum):
-    """The parts of a stage's activations that come and go as one; :class:`.StageCosts` has their sizes."""
+    """Parts of a stage's activations that are allocated and freed together. :class:`.StageCosts` has their sizes."""
 
     FORWARD = "from F until I"
     WEIGHTS = "from I until W"
@@ -66,11 +66,11 @@ class Share(StrEnum):
 
 
 class Resource(StrEnum):
-    """What a pass keeps busy. Those of one resource of a rank run one at a time.
+    """Resource of a rank that a pass occupies. Passes on one resource run one at a time.
 
-    A copy takes no time of computing. One to the host begins as soon as what it needs has ended, and its place in the
-    order is where computing waits for its end; one from the host begins at its place, and who needs it waits. So both
-    are one thing with time running the other way.
+    Copies run in parallel with computation. A copy to the host begins as soon as the passes it needs have ended, and
+    computation waits for its end at its position in the order. A copy from the host begins at its position, and the
+    pass that needs it waits.
     """
 
     COMPUTE = "computing"
@@ -79,22 +79,23 @@ class Resource(StrEnum):
 
 
 class Row(NamedTuple):
-    """One kind of pass.
+    """Properties of one kind of pass.
 
     Args:
-        meaning: in words, for legends.
-        needs: what must have ended before.
-        makes: the tensor that it hands on: an activation to the next stage, a gradient to the one before.
-        takes, gives: of the memory; what it takes is there from its start, what it gives back until its end.
-        resource: what it keeps busy.
+        meaning: description in words, for legends.
+        needs: passes that must have ended before.
+        makes: tensor that it sends: an activation to the next stage, a gradient to the previous one.
+        takes, gives: activations that it allocates at its start, and activations that it frees at its end.
+        resource: resource that it occupies.
         filler: whether no other pass waits for it.
-        ends_gradients: whether the microbatch's weight gradients of the stage are complete after it.
-        parts: the kinds that it is made of, where it is several in one.
-        optional: whether a stage may do without it, for any microbatch.
-        spares: what the stage's forward does not keep where this comes.
-        returns: the kind without which it is of no use, on the same stage.
-        of_ranks: whether each rank does it for every microbatch, all ranks or none; written with its last stage.
-        in_evaluation: whether it is done where there is no backward.
+        ends_gradients: whether it completes the microbatch's weight gradients of the stage.
+        parts: kinds that it combines; empty for a single kind.
+        optional: whether a stage can leave it out, for any microbatch.
+        spares: activations that the stage's forward does not keep if this pass follows.
+        returns: kind that must accompany it on the same stage.
+        of_ranks: whether it belongs to a rank: either all ranks run it for every microbatch, or none does. It is
+            written with the last stage of the rank.
+        in_evaluation: whether it also runs without a backward.
     """
 
     meaning: str
@@ -185,7 +186,7 @@ _SINGLE = {
 
 
 def _whole(*parts: Kind) -> Row:
-    """``parts`` in one, each needing what no earlier one of them is."""
+    """Row of a kind that combines ``parts``. Dependencies between the parts are dropped."""
     rows = [_SINGLE[part] for part in parts]
     needs = [need for row in rows for need in row.needs]
     taken = [share for row in rows for share in row.takes]
@@ -206,27 +207,27 @@ def _whole(*parts: Kind) -> Row:
 
 KINDS: Mapping[Kind, Row] = {**_SINGLE, Kind.B: _whole(Kind.I, Kind.W)}
 
-# A whole stands for each of its parts.
+# Combined kinds by their parts.
 WHOLES: Mapping[tuple[Kind, ...], Kind] = {row.parts: kind for kind, row in KINDS.items() if row.parts}
-# What is a part of a whole.
+# Kinds that are a part of a combined kind.
 PARTS = frozenset(part for parts in WHOLES for part in parts)
-# What every stage does with every microbatch, the backward split.
+# Kinds that every stage runs for every microbatch if the backward is split.
 SPLIT = tuple(kind for kind, row in KINDS.items() if not row.parts and not row.optional)
-# What a schedule may have of any stage and microbatch, to hold less.
+# Optional kinds that save memory, on any stage and microbatch.
 SAVING = tuple(kind for kind, row in KINDS.items() if row.optional and not row.of_ranks)
-# The shares that it makes less.
+# Shares that these kinds reduce.
 SAVED = tuple(share for share in Share if any(share in KINDS[kind].spares + KINDS[kind].gives for kind in SAVING))
-# What every rank does with every microbatch where all of them share the vocabulary.
+# Kinds that every rank runs for every microbatch under vocabulary parallelism.
 OF_RANKS = tuple(kind for kind, row in KINDS.items() if row.of_ranks)
-# What there is without a backward.
+# Kinds that run without a backward.
 IN_EVALUATION = tuple(kind for kind, row in KINDS.items() if row.in_evaluation)
-# What weight gradients are complete after, and the part of it that ends them.
+# Kinds that complete weight gradients, each with the part that does so.
 ENDS_GRADIENTS: Mapping[Kind, Kind] = {
     kind: next(part for part in row.parts or (kind,) if KINDS[part].ends_gradients)
     for kind, row in KINDS.items()
     if row.ends_gradients
 }
-# The shares that can be seen by themselves: the first kind that takes (1) or gives back (-1) nothing else.
+# Shares that can be measured separately, each with the first kind that allocates (1) or frees (-1) nothing else.
 SEEN_BY: Mapping[Share, tuple[Kind, int]] = {
     share: (kind, sign)
     for kind, row in reversed([*KINDS.items()])
@@ -234,46 +235,46 @@ SEEN_BY: Mapping[Share, tuple[Kind, int]] = {
     for share in shares
     if len(row.takes + row.gives) == 1
 }
-# The kinds that count as one where others wait: a whole as the first of its parts.
+# Kind under which each kind counts as a dependency: a combined kind counts as the first of its parts.
 COUNTS_AS: Mapping[Kind, Kind] = {kind: row.parts[0] if row.parts else kind for kind, row in KINDS.items()}
 
-# What only takes memory, for a pass to come.
+# Kinds that only allocate memory, for a later pass.
 _LATE = tuple(kind for kind in SAVING if KINDS[kind].takes)
 
 StageKind = tuple[int, Kind]
-"""(stage, kind): a pass, whatever its microbatch."""
+"""(stage, kind) of a pass, for any microbatch."""
 
 Doing = Mapping[Kind, Collection[int]]
-"""What is done with a microbatch: kinds, and the stages of each."""
+"""Passes of a microbatch: kinds, and the stages of each."""
 
 
 def using(resource: Resource) -> frozenset[Kind]:
-    """The kinds that keep ``resource`` busy."""
+    """Returns the kinds that occupy ``resource``."""
     return frozenset(kind for kind, row in KINDS.items() if row.resource is resource)
 
 
-# The shares that go to the host.
+# Shares that are copied to the host.
 TO_HOST = frozenset(share for kind in using(Resource.TO_HOST) for share in KINDS[kind].gives)
 
 
 def stages_doing(kind: Kind, placement: Placement) -> list[int]:
-    """The stages that passes of ``kind`` are written with: all, or the last one of every rank."""
+    """Returns the stages that passes of ``kind`` are written with: all, or the last one of every rank."""
     if KINDS[kind].of_ranks:
         return sorted(placement.stages_of(rank)[-1] for rank in range(placement.ranks))
     return list(range(placement.stages))
 
 
 def everywhere(placement: Placement, kinds: Collection[Kind] = KINDS) -> Doing:
-    """``kinds``, each on all the stages that it is written with."""
+    """Returns ``kinds``, each with all stages that it is written with."""
     return {kind: stages_doing(kind, placement) for kind in KINDS if kind in kinds}
 
 
 def sources(
     kind: Kind, stage: int, placement: Placement, present: Collection[Kind] = KINDS
 ) -> list[tuple[int, tuple[Kind, ...]]]:
-    """What a pass of ``kind`` on ``stage`` waits for: stages, and the kinds of which one must have ended there.
+    """Dependencies of a pass of ``kind`` on ``stage``: stages, and the kinds of which one must have ended there.
 
-    Needs of optional kinds that are not ``present`` in the schedule are left out.
+    Optional kinds that are not ``present`` in the schedule are left out.
     """
     return [source for _, source in _needed(kind, stage, placement, present)]
 
@@ -281,7 +282,7 @@ def sources(
 def _needed(
     kind: Kind, stage: int, placement: Placement, present: Collection[Kind]
 ) -> list[tuple[At, tuple[int, tuple[Kind, ...]]]]:
-    """:func:`sources`, and where each stands."""
+    """Returns :func:`sources`, each with its relative stage."""
     found: list[tuple[At, tuple[int, tuple[Kind, ...]]]] = []
     last = placement.last_stage
     for kinds, at in KINDS[kind].needs:
@@ -299,10 +300,10 @@ def _needed(
 
 
 def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageKind]]:
-    """For each pass of a microbatch that has the passes ``doing`` alone, those that may start once it has ended.
+    """For each pass of a microbatch with the passes ``doing``: the passes that can start once it has ended.
 
-    What waits for another stage's passes as well as for those that its own always has ended the latter long before, and
-    follows the former.
+    If a pass depends on other stages as well as on its own, only the other stages (and optional passes) count: the
+    required passes of its own stage end long before.
     """
     found: dict[StageKind, list[StageKind]] = defaultdict(list)
     for kind, stages in doing.items():
@@ -320,9 +321,9 @@ def followers(placement: Placement, doing: Doing) -> dict[StageKind, list[StageK
 
 
 def in_dependency_order(placement: Placement, doing: Doing) -> Iterator[StageKind]:
-    """The passes of one microbatch that has the passes ``doing``, so that little is held.
+    """Yields the passes ``doing`` of one microbatch in an order that needs little memory.
 
-    Each comes right after what it waits for, fillers first; what only takes memory comes when nothing else can.
+    Each pass comes right after its dependencies, fillers first. Passes that only allocate memory come last.
     """
     after = followers(placement, doing)
     waits = Counter(work for works in after.values() for work in works)

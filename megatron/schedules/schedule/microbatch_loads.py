@@ -1,7 +1,7 @@
-"""What each microbatch of an iteration costs, where their sequences differ in length.
+"""Relative loads of an iteration's microbatches if their sequence lengths differ.
 
-Costs are those of one standard microbatch: a single causal sequence of as many tokens as the model is trained with.
-Attention grows with the square of a sequence's length; all else, and memory, with the tokens.
+Costs refer to one standard microbatch: a single causal sequence of the training sequence length. The time of attention
+grows with the square of a sequence's length. All other times and memory grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron.schedules.utils.errors import PlanError
 
 @dataclass(frozen=True)
 class MicrobatchLoads:
-    """Each microbatch against the standard one.
+    """Load of each microbatch, relative to the standard one.
 
     Args:
-        tokens: how many it has.
-        squares: the squares of its sequences' lengths, added up.
+        tokens: number of tokens.
+        squares: sum of the squared lengths of its sequences.
     """
 
     tokens: tuple[float, ...]
@@ -26,15 +26,15 @@ class MicrobatchLoads:
 
     @staticmethod
     def of(lengths: Sequence[Sequence[int]], standard: int, rows: int = 1) -> MicrobatchLoads:
-        """Of microbatches whose sequences have these ``lengths`` in tokens.
+        """Returns the loads of microbatches from the lengths of their sequences.
 
         Args:
-            lengths: of each microbatch its sequences', padding included where it is computed on.
+            lengths: lengths of each microbatch's sequences in tokens, with padding that is computed on.
             standard: tokens of one sequence of the standard microbatch.
-            rows: how many of these sequences that has.
+            rows: number of sequences of the standard microbatch.
 
         Raises:
-            PlanError: where a microbatch has no tokens.
+            PlanError: if a microbatch has no tokens.
         """
         if any(sum(each) <= 0 or min(each) < 0 for each in lengths):
             raise PlanError("every microbatch needs sequences of one token or more", "plan_lengths")
@@ -44,18 +44,24 @@ class MicrobatchLoads:
         )
 
     def in_order(self, order: Sequence[int]) -> MicrobatchLoads:
-        """With microbatch ``order[k]`` in place k."""
+        """Returns the loads with microbatch ``order[k]`` in position k."""
         return MicrobatchLoads(tuple(self.tokens[m] for m in order), tuple(self.squares[m] for m in order))
 
     @property
     def alike(self) -> bool:
-        """Whether there is nothing to plan for."""
+        """True if all microbatches have the same load."""
         return len({*zip(self.tokens, self.squares, strict=True)}) <= 1
 
     def time(self, standard: float, attention: float, microbatch: int) -> float:
-        """Of a pass that takes ``standard`` on the standard microbatch, of which ``attention`` is attention's."""
+        """Returns the time of a pass on ``microbatch``.
+
+        Args:
+            standard: time of the pass on the standard microbatch.
+            attention: attention's part of that time.
+            microbatch: index of the microbatch.
+        """
         return (standard - attention) * self.tokens[microbatch] + attention * self.squares[microbatch]
 
     def held(self, standard: float, microbatch: int) -> float:
-        """What holds ``standard`` of the standard microbatch."""
+        """Returns the memory for ``microbatch`` if the standard microbatch needs ``standard``."""
         return standard * self.tokens[microbatch]

@@ -1,4 +1,4 @@
-"""Loads: what each part of a model costs, and which stage has which parts."""
+"""Loads: relative costs of a model's parts, and the parts of each stage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.schedules.utils.errors import PlanError
 
 
 class Load(NamedTuple):
-    """What one microbatch costs somewhere. Units are anyone's, the same throughout a model.
+    """Time and activation memory of one microbatch. Units are arbitrary but the same for a whole model.
 
     Args:
-        forward, input_grad, weight_grad: times.
-        held: activation memory, from the start of F on.
+        forward, input_grad, weight_grad: times of F, I and W.
+        held: activation memory from the start of F.
     """
 
     forward: float = 0.0
@@ -24,11 +24,11 @@ class Load(NamedTuple):
     held: float = 0.0
 
     def plus(self, other: Load, times: int = 1) -> Load:
-        """Both together, or this and several of the other."""
+        """Returns the sum of this load and ``times`` the other."""
         return Load(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def over(self, mean: Load) -> Load:
-        """As multiples of ``mean``."""
+        """Returns this load as multiples of ``mean``."""
         return Load(
             self.forward / mean.forward,
             self.input_grad / mean.input_grad,
@@ -38,37 +38,37 @@ class Load(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What no two stages share: an embedding, a decoder layer, an output layer with its loss.
+    """Load of an indivisible part of a model: an embedding, a decoder layer, or an output layer with its loss.
 
     Args:
-        split: what of it may recompute its forward, and leaves weight gradients to W: layers.
-        whole: what does neither, and computes its whole backward in I: embedding, output layer.
+        split: load of layers, which can be recomputed and leave their weight gradients to W.
+        whole: load of embedding and output layer, which are not recomputed and run their whole backward in I.
     """
 
     split: Load = Load()
     whole: Load = Load()
 
     def plus(self, other: Part, times: int = 1) -> Part:
-        """Both together, or this and several of the other."""
+        """Returns the sum of this part and ``times`` the other."""
         return Part(self.split.plus(other.split, times), self.whole.plus(other.whole, times))
 
     @property
     def held(self) -> float:
-        """All activation memory."""
+        """Total activation memory."""
         return self.split.held + self.whole.held
 
 
 @dataclass(frozen=True)
 class ModelLoads:
-    """A model, part by part.
+    """Loads of a model's parts.
 
     Args:
-        first: what stands before the decoder layers, on the first stage.
-        layers: each decoder layer.
-        last: what stands after them, on the last stage.
-        stand_in: how many layers the first and the last stand in for where layers are spread evenly.
-        kept_for_output: activation memory that waits for the output layer's weight gradient where all ranks share its
-            vocabulary: what each of them keeps, and what they keep together.
+        first: load before the decoder layers, on the first stage.
+        layers: load of each decoder layer.
+        last: load after the decoder layers, on the last stage.
+        stand_in: number of layers that ``first`` and ``last`` count as in an even layer partition.
+        kept_for_output: activation memory until the output layer's weight gradient under vocabulary parallelism: on
+            each rank, and in total on all ranks.
     """
 
     first: Part
@@ -83,16 +83,16 @@ class ModelLoads:
 
     @cached_property
     def mean(self) -> Load:
-        """The average decoder layer; costs are given for it."""
+        """Load of the average decoder layer, which costs refer to."""
         total = self._of(0, len(self.layers)).split
         return Load(*(each / len(self.layers) for each in total))
 
     @cached_property
     def without_output(self) -> ModelLoads:
-        """The same, its output layer done and its vocabulary held by all ranks together.
+        """This model without its output layer, which all ranks share (vocabulary parallelism).
 
         Raises:
-            PlanError: where there is more behind the layers.
+            PlanError: if multi-token prediction uses the output layer, too.
         """
         if any(self.last.split):
             raise PlanError(
@@ -102,22 +102,22 @@ class ModelLoads:
         return replace(self, last=Part())
 
     def in_layers(self, load: Load) -> Load:
-        """``load`` as multiples of the average layer."""
+        """Returns ``load`` in multiples of the average decoder layer."""
         if load not in self._multiples:
             self._multiples[load] = load.over(self.mean)
         return self._multiples[load]
 
     @cached_property
     def _multiples(self) -> dict[Load, Load]:
-        """What was divided before: searches ask for the same again and again."""
+        """Cached results. Searches request the same loads many times."""
         return {}
 
     def held_by_one_of(self, ranks: int) -> float:
-        """What an average rank's decoder layers hold of a microbatch."""
+        """Returns the activation memory of an average rank's decoder layers for one microbatch."""
         return self.mean.held * len(self.layers) / ranks
 
     def by_stage(self, counts: Sequence[int]) -> list[Part]:
-        """What each stage has where it has so many of the layers."""
+        """Returns the load of each stage, given its number of layers."""
         found, begin = [], 0
         for count in counts:
             found.append(self._of(begin, begin + count))
@@ -129,16 +129,16 @@ class ModelLoads:
         return found
 
     def evenly(self, stages: int) -> tuple[int, ...]:
-        """How many layers each stage has where they are spread as evenly as whole ones go."""
+        """Returns the number of layers of each stage in the most even layer partition."""
         return even(len(self.layers), stages, self.stand_in)
 
     @property
     def ratio(self) -> tuple[float, float, float]:
-        """F, I and W of the average layer, where F is 1."""
+        """Times F, I and W of the average layer, relative to F."""
         return 1.0, self.mean.input_grad / self.mean.forward, self.mean.weight_grad / self.mean.forward
 
     def _of(self, begin: int, end: int) -> Part:
-        """Layers from ``begin`` up to ``end``."""
+        """Load of the layers from ``begin`` up to, without, ``end``."""
         if (begin, end) not in self._known:
             total = Part()
             for part, times in _runs(self.layers[begin:end]):
@@ -148,17 +148,17 @@ class ModelLoads:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Part]:
-        """What has been added up before: searches ask for the same again and again."""
+        """Cached sums. Searches request the same layers many times."""
         return {}
 
 
 def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
-    """How many of ``layers`` each stage has where they are spread as evenly as whole layers go.
+    """Returns the number of layers of each stage in the most even layer partition.
 
     Args:
-        layers: of the model.
-        stages: that have them.
-        stand_in: how many layers what stands before them and what stands after them count as.
+        layers: number of decoder layers.
+        stages: number of stages.
+        stand_in: number of layers that the parts before and after the decoder layers count as.
     """
     before, after = stand_in
     counted = layers + before + after
@@ -171,7 +171,7 @@ def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[
 
 
 def _runs(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Equal neighbours, counted: a model has few sorts of layers."""
+    """Runs of equal parts with their lengths. A model has few sorts of layers."""
     found: list[tuple[Part, int]] = []
     for part in parts:
         if found and found[-1][0] == part:

@@ -1,4 +1,4 @@
-"""Bytes that a model's parts keep on a rank, and from them what each stage keeps of a microbatch."""
+"""Memory of a model's parts on a rank, in bytes, and the memory of each stage that follows from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 class LayerMemory(NamedTuple):
-    """One decoder layer and one microbatch, bytes.
+    """Memory of one decoder layer for one microbatch, bytes.
 
     Args:
-        full: activations from F to I where nothing is recomputed.
-        kept: those of them that stay where Megatron recomputes parts of the layer; ``full`` where it does not.
+        full: activations from F to I without recompute.
+        kept: activations from F to I if Megatron recomputes parts of the layer; otherwise ``full``.
         weights: activations from I to W.
         parameters: weights, gradients and optimizer state.
     """
@@ -31,7 +31,7 @@ class LayerMemory(NamedTuple):
 
 
 class EndMemory(NamedTuple):
-    """What stands before the first or after the last decoder layer; fields as in :class:`LayerMemory`."""
+    """Memory of the parts before or after the decoder layers, bytes. Fields as in :class:`LayerMemory`."""
 
     kept: float = 0.0
     weights: float = 0.0
@@ -39,12 +39,12 @@ class EndMemory(NamedTuple):
 
 
 class StageMemory(NamedTuple):
-    """One stage and one microbatch, bytes.
+    """Memory of one stage for one microbatch, bytes.
 
     Args:
-        forward: activations from F to I, without the two that follow.
+        forward: activations from F to I, without ``recomputed`` and ``offloaded``.
         weights: activations from I to W.
-        recomputed: activations that R makes.
+        recomputed: activations that R recomputes.
         offloaded: activations that O moves to the host.
         parameters: weights, gradients and optimizer state.
     """
@@ -57,7 +57,12 @@ class StageMemory(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """Bytes that Megatron's own recompute holds while one backward pass runs: B, and I."""
+    """Temporary memory of Megatron's own recompute during one backward pass, bytes.
+
+    Args:
+        whole: during B.
+        input_grad: during I.
+    """
 
     whole: float = 0.0
     input_grad: float = 0.0
@@ -65,16 +70,16 @@ class Passing(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """A model, part by part, on one rank of its tensor- and context-parallel group.
+    """Memory of a model's parts on one rank of its tensor- and context-parallel group.
 
     Args:
-        layers: each decoder layer.
-        input: bytes of a decoder layer's input, which stays where the whole layer is recomputed.
-        first, last: what stands before and after the layers.
-        mask: bytes of who attends to whom, which a microbatch brings to the layers of the first and the last stage.
-        vocabulary: bytes that S leaves to T: on each rank, and on all ranks together.
-        recomputed_layers: how many of each stage's layers Megatron recomputes as a whole, the first ones; None: all.
-        together: how many of these keep one input among them.
+        layers: memory of each decoder layer.
+        input: bytes of a decoder layer's input, which stays if the whole layer is recomputed.
+        first, last: memory of the parts before and after the layers.
+        mask: bytes of a microbatch's attention mask on the first and the last stage.
+        vocabulary: activation bytes from S to T: on each rank, and in total on all ranks.
+        recomputed_layers: number of layers, the first ones of each stage, that Megatron recomputes whole; None: all.
+        together: number of these layers that are recomputed as one block and keep one input.
     """
 
     layers: tuple[LayerMemory, ...]
@@ -87,12 +92,12 @@ class ModelMemory:
     together: int = 1
 
     def of_rank(self, ranks: int) -> float:
-        """The unit of memory limits: what an average rank's layers keep of a microbatch if nothing is recomputed."""
+        """Unit of memory limits, bytes: one microbatch's activations of an average rank's layers, without recompute."""
         return sum(layer.full for layer in self.layers) / ranks
 
     @property
     def weight_share(self) -> float:
-        """What the layers' I leave to W, against what their F leave to I."""
+        """Activations of the layers from I to W, relative to those from F to I."""
         kept = sum(layer.kept for layer in self.layers)
         return sum(layer.weights for layer in self.layers) / kept if kept else 1.0
 
@@ -106,15 +111,15 @@ class ModelMemory:
         *,
         recomputed: bool,
     ) -> ModelMemory:
-        """The same model with activations as they were measured; parameters and the rest stay as they are.
+        """Returns this model with measured activations. Parameters and the rest do not change.
 
         Args:
-            layers: of each decoder layer, bytes from F to I.
-            weight_share: of these, the part from I to W.
-            input: bytes of a layer's input; None where it was not measured.
-            ends: bytes that stand before and after the layers; None where they were not measured.
-            vocabulary: bytes that S leaves to T, on each rank and on all together; None where they were not measured.
-            recomputed: whether Megatron's recompute was on and its savings are in these bytes.
+            layers: bytes of each decoder layer from F to I.
+            weight_share: bytes from I to W, relative to ``layers``.
+            input: bytes of a layer's input; None if not measured.
+            ends: bytes of the parts before and after the layers; None if not measured.
+            vocabulary: bytes from S to T on each rank, and in total on all ranks; None if not measured.
+            recomputed: whether Megatron's recompute was on, so that ``layers`` includes its savings.
         """
         shares = [1.0 if recomputed else layer.kept / layer.full for layer in self.layers]
         first, last = ends or (self.first.kept, self.last.kept)
@@ -135,11 +140,11 @@ class ModelMemory:
     def by_stage(
         self, counts: Sequence[int], recomputed: Sequence[int] | None = None, offloaded: Sequence[int] | None = None
     ) -> list[StageMemory]:
-        """What each stage keeps.
+        """Returns the memory of each stage.
 
         Args:
-            counts: decoder layers of each stage, in model order.
-            recomputed, offloaded: how many of each stage's layers have an R, and an O. Those with an O come first.
+            counts: number of decoder layers of each stage, in model order.
+            recomputed, offloaded: number of layers of each stage with an R, and with an O. Those with an O come first.
         """
         found, begin = [], 0
         none = [0] * len(counts)
@@ -147,7 +152,7 @@ class ModelMemory:
             found.append(self._stage(begin, count, recompute, offload))
             begin += count
         for stage in {0, len(counts) - 1}:
-            # Other stages have none, or one for all microbatches.
+            # Other stages have no mask, or one for all microbatches.
             found[stage] = found[stage]._replace(forward=found[stage].forward + (self.mask if counts[stage] else 0.0))
         for stage, end in ((0, self.first), (-1, self.last)):
             one = found[stage]
@@ -159,18 +164,18 @@ class ModelMemory:
         return found
 
     def passing(self, counts: Sequence[int]) -> list[Passing]:
-        """What each stage holds for a moment in its backward passes."""
+        """Returns the temporary memory of each stage during its backward passes."""
         found, begin = [], 0
         for count in counts:
             found.append(self._passing(begin, count))
             begin += count
-        # What stands behind the last layer is freed before that layer is recomputed.
+        # Activations of the parts after the last layer are freed before that layer is recomputed.
         found[-1] = found[-1]._replace(whole=max(0.0, found[-1].whole - self.last.kept))
         return found
 
     @property
     def most_passing(self) -> float:
-        """The most that any stage of any layer partition holds for a moment in a backward pass."""
+        """Maximum temporary memory of a backward pass, over all stages and layer partitions, bytes."""
         whole = sorted((layer.full for layer in self.layers), reverse=True)[: self.together]
         parts = max((layer.full - layer.kept for layer in self.layers), default=0.0)
         return sum(whole) if self.recomputed_layers != 0 else parts
@@ -200,7 +205,7 @@ class ModelMemory:
         most, recomputed = Passing(), self._recomputed(count)
         for at in range(recomputed):
             block = layers[at : at + self.together]
-            # The block's input, which stays all the time, is a part of its first layer.
+            # The block's input is a part of its first layer and is always kept.
             full = sum(layer.full for layer in block) - self.input
             if full > most.whole:
                 most = Passing(full, max(0.0, full - sum(layer.weights for layer in block)))
@@ -209,24 +214,24 @@ class ModelMemory:
         return most
 
     def _recomputed(self, count: int) -> int:
-        """How many of a stage's layers Megatron recomputes as a whole."""
+        """Number of a stage's layers that Megatron recomputes whole."""
         return count if self.recomputed_layers is None else min(count, self.recomputed_layers)
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int, int], StageMemory]:
-        """Stages added up before: searches ask for the same ones again and again."""
+        """Cached sums. Searches request the same stages many times."""
         return {}
 
 
 def activation_bytes(
     schedule: Schedule, costs: StageCosts, model: ModelMemory, counts: Sequence[int]
 ) -> tuple[float, ...]:
-    """The most activation bytes that each rank holds at once, Megatron's recompute inside a backward pass included.
+    """Returns the peak activation memory of each rank, bytes, with Megatron's recompute inside backward passes.
 
     Args:
-        schedule, costs: the plan and what it was made for.
-        model: what ``costs`` were made of.
-        counts: decoder layers of each stage.
+        schedule, costs: plan, and the costs that it was made for.
+        model: memory from which ``costs`` were made.
+        counts: number of decoder layers of each stage.
     """
     unit, passing = model.of_rank(schedule.ranks), model.passing(counts)
     return tuple(_peak(row, costs, unit, passing) for row in schedule.order)

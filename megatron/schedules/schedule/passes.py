@@ -1,4 +1,4 @@
-"""A pass: one computation of one stage on one microbatch, and how it is written."""
+"""Pass: one operation of one stage on one microbatch, and its text form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.schedules.utils.errors import PlanError
 
 
 class Pass(NamedTuple):
-    """One computation, written ``{stage}{kind}{microbatch}`` as torch.distributed.pipelining does: ``2F0``, ``5I3``."""
+    """One operation, written ``{stage}{kind}{microbatch}`` as in torch.distributed.pipelining: ``2F0``, ``5I3``."""
 
     stage: int
     kind: Kind
@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Pass:
-        """Read ``"5I3"``; raises :class:`PlanError` for anything else."""
+        """Reads a pass such as ``"5I3"``; raises :class:`PlanError` for anything else."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise PlanError(

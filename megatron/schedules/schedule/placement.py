@@ -1,4 +1,4 @@
-"""Placements: which rank holds which stage."""
+"""Placements: the rank of each stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.schedules.utils.printable import counted
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from stage (in model order) to rank; every rank holds equally many stages, its chunks.
+    """Map from stages (in model order) to ranks. Every rank has the same number of stages, its chunks.
 
     Args:
         name: ``sequential``, ``interleaved`` or ``zigzag`` (with two chunks: ``v``).
-        rank_of: the rank of each stage; its length is ranks x chunks.
+        rank_of: rank of each stage; its length is ranks x chunks.
     """
 
     name: str
@@ -32,27 +32,27 @@ class Placement:
 
     @cached_property
     def ranks(self) -> int:
-        """d, the number of pipeline ranks."""
+        """Number of pipeline ranks, d."""
         return max(self.rank_of) + 1
 
     @property
     def stages(self) -> int:
-        """The number of stages, ranks x chunks."""
+        """Number of stages, ranks x chunks."""
         return len(self.rank_of)
 
     @property
     def chunks(self) -> int:
-        """v, the number of stages on each rank."""
+        """Number of stages on each rank, v."""
         return self.stages // self.ranks
 
     @property
     def looped(self) -> bool:
-        """Whether stage s is on rank s mod d, as everywhere in stock Megatron: the model loops over the ranks."""
+        """True if stage s is on rank s mod d, as in stock Megatron."""
         return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
 
     @property
     def last_stage(self) -> int:
-        """The stage that holds the output layer and the loss."""
+        """Last stage, which has the output layer and the loss."""
         return self.stages - 1
 
     @cached_property
@@ -63,7 +63,7 @@ class Placement:
         return tuple(map(tuple, held))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on ``rank`` in model order; the index is the chunk."""
+        """Returns the stages on ``rank`` in model order. The index is the chunk."""
         return self._stages_of[rank]
 
     @cached_property
@@ -75,7 +75,7 @@ class Placement:
         return tuple(chunk)
 
     def chunk_of(self, stage: int) -> int:
-        """Which of its rank's chunks ``stage`` is."""
+        """Returns the chunk number of ``stage`` on its rank."""
         return self._chunk_of[stage]
 
     def __str__(self) -> str:
@@ -83,20 +83,20 @@ class Placement:
 
 
 def sequential(ranks: int) -> Placement:
-    """One chunk a rank: stage s on rank s."""
+    """Placement with one chunk per rank: stage s on rank s."""
     return Placement("sequential", tuple(range(ranks)))
 
 
 def interleaved(ranks: int, chunks: int) -> Placement:
-    """Stage s on rank s mod d: the model loops over the ranks ``chunks`` times, always in the same direction."""
+    """Placement with stage s on rank s mod d: the model loops over the ranks ``chunks`` times in one direction."""
     return Placement("interleaved", tuple(stage % ranks for stage in range(ranks * chunks)))
 
 
 def zigzag(ranks: int, chunks: int) -> Placement:
-    """The model goes up the ranks and down again, turning on the spot at each end; two chunks make the V.
+    """Placement in which chunks alternate between ascending and descending ranks; with two chunks it is the V shape.
 
-    The two stages at a turn share a rank, so nothing is sent there. With an even number of chunks the embedding and
-    the output layer share rank 0.
+    The two stages at a turn are on the same rank, so no message is sent there. With an even number of chunks the
+    embedding and the output layer are both on rank 0.
     """
     up = list(range(ranks))
     down = up[::-1]
@@ -105,5 +105,8 @@ def zigzag(ranks: int, chunks: int) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Two chunks a rank: stage s < d on rank s, stage s >= d on rank 2d - 1 - s (arXiv 2405.15362, section 3)."""
+    """V-shaped placement with two chunks per rank: stage s < d on rank s, others on rank 2d - 1 - s.
+
+    Source: arXiv 2405.15362, section 3.
+    """
     return zigzag(ranks, 2)

@@ -1,4 +1,4 @@
-"""A schedule: the order of the passes on every rank, and nothing else."""
+"""Schedule: the order of the passes on every rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron.schedules.schedule.placement import Placement
 
 Rows = tuple[tuple[Pass, ...], ...]
 
-# The kind that gets a stage's microbatches ready for passes of another.
+# For each kind, the kind on the same stage that must come first for a microbatch.
 _GOT_READY_BY = {kind: need.kinds[0] for kind, row in KINDS.items() for need in row.needs[:1] if need.at is At.SAME}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order. Times follow from costs (:mod:`.simulator`), messages from lowering.
+    """Order of the passes on each rank. Times follow from costs (:mod:`.simulator`), messages from lowering.
 
     Args:
-        name: the name it was asked for by.
-        placement: where its stages live.
-        microbatches: n; every stage works on microbatches 0 .. n-1, each exactly once.
-        order: for each rank its passes, first to last.
+        name: name of the schedule, as requested.
+        placement: map from stages to ranks.
+        microbatches: n; every stage processes each of the microbatches 0 .. n-1 exactly once.
+        order: passes of each rank, first to last.
     """
 
     name: str
@@ -36,30 +36,30 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """d, the number of pipeline ranks."""
+        """Number of pipeline ranks, d."""
         return self.placement.ranks
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of its passes."""
+        """Kinds of its passes."""
         return frozenset(kind for row in self.order for _, kind, _ in row)
 
     @property
     def splits(self) -> bool:
-        """Whether any pass is a part of what could be done as a whole: a backward is split."""
+        """True if any backward is split into I and W."""
         return not self.kinds.isdisjoint(PARTS)
 
     def passes(self) -> Iterator[tuple[int, Pass]]:
-        """Every pass with its rank, rank by rank, in order."""
+        """Yields (rank, pass), rank by rank, in order."""
         for rank, row in enumerate(self.order):
             for work in row:
                 yield rank, work
 
 
 def slots(placement: Placement, microbatches: int) -> dict[Kind, list[int]]:
-    """Where passes stand in a flat list by kind, stage and microbatch: for each kind, by stage, microbatch 0's place.
+    """Positions in a flat list of passes by kind, stage and microbatch: for each kind and stage, that of microbatch 0.
 
-    A whole stands where the first of its parts would: who waits for one waits for the other.
+    A combined kind has the position of its first part, because the same passes depend on either.
     """
     of_kind = placement.stages * microbatches
     first = {kind: at * of_kind for at, kind in enumerate(KINDS)}
@@ -70,12 +70,12 @@ def slots(placement: Placement, microbatches: int) -> dict[Kind, list[int]]:
 def awaited(
     schedule: Schedule, latency: Callable[[int, int], float], *, own: bool
 ) -> dict[Kind, list[list[tuple[int, float]]]]:
-    """For every kind and stage what passes wait for: microbatch 0's place by :func:`slots`, and the latency after it.
+    """Dependencies of the passes of every kind and stage: position of microbatch 0 by :func:`slots`, and latency.
 
     Args:
-        schedule: whose passes.
-        latency: of a message from one rank to another, 0 within a rank.
-        own: whether what they need on their own stage, which stands before them in their row, is told too.
+        schedule: schedule of the passes.
+        latency: function of two ranks, the latency of a message from the first to the second; 0 within a rank.
+        own: whether to include dependencies on the same stage, which come earlier in the same row.
     """
     placement = schedule.placement
     rank_of, places = placement.rank_of, slots(placement, schedule.microbatches)
@@ -93,7 +93,7 @@ def awaited(
 
 
 def awaited_elsewhere(schedule: Schedule) -> dict[StageKind, list[tuple[int, int]]]:
-    """By stage and kind, the rank and the place (:func:`slots`, of microbatch 0) of all that is awaited from others."""
+    """Dependencies on other ranks by stage and kind: rank, and position of microbatch 0 by :func:`slots`."""
     placement = schedule.placement
     rank_of, places = placement.rank_of, slots(placement, schedule.microbatches)
     return {
@@ -108,22 +108,21 @@ def awaited_elsewhere(schedule: Schedule) -> dict[StageKind, list[tuple[int, int
 
 
 def in_microbatch_order(schedule: Schedule) -> Schedule:
-    """The same schedule with its microbatches renumbered so that every stage does them in ascending order.
+    """Returns the schedule with its microbatches renumbered so that every stage processes them in ascending order.
 
-    Data come in order and gradients are added up in order, so results then equal 1F1B's to the bit. Microbatches are
-    alike, so nothing else changes: where k passes of a stage have begun, k passes of the one they wait for have ended,
-    whichever microbatches those were. Those are not alike that are recomputed or offloaded while others are not: such
-    passes stay with their backwards, and where they would so come before their F the schedule is left as it is.
+    Data arrive in order and gradients are added in order, so results are bit-identical to those of 1F1B. All
+    microbatches cost the same, so the times do not change: when k passes of a stage have begun, k passes of the stage
+    they depend on have ended.
+
+    R, O and L passes, which only some microbatches have, stay with their backwards. If one of them would then come
+    before its F, the schedule is returned unchanged.
     """
     rows = tuple(map(_renumbered, schedule.order))
     return replace(schedule, order=rows) if all(map(_after_their_forwards, rows)) else schedule
 
 
 def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Each pass of a rank on the first microbatch that its stage has got ready for it and no pass has had.
-
-    What is optional stays with the backwards that have it, in their order.
-    """
+    """Gives each pass of a rank the first ready microbatch. Optional passes stay with their backwards."""
     if not any(work.kind in SAVING for work in row):
         return tuple(_in_turn(row))
     required = iter(_in_turn([work for work in row if work.kind not in SAVING]))
@@ -143,7 +142,7 @@ def _renumbered(row: Sequence[Pass]) -> tuple[Pass, ...]:
 
 
 def _after_their_forwards(row: Sequence[Pass]) -> bool:
-    """Whether what is optional comes after the forward of its microbatch."""
+    """True if every optional pass comes after the forward of its microbatch."""
     forwards: set[tuple[int, int]] = set()
     for stage, kind, m in row:
         if kind is Kind.F:
@@ -154,7 +153,7 @@ def _after_their_forwards(row: Sequence[Pass]) -> bool:
 
 
 def _in_turn(row: Sequence[Pass]) -> list[Pass]:
-    """:func:`_renumbered` of passes that every microbatch has."""
+    """Does :func:`_renumbered` for passes that every microbatch has."""
     done: dict[StageKind, list[int]] = defaultdict(list)
     ready: dict[StageKind, Iterator[int]] = {}
     of_kind: dict[StageKind, tuple[Iterator[int], Callable[[int], None]]] = {}
@@ -173,5 +172,5 @@ def _in_turn(row: Sequence[Pass]) -> list[Pass]:
 
 
 def gradients_complete(row: Sequence[Pass]) -> dict[int, int]:
-    """For each stage of a rank with weight gradients, the index in its row of the pass that completes them."""
+    """For each stage with weight gradients, the index in the rank's row of the pass that completes them."""
     return {work.stage: index for index, work in enumerate(row) if KINDS[work.kind].ends_gradients}

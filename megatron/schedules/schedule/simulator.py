@@ -1,11 +1,11 @@
-"""The event simulator: when each pass of a schedule runs under given costs, what idles, what is held.
+"""Event simulator: start and end of each pass, idle time and activation memory of a schedule under given costs.
 
-Every rank does its passes in order, each as soon as what it needs has ended (and, from another rank, has arrived one
-P2P latency later). That is all there is to it, so one sweep over the passes is enough.
+Every rank runs its passes in order. A pass starts as soon as its dependencies have ended; those from another rank
+arrive one P2P latency later. One sweep over the passes is therefore enough.
 
-A rank has a clock for computing and one for each copy channel. A copy to the host begins once the forward before it
-has ended and the channel is free, and at its place in the order computing waits for its end; a copy back begins at its
-place, and the pass that needs it waits. So what is held follows from the order alone.
+A rank has one clock for computation and one for each copy channel. A copy to the host begins when its forward has
+ended and the channel is free; at its position in the order computation waits for its end. A copy from the host begins
+at its position, and the pass that needs it waits. So activation memory depends only on the order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Times = tuple[tuple[float, ...], ...]
 
 
 class Copy(NamedTuple):
-    """A pass that copies, and from when until when it does."""
+    """Pass that copies, with its start and its end."""
 
     work: Pass
     start: float
@@ -37,14 +37,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with the times of its passes.
+    """Schedule with the times of its passes.
 
     Args:
-        schedule: what was timed.
-        costs: what it was timed under.
-        start, end: for each rank, the times of its passes in the schedule's order (the unit of the costs); of a copy
-            both are the time of its place, when computing goes on.
-        copies: for each rank the copies, in the order in which they begin.
+        schedule: the schedule.
+        costs: costs of its stages.
+        start, end: start and end of each pass, by rank in the schedule's order, in the unit of the costs. For a copy
+            both are the time at which computation continues after its position.
+        copies: copies of each rank, in the order in which they begin.
     """
 
     schedule: Schedule
@@ -55,44 +55,44 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From time 0 to the last end on any rank."""
+        """Iteration time: from time 0 to the last end on any rank."""
         return max((row[-1] for row in self.end if row), default=0.0)
 
     @cached_property
     def ideal(self) -> float:
-        """Time an average rank computes: n * 2 * (F + I + W) where stages are even, and R passes."""
+        """Computing time of an average rank: n * 2 * (F + I + W) for even stages, plus R passes."""
         return sum(self._busy) / self.schedule.ranks
 
     @cached_property
     def _busy(self) -> list[float]:
-        """How long each rank computes; its copies take none of this time."""
+        """Computing time of each rank, without copies."""
         return [sum(map(sub, ends, starts)) for starts, ends in zip(self.start, self.end, strict=True)]
 
     @property
     def bubble(self) -> float:
-        """1 - ideal / makespan: the share of the ranks' time that is idle, whatever is copied meanwhile."""
-        return max(0.0, 1 - self.ideal / self.makespan)  # no rounding below none
+        """Bubble ratio, 1 - ideal / makespan: the share of the ranks' time in which they do not compute."""
+        return max(0.0, 1 - self.ideal / self.makespan)  # rounding could make it negative
 
     @cached_property
     def span_bubble(self) -> float:
-        """The papers' form: 1 - work / span on the worst rank, its span being from first start to last end."""
+        """Bubble ratio as papers define it: 1 - work / span of the worst rank. Its span is first start to last end."""
         rows = zip(self._busy, self.start, self.end, strict=True)
         return max(0.0, *(1 - busy / (ends[-1] - starts[0]) for busy, starts, ends in rows))
 
     @cached_property
     def recomputed(self) -> float:
-        """The share of computing that R passes take; the papers count the rest."""
+        """Share of the computing time that R passes take. Papers count only the rest as work."""
         recomputed = [work for _, work in self.schedule.passes() if KINDS[work.kind].spares]
         return sum(self.costs.durations_of(recomputed)) / (self.ideal * self.schedule.ranks)
 
     @property
     def useful(self) -> float:
-        """The share of the ranks' time in which they compute what they had not computed before."""
+        """Share of the ranks' time in which they compute, without recompute passes."""
         return (1 - self.bubble) * (1 - self.recomputed)
 
     @cached_property
     def copying(self) -> float:
-        """The share of the makespan for which the busiest copy channel of any rank copies; 0 without copies."""
+        """Share of the makespan in which the busiest copy channel of any rank is in use; 0 without copies."""
         busy: dict[tuple[int, Resource | None], float] = defaultdict(float)
         for rank, copies in enumerate(self.copies):
             for work, start, end in copies:
@@ -100,19 +100,19 @@ class Timeline:
         return max(busy.values(), default=0.0) / self.makespan
 
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """Activation memory of ``rank`` over time, as steps (time, microbatches held from then on).
+        """Activation memory of ``rank`` over time, as steps (time, memory in microbatches from then on).
 
-        An activation is held from the start of its F to the end of its W (or B), less what its I gives back.
+        Activations are allocated at the start of F. I frees a part at its end, W (or B) the rest.
         """
         return held_over_time(self.costs.changes_of(self.schedule.order[rank]), self.start[rank], self.end[rank])
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Each rank's peak activation memory, in microbatches' worth of one rank's activations."""
+        """Peak activation memory of each rank, in microbatches (of one rank's activations)."""
         return peaks(self.schedule, self.costs)
 
     def gradients_complete(self, rank: int) -> tuple[float, ...]:
-        """For each chunk of ``rank``, the end of its last W (or B): from then its gradients can be reduced."""
+        """For each chunk of ``rank``, the end of its last W (or B), when its gradients can be reduced."""
         complete = gradients_complete(self.schedule.order[rank])
         return tuple(
             self.end[rank][complete[stage]] if stage in complete else 0.0
@@ -121,23 +121,25 @@ class Timeline:
 
     @cached_property
     def limit(self) -> float:
-        """The least memory limit that it keeps within: more than its peak where many parameters are on that rank."""
+        """Smallest memory limit that it satisfies. It exceeds the peak if that rank has many parameters."""
         return self.costs.within(self.schedule.placement, self.peaks)
 
     @property
     def peak(self) -> float:
-        """Peak activation memory of the worst rank; 1F1B's is d, where there are so many microbatches."""
+        """Peak activation memory of the worst rank. For 1F1B it is d, with at least d microbatches."""
         return max(self.peaks)
 
 
 def held_over_time(
     changes: Iterable[float], start: Iterable[float], end: Iterable[float]
 ) -> tuple[tuple[float, float], ...]:
-    """What a rank holds, as steps (time, held from then on): a pass takes at its start, and gives back at its end.
+    """Returns the memory of a rank as steps (time, memory from then on).
+
+    A pass allocates at its start and frees at its end.
 
     Args:
-        changes: of each of its passes, in order, by how much more is held after it.
-        start, end: of the same passes.
+        changes: change of memory by each pass of the rank, in order.
+        start, end: times of the same passes.
     """
     held, steps = 0.0, [(0.0, 0.0)]
     for change, begun, over in zip(changes, start, end, strict=True):
@@ -148,29 +150,32 @@ def held_over_time(
 
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """Each rank's peak activation memory in microbatches. It follows from the order alone; no times are needed."""
+    """Returns the peak activation memory of each rank, in microbatches. It depends only on the order, not on times."""
     return tuple(round(max(accumulate(costs.changes_of(row)), default=0.0), 9) for row in schedule.order)
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """Time ``schedule`` under ``costs``. Time and memory are linear in the passes.
+    """Simulates ``schedule`` under ``costs``. The simulation's time and memory are linear in the number of passes.
 
     Raises:
-        PlanError: where the order cannot finish; it names the pass each blocked rank waits at.
+        PlanError: if the order deadlocks; it names the pass at which each blocked rank waits.
     """
     swept = sweep(schedule, costs)
     return Timeline(schedule, costs, swept.start, swept.end, swept.copies)
 
 
 def _at_once(source: int, to: int) -> float:
-    """The latency where there are no times."""
+    """Latency without costs: 0."""
     return 0.0
 
 
 class Sweep(NamedTuple):
-    """What :func:`sweep` finds, by rank: start and end of each pass, its turn, and the copies.
+    """Result of :func:`sweep`, by rank.
 
-    Turns tell where each stands where all are done one at a time, each after all that it waits for.
+    Args:
+        start, end: times of each pass.
+        turns: position of each pass in one sequence of all passes in which dependencies come first.
+        copies: copies in the order in which they begin.
     """
 
     start: Times
@@ -180,7 +185,7 @@ class Sweep(NamedTuple):
 
 
 def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
-    """Start and end of every pass, by rank; without ``costs`` every time is zero and only the order is proved."""
+    """Returns start and end of every pass. Without ``costs`` all times are zero and only deadlocks are checked."""
     lengths = [costs.durations_of(row) if costs else [0.0] * len(row) for row in schedule.order]
     places = slots(schedule.placement, schedule.microbatches)
     works = {
@@ -239,17 +244,17 @@ def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
 
 
 def _with_copies(schedule: Schedule) -> Rows:
-    """The rows of ``schedule`` where it has copies; none where computing is all there is."""
+    """Rows of ``schedule`` if it has copies; empty if it only computes."""
     return schedule.order if any(KINDS[kind].resource is not Resource.COMPUTE for kind in schedule.kinds) else ()
 
 
 class _Channels:
-    """The copy channels of one rank, while its passes are done in turn.
+    """Copy channels of one rank.
 
     Args:
-        row: all of them.
-        lengths: how long each of them takes.
-        one_way: whether there is one channel for both directions.
+        row: passes of the rank.
+        lengths: duration of each pass.
+        one_way: whether both directions share one channel.
     """
 
     def __init__(self, row: Sequence[Pass], lengths: Sequence[float], one_way: bool) -> None:
@@ -257,7 +262,7 @@ class _Channels:
         self._lengths = dict(zip(row, lengths, strict=True))
         self._channel = dict.fromkeys(Resource, Resource.TO_HOST) if one_way else {each: each for each in Resource}
         self._free = dict.fromkeys(Resource, 0.0)
-        # By the pass that it waits for, each copy that begins as soon as it can.
+        # Copies to the host, by the pass that they wait for: they begin as soon as possible.
         self._at_once = {
             Pass(stage, needed, m): Pass(stage, kind, m)
             for stage, kind, m in row
@@ -268,7 +273,7 @@ class _Channels:
         self._ends: dict[Pass, float] = {}
 
     def took(self, work: Pass, begin: float) -> tuple[float, float]:
-        """From when until when computing was at ``work``, which it may have reached at ``begin``."""
+        """Start and end of ``work`` in computing time; it starts at ``begin`` at the earliest."""
         stage, kind, m = work
         resource = KINDS[kind].resource
         if resource is Resource.TO_HOST:
@@ -292,7 +297,7 @@ class _Channels:
         self.copies.append(Copy(work, start, self._free[channel]))
 
 
-# What is copied back for passes of each kind.
+# Copies from the host that passes of each kind wait for.
 _LOADED_FOR = {
     kind: [each for need in row.needs for each in need.kinds if KINDS[each].resource is Resource.FROM_HOST]
     for kind, row in KINDS.items()

@@ -1,24 +1,24 @@
-"""How large a schedule may be: one place for the command line, for training and for the tools."""
+"""Limits on the size of a schedule, for the command line, training and the tools."""
 
 from __future__ import annotations
 
 from megatron.schedules.utils.errors import PlanError
 
-# More is a slip of the finger, and would take hours and all the memory there is.
+# Larger values are typing errors and would take hours and all memory.
 MOST_RANKS = 1024
 MOST_PASSES = 1_000_000  # ranks x microbatches x chunks
 
 
 def check_size(ranks: int, microbatches: int, chunks: int | None, said: str) -> None:
-    """Refuse a schedule that is too large to plan.
+    """Raises an error if a schedule is too large to plan.
 
     Args:
-        ranks, microbatches: the schedule's.
-        chunks: of each rank; None where the schedule leaves it open.
-        said: the flags and values that make up the size.
+        ranks, microbatches: size of the schedule.
+        chunks: chunks per rank; None if they are not known yet.
+        said: flags and values that determine the size, for the error.
 
     Raises:
-        PlanError: where it is too large.
+        PlanError: if it is too large.
     """
     if ranks > MOST_RANKS or ranks * microbatches * (chunks or 1) > MOST_PASSES:
         raise PlanError(

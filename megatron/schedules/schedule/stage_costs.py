@@ -1,4 +1,4 @@
-"""What each stage of one placement costs: the times of its passes, what they hold, and messages between ranks."""
+"""Costs of each stage of one placement: times and memory of its passes, and latencies between ranks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from megatron.schedules.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What each stage of one placement costs.
+    """Costs of each stage of one placement.
+
+    The unit of memory is one microbatch's activations of an average rank's layers. The unit of times is any.
 
     Args:
-        times: by kind, for those that are not made of others, the time of each stage's pass, any unit. Where all ranks
-            share the vocabulary there are times of S and T, too.
-        activation: what one microbatch on each stage holds from the start of F to the end of W, in
-            microbatches' worth of the activations of an average rank's layers (1 / chunks on each stage where layers
-            are split evenly, and embedding and output layer hold nothing of their own).
-        comm: P2P latency, the time of a message from one rank to another; within a rank it takes none.
-        held: by stage, in the same unit, what F keeps until I, less than ``activation`` where I recomputes the rest,
-            what I leaves to W, and, on the last stage of each rank, what S leaves to T; what R recomputes and what O
-            and L offload, where these come.
-        standing: by stage, in the same unit, what its parameters hold all the time; empty where that is not counted.
-        one_way: whether a rank copies to the host and from it by turns, not both at once.
-        latencies: of single pairs of ranks, from and to, the P2P latency where it is not ``comm``.
-        attention: of ``times``, what attention takes.
-        loads: how much of all this each microbatch has; None where they are alike.
+        times: time of a pass on each stage, by kind, without combined kinds. Vocabulary parallelism adds S and T.
+        activation: activation memory of one microbatch on each stage, from the start of F to the end of W. It is
+            1 / chunks if layers are split evenly, and the embedding and the output layer keep nothing.
+        comm: P2P latency between two ranks; 0 within a rank.
+        held: size of each share of a stage's activations, by stage. F keeps less than ``activation`` if I recomputes
+            the rest. The vocabulary's share is on the last stage of each rank.
+        standing: memory of each stage's parameters, which is always allocated; empty if it is not counted.
+        one_way: whether a rank copies in one direction at a time.
+        latencies: P2P latency of each pair of ranks (from, to) for which it is not ``comm``.
+        attention: attention's part of ``times``.
+        loads: relative load of each microbatch; None if all are equal.
     """
 
     times: Mapping[Kind, tuple[float, ...]]
@@ -44,11 +43,11 @@ class StageCosts:
     loads: MicrobatchLoads | None = None
 
     def latency(self, source: int, to: int) -> float:
-        """The time of a message from rank ``source`` to rank ``to``; none within a rank."""
+        """Returns the latency of a message from rank ``source`` to rank ``to``; 0 within a rank."""
         return 0.0 if source == to else self.latencies.get((source, to), self.comm)
 
     def doing(self, placement: Placement) -> Doing:
-        """What is done with every microbatch, the backward split, and where: R, O and L where they free memory."""
+        """Passes of every microbatch with a split backward. R, O and L are on the stages where they free memory."""
         return {
             kind: [stage for stage in stages_doing(kind, placement) if kind not in SAVING or self._saves(kind, stage)]
             for kind in KINDS
@@ -57,7 +56,7 @@ class StageCosts:
 
     @property
     def saved(self) -> bool:
-        """Whether any stage's activations may be recomputed or offloaded."""
+        """True if any stage's activations can be recomputed or offloaded."""
         return any(kind in self.times for kind in SAVING)
 
     def _saves(self, kind: Kind, stage: int) -> bool:
@@ -65,12 +64,12 @@ class StageCosts:
 
     @cached_property
     def durations(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Kind -> duration by stage; a whole takes as long as its parts, and what is not done none."""
+        """Duration of each kind on each stage: of B that of its parts together, 0 for kinds that are not used."""
         return self._with_wholes(self.times)
 
     @cached_property
     def of_attention(self) -> Mapping[Kind, tuple[float, ...]]:
-        """What of :attr:`durations` attention takes."""
+        """Attention's part of :attr:`durations`."""
         return self._with_wholes(self.attention)
 
     def _with_wholes(self, times: Mapping[Kind, tuple[float, ...]]) -> Mapping[Kind, tuple[float, ...]]:
@@ -81,7 +80,7 @@ class StageCosts:
         return found
 
     def durations_of(self, passes: Iterable[Pass]) -> list[float]:
-        """How long each of ``passes`` takes."""
+        """Returns the duration of each of ``passes``."""
         durations, loads = self.durations, self.loads
         if loads is None:
             return [durations[kind][stage] for stage, kind, _ in passes]
@@ -90,18 +89,18 @@ class StageCosts:
 
     @cached_property
     def changes(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Kind -> by stage, the memory a pass takes (from its start) or, negative, gives back (at its end)."""
+        """Memory that a pass of each kind and stage allocates at its start or, if negative, frees at its end."""
         return {
             kind: tuple(more - less for more, less in zip(self._sum(row.takes), self._sum(row.gives), strict=True))
             for kind, row in KINDS.items()
         }
 
     def _sum(self, shares: Sequence[Share]) -> tuple[float, ...]:
-        """By stage, all of ``shares``."""
+        """Sum of ``shares`` on each stage."""
         return tuple(map(sum, zip((0.0,) * len(self.activation), *(self.held[share] for share in shares), strict=True)))
 
     def changes_of(self, row: Sequence[Pass]) -> list[float]:
-        """The memory that each pass of a rank's order takes or, negative, gives back; a forward less where R comes."""
+        """Memory that each pass of a rank allocates or, if negative, frees. F allocates less if an R follows."""
         changes = self.changes
         found = [changes[kind][stage] for stage, kind, _ in row]
         for saving in SAVING:
@@ -116,13 +115,14 @@ class StageCosts:
         return found
 
     def least(self, placement: Placement) -> float:
-        """The least memory in which anything runs: one microbatch, on the rank that holds most of it."""
+        """Smallest memory in which a schedule runs: that of one microbatch, on the rank that needs most."""
         return max(self.least_by_rank(placement))
 
     def limits(self, placement: Placement, limit: float) -> list[float]:
-        """What each rank may hold where an average one may hold ``limit``.
+        """Returns the memory limit of each rank if that of an average rank is ``limit``.
 
-        Less by what its parameters hold beyond those of an average rank, though never less than one microbatch takes.
+        A rank whose parameters need more than average has a limit that is lower by the difference, but never below
+        the memory of one microbatch.
         """
         beyond = self._beyond(placement)
         if not any(beyond):
@@ -131,26 +131,26 @@ class StageCosts:
         return [min(limit, max(limit - more, least)) if more else limit for more, least in both]
 
     def within(self, placement: Placement, peaks: Sequence[float]) -> float:
-        """The least that an average rank must be let hold for ranks to hold ``peaks``."""
+        """Returns the smallest memory limit of an average rank that allows ``peaks``."""
         of_ranks = zip(peaks, self._beyond(placement), self.least_by_rank(placement), strict=True)
         return max(peak + more * (peak > least) for peak, more, least in of_ranks)
 
     def _beyond(self, placement: Placement) -> list[float]:
-        """How much more each rank's parameters hold than those of an average one."""
+        """Memory of each rank's parameters above the average; at least 0."""
         if not self.standing:
             return [0.0] * placement.ranks
         own = [sum(self.standing[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
         return [max(0.0, each - sum(own) / placement.ranks) for each in own]
 
     def least_by_rank(self, placement: Placement) -> list[float]:
-        """For each rank, the least memory in which one microbatch runs."""
+        """Returns the smallest memory in which one microbatch runs, for each rank."""
         if placement not in self._least:
             self._least[placement] = self._least_by_rank(placement)
         return self._least[placement]
 
     @cached_property
     def _least(self) -> dict[Placement, list[float]]:
-        """What was asked for before."""
+        """Cached results."""
         return {}
 
     def _least_by_rank(self, placement: Placement) -> list[float]:
@@ -161,11 +161,11 @@ class StageCosts:
         stays = self._sum([share for share in SAVED if share not in spared])
         found = []
         for rank in range(placement.ranks):
-            # That of the output layer is there from the last stage's F until its I, and perhaps longer.
+            # The output layer's share lasts at least from the last stage's F until its I.
             shared = max(self.held[Share.VOCABULARY][stage] for stage in placement.stages_of(rank))
             held = most = 0.0
             for stage in placement.stages_of(rank):
-                # Up to this stage's F, and, where its I takes more than it gives back, while it waits for its W.
+                # The peak is at this stage's F or, if its I allocates more than it frees, between I and W.
                 most = max(most, held + max(kept[stage] + passing[stage], left[stage]) + shared)
                 held += kept[stage] + stays[stage]
             found.append(most if self.loads is None else most * max(self.loads.tokens))

@@ -19,9 +19,9 @@ from megatron.schedules.utils.json_files import Count, Form, Index, Name, conver
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a rank, one cell a pass, no header: the form ``_PipelineScheduleRuntime._load_csv`` reads.
+    """Returns the CSV that ``_PipelineScheduleRuntime._load_csv`` reads: a row per rank, a cell per pass, no header.
 
-    That reader knows none of R, O, L, S and T.
+    That reader does not support R, O, L, S and T.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -30,13 +30,12 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "file") -> Schedule:
-    """Read a compute-only CSV; placement and microbatches follow from it.
+    """Reads a compute-only CSV and derives the placement and the number of microbatches from it.
 
-    Empty cells (torch's idle slots) are passed over. Any placement is read in which every rank holds equally many
-    stages.
+    Empty cells (torch's idle slots) are ignored. Every rank must have the same number of stages.
 
     Raises:
-        PlanError: naming the row and the cell that cannot be read, or what makes the order no schedule.
+        PlanError: names the row and the cell that cannot be read, or the reason why the order is not a schedule.
     """
     try:
         return _read_rows(text, name)
@@ -97,18 +96,18 @@ def _read_placement(order: list[tuple[Pass, ...]]) -> Placement:
 
 
 class PlacementForm(Form, frozen=True, kw_only=True):
-    """A placement in a file."""
+    """Placement in a file."""
 
     name: Name
     rank_of: Annotated[tuple[Index, ...], Meta(min_length=1)]
 
     @staticmethod
     def of(placement: Placement) -> PlacementForm:
-        """``placement`` as it is written."""
+        """Returns the form of ``placement``."""
         return PlacementForm(name=placement.name, rank_of=placement.rank_of)
 
     def placement(self, at: str) -> Placement:
-        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        """Returns the :class:`.Placement`; raises :class:`PlanError` with the path ``at`` if it is invalid."""
         try:
             return Placement(self.name, self.rank_of)
         except PlanError as error:
@@ -116,7 +115,7 @@ class PlacementForm(Form, frozen=True, kw_only=True):
 
 
 class ScheduleForm(Form, frozen=True, kw_only=True):
-    """A schedule in a file."""
+    """Schedule in a file."""
 
     name: Name
     placement: PlacementForm
@@ -125,7 +124,7 @@ class ScheduleForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(schedule: Schedule) -> ScheduleForm:
-        """``schedule`` as it is written."""
+        """Returns the form of ``schedule``."""
         return ScheduleForm(
             name=schedule.name,
             placement=PlacementForm.of(schedule.placement),
@@ -134,7 +133,7 @@ class ScheduleForm(Form, frozen=True, kw_only=True):
         )
 
     def schedule(self, at: str = "$") -> Schedule:
-        """The same as planning has it; raises :class:`PlanError` with its path where it is none."""
+        """Returns the :class:`.Schedule`; raises :class:`PlanError` with the path of the field that is invalid."""
         placement = self.placement.placement(f"{at}.placement")
         order: Rows = tuple(
             tuple(read_pass(cell, f"{at}.order[{rank}][{index}]") for index, cell in enumerate(row))
@@ -149,7 +148,7 @@ class ScheduleForm(Form, frozen=True, kw_only=True):
 
 
 def read_pass(cell: str, at: str) -> Pass:
-    """The pass that is written as ``cell``; raises :class:`PlanError` with its path where it is none."""
+    """Reads a pass from ``cell``; raises :class:`PlanError` with the path ``at`` if it is invalid."""
     try:
         return Pass.parse(cell)
     except PlanError as error:
@@ -157,18 +156,18 @@ def read_pass(cell: str, at: str) -> Pass:
 
 
 def to_json(schedule: Schedule) -> str:
-    """The schedule as one JSON object; :mod:`.plan_json` writes its costs and figures, too."""
+    """Returns the schedule as a JSON object. :mod:`.plan_json` also writes its costs and figures."""
     return encode(ScheduleForm.of(schedule))
 
 
 def to_record(schedule: Schedule) -> dict[str, Any]:
-    """The schedule as what JSON is made of."""
+    """Returns the schedule as a dictionary that JSON can encode."""
     record: dict[str, Any] = msgspec.to_builtins(ScheduleForm.of(schedule))
     return record
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule in what :func:`to_json` or :mod:`.plan_json` wrote; raises :class:`PlanError` for anything else."""
+    """Reads JSON written by :func:`to_json` or :mod:`.plan_json`; raises :class:`PlanError` for anything else."""
     try:
         return decode(text, ScheduleForm).schedule()
     except PlanError as error:
@@ -176,7 +175,7 @@ def from_json(text: str) -> Schedule:
 
 
 def from_record(data: Any) -> Schedule:
-    """Read what :func:`to_record` made; raises :class:`PlanError` for anything else."""
+    """Reads the result of :func:`to_record`; raises :class:`PlanError` for anything else."""
     try:
         return convert(data, ScheduleForm).schedule()
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Validation: whether an order is a schedule at all, told apart from how it was made."""
+"""Validation of schedules, independent of how they were made."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.schedules.utils.printable import counted
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every rank does its own passes exactly once and that the order can finish.
+    """Checks that every rank runs its own passes exactly once and that the order does not deadlock.
 
     Raises:
-        PlanError: naming the first pass that is missing, doubled, misplaced, or part of a deadlock.
+        PlanError: names the first pass that is missing, duplicate, misplaced or part of a deadlock.
     """
     _validate_ranks(schedule)
     _validate_passes(schedule)
@@ -46,7 +46,7 @@ def _validate_ranks(schedule: Schedule) -> None:
 
 
 def _validate_passes(schedule: Schedule) -> None:
-    """Every part of the work is done once, by itself or in a whole."""
+    """Checks that every kind runs once for every stage and microbatch, alone or in a combined pass."""
     there = set(chain.from_iterable(schedule.order))
     if len(there) < sum(map(len, schedule.order)):
         count = Counter(chain.from_iterable(schedule.order))
@@ -78,7 +78,7 @@ def _validate_passes(schedule: Schedule) -> None:
 
 
 def _validate_shared(schedule: Schedule) -> None:
-    """What every rank does, all do for every microbatch, or none does; it is written with their last stages."""
+    """Checks that all ranks run S and T for every microbatch, or none does, and that they are on last stages."""
     if not schedule.kinds.intersection(OF_RANKS):
         return
     there = {work for _, work in schedule.passes() if work.kind in OF_RANKS}
@@ -97,7 +97,7 @@ def _validate_shared(schedule: Schedule) -> None:
 
 
 def _validate_local_order(schedule: Schedule) -> None:
-    """What a pass needs on its own stage stands before it."""
+    """Checks that dependencies on the same stage come first."""
     where = schedule.placement
     needs = {
         (stage, kind): [kinds for source, kinds in sources(kind, stage, where, schedule.kinds) if source == stage]

@@ -1,4 +1,4 @@
-"""Cache directories: where they are, whether only this user can change them, and files written whole or not at all."""
+"""Cache directories: their location, a check that only this user can change them, and atomic writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 PLANS_VARIABLE = "MEGATRON_SCHEDULES_CACHE"
 USER_VARIABLE = "XDG_CACHE_HOME"
 _NAME = "megatron-schedules"
-# The rooms whose code decides what a plan is.
+# Packages whose code determines plans.
 _PLANNING_ROOMS = ("planner", "schedule", "search", "utils")
-# Never follow a link, never wait for another process (a FIFO), never leave a descriptor to a child process.
+# Do not follow links, do not wait for another process (a FIFO), do not pass descriptors to child processes.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _KINDS: dict[Callable[[int], bool], str] = {stat.S_ISDIR: "a directory", stat.S_ISREG: "a regular file"}
@@ -27,28 +27,28 @@ _log = logging.getLogger(__name__)
 
 
 class UntrustedError(OSError):
-    """Others than this user and root may have written a file or a directory; ``str(error)`` says why, in one line."""
+    """Error: a user other than this one and root can write a file or directory. ``str(error)`` is the reason."""
 
 
 def plans_directory() -> Path:
-    """Directory for plans: $MEGATRON_SCHEDULES_CACHE, else the user's own cache directory."""
+    """Returns the directory for plans: $MEGATRON_SCHEDULES_CACHE, by default the user's own cache directory."""
     named = os.environ.get(PLANS_VARIABLE)
     return Path(named) if named else _user_directory()
 
 
 def _user_directory() -> Path:
-    """The user's own cache directory, in the temporary directory where the user has no home."""
+    """User's own cache directory; in the temporary directory if the user has no home directory."""
     named = os.environ.get(USER_VARIABLE)
     try:
         return Path(named or Path.home() / ".cache") / _NAME
-    except RuntimeError:  # a container, started for a uid that it does not know
+    except RuntimeError:  # a container that runs as an unknown uid
         directory = Path(os.environ.get("TMPDIR") or "/tmp") / f"{_NAME}-{os.geteuid()}"
         warn_once(f"there is no home directory: the cache is {directory}, unless ${USER_VARIABLE} names another")
         return directory
 
 
 def code_version() -> str:
-    """A digest of the planner's code, in the rooms that decide what a plan is: changed by any change to it."""
+    """Returns a digest of the code that determines plans. Any change to the code changes it."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     for room in _PLANNING_ROOMS:
         for source in sorted((package / room).rglob("*.py")):
@@ -58,17 +58,17 @@ def code_version() -> str:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, the same one only once in a process."""
+    """Logs a warning, once per process for each message."""
     _log.warning("pipeline schedule: %s", message)
 
 
 def fault(status: os.stat_result, is_kind: Callable[[int], bool], user: int) -> str | None:
-    """Why others than ``user`` and root may have written a file or a directory; None where they cannot have.
+    """Returns why a user other than ``user`` and root can write a file or directory; None if none can.
 
     Args:
-        status: of the file or directory itself, not of what a link points to.
-        is_kind: ``stat.S_ISREG`` or ``stat.S_ISDIR``, what it must be.
-        user: the uid that must own it, if root does not.
+        status: status of the file or directory itself; links are not followed.
+        is_kind: required type, ``stat.S_ISREG`` or ``stat.S_ISDIR``.
+        user: uid that must own it, unless root does.
     """
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
@@ -82,7 +82,7 @@ def fault(status: os.stat_result, is_kind: Callable[[int], bool], user: int) -> 
 
 
 def fault_within(path: Path) -> str | None:
-    """The first :func:`fault` of ``path`` and of all that is in it, preceded by the name of what has it."""
+    """Returns the first :func:`fault` in ``path`` and its content, after the file's name; None if there is none."""
     if why := fault(path.lstat(), stat.S_ISDIR, os.geteuid()):
         return f"{path.name}: {why}"
     for folder, directories, files in os.walk(path):
@@ -95,23 +95,22 @@ def fault_within(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Directory:
-    """An open cache directory that only this user and root can change.
+    """Open cache directory that only this user and root can change.
 
     Args:
         path: its path, for messages.
-        pinned: a path through its open descriptor. It stays the same directory, even if another user can rename a
-            directory above it.
+        pinned: path through its open descriptor. It remains valid even if another user renames a parent directory.
     """
 
     path: Path
     pinned: Path
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file, made with mode 0600 where ``flags`` say so; returns its descriptor.
+        """Opens a file and returns its descriptor. With ``O_CREAT`` in ``flags`` a new file has mode 0600.
 
         Raises:
-            UntrustedError: where others may have written the file.
-            OSError: where it cannot be opened.
+            UntrustedError: if another user can write the file.
+            OSError: if it cannot be opened.
         """
         path = self.path / name
         try:
@@ -126,12 +125,12 @@ class Directory:
         return descriptor
 
     def read(self, name: str) -> bytes:
-        """The content of a file; raises as :meth:`open` does."""
+        """Returns the content of a file; raises the errors of :meth:`open`."""
         with open(self.open(name, os.O_RDONLY), "rb") as file:
             return file.read()
 
     def version(self, name: str) -> tuple[int, int] | None:
-        """A value that changes whenever the file is replaced; None where there is none."""
+        """Returns a value that changes whenever the file is replaced; None if there is no file."""
         try:
             status = os.lstat(self.pinned / name)
         except OSError:
@@ -139,7 +138,7 @@ class Directory:
         return status.st_ino, status.st_mtime_ns
 
     def write(self, name: str, text: str) -> None:
-        """Write all of a file or nothing, whenever the machine stops. Where that fails there is no file, no error."""
+        """Writes a file completely or not at all. If it fails, there is no new file and no error."""
         with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self.pinned, suffix=".part", delete=False) as file:
             try:
                 file.write(text)
@@ -151,9 +150,9 @@ class Directory:
 
 @contextmanager
 def plans() -> Iterator[Directory | None]:
-    """The directory for plans, made where it is missing; None, and one line in the log, where it cannot be used.
+    """Opens the directory for plans, and creates it if it is missing. If it is unusable, logs a line and yields None.
 
-    A link to it is followed only where the user named it.
+    A symbolic link is followed only if the user set the directory.
     """
     named = bool(os.environ.get(PLANS_VARIABLE))
     with _opened(plans_directory(), (), named, "plans", PLANS_VARIABLE) as directory:
@@ -162,9 +161,9 @@ def plans() -> Iterator[Directory | None]:
 
 @contextmanager
 def compiled_code(version: str) -> Iterator[Directory | None]:
-    """The directory for one version's compiled code, as :func:`plans`.
+    """Opens the directory for one version's compiled code, as :func:`plans` does.
 
-    Reading compiled code runs it. So it is never in a directory for plans, which users copy and share.
+    Loading compiled code runs it. So it is never in a directory for plans, which users copy and share.
     """
     with _opened(_user_directory(), ("compiled", version), False, "compiled code", USER_VARIABLE) as directory:
         yield directory
@@ -172,11 +171,11 @@ def compiled_code(version: str) -> Iterator[Directory | None]:
 
 @contextmanager
 def _opened(path: Path, parts: tuple[str, ...], follow: bool, what: str, variable: str) -> Iterator[Directory | None]:
-    """``path`` and in it ``parts``, each made and checked in turn.
+    """Creates, checks and opens ``path`` and, inside it, each of ``parts``.
 
     Args:
         follow: whether ``path`` may be a symbolic link.
-        what: it is for, and the ``variable`` that names another; both for the log.
+        what: content of the directory, for the log; ``variable`` can name another directory.
     """
     with ExitStack() as stack:
         try:
@@ -195,7 +194,7 @@ def _opened(path: Path, parts: tuple[str, ...], follow: bool, what: str, variabl
 
 
 def _enter(path: Path, name: str, within: int | None, follow: bool) -> int:
-    """Open the directory ``name`` of the open directory ``within``, made with mode 0700 where it is missing."""
+    """Opens the directory ``name`` in the open directory ``within``; creates it with mode 0700 if it is missing."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(name, flags, dir_fd=within)

@@ -1,4 +1,4 @@
-"""Locks of single files in a cache directory: one process makes the file, others wait for it, but not for ever."""
+"""Locks of single files in a cache directory: one process creates the file, and others wait for a limited time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron.schedules.utils.cache_directory import Directory, UntrustedError, 
 from megatron.schedules.utils.progress import Progress, unheard
 
 _LOOK_EVERY_S = 0.05
-# The holder writes so often that it is alive; others wait for one that does not for so long, and no longer.
+# Interval at which the holder writes to its lock file, and the time after which others stop waiting for a silent one.
 _BEAT_EVERY_S = 5.0
 _PATIENCE_S = 60.0
-# A holder's record has this length, always: one write replaces all of the one before.
+# Fixed length of a record, so that one write replaces all of the previous one.
 _LENGTH = 128
 _FORM = re.compile(rb"([\w.-]{1,64}) (\d{1,10}) (\d{1,12}) ([01]\.\d{4}) *", re.ASCII)
 
 
 class _Record(NamedTuple):
-    """What a holder writes of itself into its lock file.
+    """Record that the holder of a lock writes to the lock file.
 
     Args:
-        host, pid: where it runs.
-        beat: how often it has written.
-        done: the share of its work that is done.
+        host, pid: host and process id of the holder.
+        beat: number of writes.
+        done: share of its work that is done.
     """
 
     host: str
@@ -44,7 +44,7 @@ class _Record(NamedTuple):
 
     @staticmethod
     def read(descriptor: int) -> _Record | None:
-        """None where there is none, or where it is damaged."""
+        """Reads a record; None if it is missing or damaged."""
         try:
             match = _FORM.fullmatch(os.pread(descriptor, _LENGTH, 0))
         except OSError:
@@ -53,7 +53,7 @@ class _Record(NamedTuple):
 
 
 class Lock:
-    """A lock that this process holds. Processes that wait for it read in its file how far the work is."""
+    """Lock that this process holds. Waiting processes read the progress from its file."""
 
     def __init__(self, descriptor: int, told: float) -> None:
         self._descriptor, self._told = descriptor, told
@@ -61,15 +61,15 @@ class Lock:
         self._writing = threading.Lock()
 
     def write(self, share: float = 0.0) -> None:
-        """Write that this process is alive, and has done ``share`` more of its work."""
+        """Writes that this process is alive and has completed another ``share`` of its work."""
         with self._writing, suppress(OSError):
             self._record = self._record._replace(beat=self._record.beat + 1, done=self._record.done + share)
             os.pwrite(self._descriptor, self._record.written(), 0)
 
     def telling(self, progress: Progress) -> Progress:
-        """``progress``, which processes that wait hear too.
+        """Returns ``progress``, extended to report to waiting processes, too.
 
-        It is not told again of what another process, which did not finish, had done.
+        Progress that an unfinished previous holder already reported is not reported again.
         """
 
         def tell(share: float) -> None:
@@ -85,9 +85,9 @@ class Lock:
 def locked(
     directory: Directory, name: str, progress: Progress = unheard, until: Callable[[], bool] = lambda: False
 ) -> Iterator[Lock | None]:
-    """Hold the lock of the file ``name``; while another process holds it, wait and tell its progress.
+    """Holds the lock of the file ``name``. While another process holds it, waits and reports that process's progress.
 
-    None where there is no lock to hold: it cannot be made, the holder shows no sign of life, or ``until`` is true.
+    Yields None without a lock: it cannot be created, its holder no longer responds, or ``until`` returned true.
     """
     lock = _acquired(directory, f"{name}.lock", progress, until)
     if lock is None:
@@ -101,7 +101,7 @@ def locked(
         while not ended.wait(_BEAT_EVERY_S):
             held.write()
 
-    # A thread, for the work may say nothing for a long time. It stops where the process is stopped, or dies.
+    # The work may report nothing for a long time, so a thread writes. It stops if the process is stopped or dies.
     beating = threading.Thread(target=beat, name="cache lock", daemon=True)
     beating.start()
     try:
@@ -117,7 +117,7 @@ def locked(
 def _acquired(
     directory: Directory, name: str, progress: Progress, until: Callable[[], bool]
 ) -> tuple[int, float] | None:
-    """The descriptor of the lock file ``name`` once it is ours, and how much of others' progress was told."""
+    """Acquires the lock file ``name``. Returns its descriptor, and the progress of others already reported."""
     told = 0.0
 
     def tell(done: float) -> None:
@@ -151,7 +151,7 @@ def _acquired(
 def _wait(
     descriptor: int, directory: Directory, name: str, tell: Callable[[float], None], until: Callable[[], bool]
 ) -> bool:
-    """Whether the lock is ours in the end."""
+    """Waits for the lock. Returns true if this process acquired it."""
     last, silent = _Record.read(descriptor), 0.0
     while True:
         try:
@@ -174,11 +174,11 @@ def _wait(
             )
             return False
         time.sleep(_LOOK_EVERY_S)
-        silent += _LOOK_EVERY_S  # looks, not the clock: who is stopped itself has not waited
+        silent += _LOOK_EVERY_S  # counts looks, not clock time: time in which this process was stopped does not count
 
 
 def _is_there(descriptor: int, directory: Directory, name: str) -> bool:
-    """Whether the file ``name`` is the one that is open, and not removed by who held it before."""
+    """True if the file ``name`` is still the open one, so the previous holder has not removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(directory.pinned / name))
     except OSError:

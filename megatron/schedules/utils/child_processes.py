@@ -1,4 +1,4 @@
-"""Child processes: they end with their parent, and import nothing from the folder in which they are started."""
+"""Child processes that end with their parent and import nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _MEGATRON = Path(__file__).absolute().parents[2]  # the folder that holds megatron/schedules
-# The package comes from where the parent has it, whichever other version is installed. `megatron` is made by hand for
-# that: found on the path, it would be a namespace over all folders of that name.
+# The child imports the package from the parent's folder, even if another version is installed. So `megatron` is created
+# by hand: an import from the path would make it a namespace package over all folders of that name.
 _START = """
 import importlib, sys, types
 module, parent, megatron, *path = sys.argv[1:]
@@ -31,15 +31,15 @@ importlib.import_module(module).main()
 
 
 def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """Ends this process as soon as its parent is gone, however that ended.
+    """Ends this process as soon as its parent has ended for any reason.
 
-    Linux sends the signal. That costs nothing, and works within compiled code that holds the interpreter's lock, where
-    a thread of this process could not run. Linux takes the *thread* that started this process for its parent: start
-    children from a thread that outlives them. On other systems a thread of this process looks every second.
+    On Linux the kernel sends the signal. This costs nothing, and works in compiled code that holds the interpreter's
+    lock, when no Python thread can run. For Linux the parent is the *thread* that started this process, so start
+    children from a thread that outlives them. On other systems a thread checks every second.
 
     Args:
-        parent: the parent's process id. Without it, that of the parent in ``multiprocessing``, by fork or spawn.
-        by: the signal to end with.
+        parent: process id of the parent; default: the parent in ``multiprocessing``, by fork or spawn.
+        by: signal that ends this process.
     """
     if parent is None:
         started_by = parent_process()
@@ -48,7 +48,7 @@ def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
         parent = started_by.pid
     if not _signalled_by_kernel(by):
         threading.Thread(target=_watch, args=(parent, by), daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it ended before prctl was called
         os.kill(os.getpid(), by)
 
 
@@ -66,17 +66,17 @@ def _watch(parent: int, by: signal.Signals) -> None:
 
 
 def begin_worker() -> None:
-    """Initializer of a pool's worker: it ends with its parent, which alone decides what Ctrl-C does."""
+    """Initializes a pool's worker: it ends with its parent and ignores Ctrl-C, which the parent handles."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of new interpreters, killed when the block ends by an exception or this process ends in any way.
+    """Pool of new interpreters that are killed if the block raises an exception or this process ends.
 
-    Results should be small. A worker killed amid a message larger than a pipe's buffer leaves the pool waiting for the
-    rest of it.
+    Results should be small: if a worker is killed while it sends a message larger than a pipe's buffer, the pool waits
+    forever for the rest.
     """
     others = set(active_children())
     with safe_path(), ProcessPoolExecutor(workers, get_context("spawn"), initializer=begin_worker) as pool:
@@ -84,15 +84,16 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
             yield pool
         except BaseException:
             for worker in set(active_children()) - others:
-                worker.kill()  # or the pool would wait for all that was submitted
+                worker.kill()  # otherwise the pool waits for all submitted work
             raise
 
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Keeps the working directory off the import path of interpreters that ``multiprocessing`` starts meanwhile.
+    """Keeps the working directory off the import path of interpreters that ``multiprocessing`` starts in the block.
 
-    It starts them with ``python -c``, which looks there first until the parent's path has arrived.
+    ``multiprocessing`` starts them with ``python -c``, which looks in the working directory first until it has received
+    the parent's path.
     """
     name = "PYTHONSAFEPATH"
     kept = os.environ.get(name)
@@ -107,10 +108,11 @@ def safe_path() -> Iterator[None]:
 
 
 def isolated_command(module: str) -> list[str]:
-    """The command that calls ``main()`` of a module of this package in a new interpreter, which ends with this process.
+    """Returns the command that runs ``main()`` of a module of this package in a new interpreter.
 
-    The interpreter imports from where this process does, except from the working directory. If the package itself lies
-    there, that folder comes last, so that it stands in for no library. Start it with :func:`isolated_environment`.
+    The interpreter ends with this process. It has the import path of this process, without the working directory. If
+    the package itself is there, that folder comes last, so that it hides no library. Start the command with
+    :func:`isolated_environment`.
     """
     root = str(_MEGATRON.parent)
     path = _path_without_working_directory()
@@ -119,12 +121,12 @@ def isolated_command(module: str) -> list[str]:
 
 
 def isolated_environment() -> dict[str, str]:
-    """This process's environment without ``PYTHONPATH``, which :func:`isolated_command` has in its import path."""
+    """Returns this process's environment without ``PYTHONPATH``, which :func:`isolated_command` already includes."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def _path_without_working_directory() -> list[str]:
-    entries = [entry for entry in sys.path if isinstance(entry, str)]  # imports pass over all others
+    entries = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore all others
     try:
         here = os.getcwd()
     except OSError:  # it was removed

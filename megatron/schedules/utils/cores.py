@@ -1,4 +1,4 @@
-"""All cores of the machine for work that is the same in whatever order it is done."""
+"""Parallel execution of independent jobs on all cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THREADS_VARIABLE = "MEGATRON_SCHEDULES_THREADS"
 
 
 def on_all_cores[T](jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """What each of ``jobs`` returns, in their order; as many at a time as :func:`threads` says."""
+    """Runs ``jobs`` on :func:`threads` threads and returns their results in order."""
     at_once = min(threads(), len(jobs))
     if at_once <= 1:
         return [job() for job in jobs]
@@ -22,10 +22,10 @@ def on_all_cores[T](jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def threads() -> int:
-    """As many as $MEGATRON_SCHEDULES_THREADS says, else as there are cores that this process may use.
+    """Number of threads: $MEGATRON_SCHEDULES_THREADS, by default the number of cores available to this process.
 
     Raises:
-        PlanError: where it says something else than a whole number from 1 on.
+        PlanError: if the variable is not a whole number of at least 1.
     """
     given = os.environ.get(THREADS_VARIABLE)
     if not given:

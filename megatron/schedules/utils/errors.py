@@ -1,4 +1,4 @@
-"""The one error planning raises: its message is a single line meant for the person who asked."""
+"""Error of planning, with a one-line message for the user."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Mapping
 
 from megatron.schedules.utils.printable import printable
 
-# Longer words are numbers or lists that nobody wants to see whole; a path may be long.
+# Words from this length on are shortened. They are numbers or lists; a path can be long, too.
 _LONGEST_WORD = 200
-# A longer message quotes a file.
+# Longer messages, which quote a file, are shortened.
 _LONGEST_MESSAGE = 4000
 
 
 class PlanError(ValueError):
-    """A request, a schedule or a file that cannot be planned; ``str(error)`` says what, and what would work.
+    """Error in a request, a schedule or a file. ``str(error)`` says what is wrong and what to do.
 
     Args:
         message: one line.
-        about: the part of the request that is wrong, by the name of its field in :class:`.Request` or :class:`.Costs`;
-            who asked knows by what flag it was given.
+        about: field of :class:`.Request` or :class:`.Costs` that is wrong. The caller knows its flag.
     """
 
     def __init__(self, message: str, about: str | None = None) -> None:
@@ -27,17 +26,17 @@ class PlanError(ValueError):
         self.about = about
 
     def told(self, flags: Mapping[str, str]) -> str:
-        """The message, preceded by the flag that it is about.
+        """Returns the message, preceded by the flag that it is about.
 
         Args:
-            flags: the flag of each part of a request, as whoever asked writes it.
+            flags: flag of each field, as the user writes it.
         """
         flag = flags.get(self.about or "")
         return str(self) if flag is None or str(self).startswith(flag) else f"{flag}: {self}"
 
 
 def one_line(message: str) -> str:
-    """``message`` on one line of printable characters; very long words and messages are cut in their middle."""
+    """Returns ``message`` on one line of printable characters, with very long words and messages shortened."""
     shown = re.sub(
         rf"\S{{{_LONGEST_WORD},}}",
         lambda word: f"{word[0][:40]}...{word[0][-20:]}",

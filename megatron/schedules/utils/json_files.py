@@ -1,8 +1,8 @@
-"""JSON files that people give: each is read into a typed form, or refused in one line that names file and field.
+"""Reads and writes JSON files through typed forms. Errors are one line that names the file and the field.
 
-A form is a class of :mod:`msgspec` that says what a file holds: names, types and bounds. The same class writes it.
-What no single field can say, such as how long lists must be, the reader of the form checks and tells with
-:class:`.PlanError`, the field's path first.
+A form is a :mod:`msgspec` class that defines the names, types and bounds of a file's fields. The same class writes the
+file. The reader of a form checks what no single field can express, such as the lengths of lists. It raises
+:class:`.PlanError`, which begins with the field's path.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from msgspec import Meta, Struct
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
 
-# No iteration takes 30,000 years and no memory holds a petabyte, whatever the unit. Sums, products and quotients of
-# such numbers stay far from what a float can hold, so whatever is read can also be planned for and drawn.
+# Bounds of times and sizes. No iteration takes 30,000 years and no memory has a petabyte, in any unit. Sums, products
+# and quotients of such numbers stay far from the limits of a float, so all values can be planned for and drawn.
 MOST = 1e15
 LEAST = 1e-15
 _LARGEST = 10**12
 _LONGEST_NAME = 1000
 
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
-"""A time or a size that may be zero."""
+"""Time or size that may be zero."""
 Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
-"""A time or a rate that may not."""
+"""Time or rate above zero."""
 Portion = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 Index = Annotated[int, Meta(ge=0, le=_LARGEST)]
-# What XML cannot hold cannot be drawn. It ends as both Python and the readers of JSON Schemas understand.
+# Characters that XML forbids are excluded, because names are drawn. Both Python and JSON Schema readers understand the
+# end of the pattern.
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f\ufffe\uffff]*(?![\s\S])")]
 Amounts = tuple[Amount, ...]
 Hop = tuple[Index, Index, Amount]
-"""From rank, to rank, and the latency of a message."""
+"""Latency of a message: from rank, to rank, time."""
 
 
 class Form(Struct, frozen=True, kw_only=True):
-    """What a JSON object holds. Fields that are UNSET are left out; fields of other names are passed over."""
+    """Base class of the forms of JSON objects. UNSET fields are left out; unknown fields are ignored."""
 
 
 class _Version(Form, frozen=True, kw_only=True):
@@ -48,17 +49,17 @@ class _Version(Form, frozen=True, kw_only=True):
 
 
 def read_file[Made](path: Path, about: str | None, what: str, writers: str, made: Callable[[str], Made]) -> Made:
-    """What ``made`` makes of the text of the file ``path``.
+    """Reads the file ``path`` with ``made``.
 
     Args:
-        path: of the file.
-        about: the flag that names it, see :class:`.PlanError`.
-        what: it should be.
-        writers: what to say of who writes such files.
-        made: reads the text, and raises :class:`.PlanError` that begins with the field that is wrong.
+        path: path of the file.
+        about: flag that names the file, see :class:`.PlanError`.
+        what: expected type of file, for the error.
+        writers: commands that write such files, for the error.
+        made: parser of the text. Its :class:`.PlanError` begins with the field that is wrong.
 
     Raises:
-        PlanError: in one line, which field of the file is wrong, or why it cannot be read.
+        PlanError: if a field of the file is wrong, or the file cannot be read.
     """
     text = read_text(path, about)
     try:
@@ -68,7 +69,7 @@ def read_file[Made](path: Path, about: str | None, what: str, writers: str, made
 
 
 def check_version(text: str, *known: int) -> int:
-    """The version of a file, looked at before anything else; raises :class:`.PlanError` for another than the known."""
+    """Returns the version of a file, before the rest is read; raises :class:`.PlanError` if it is not in ``known``."""
     found = decode(text, _Version).version
     if found not in known:
         raise PlanError(f"$.version is version {found}, and {' or '.join(map(str, known))} is read here")
@@ -76,10 +77,10 @@ def check_version(text: str, *known: int) -> int:
 
 
 def decode[Read](text: str, form: type[Read]) -> Read:
-    """``text`` as a ``form``.
+    """Reads ``text`` as a ``form``.
 
     Raises:
-        PlanError: the path of the first field that is wrong, and what it must be.
+        PlanError: names the path of the first field that is wrong, and what it must be.
     """
     try:
         try:
@@ -94,7 +95,7 @@ def decode[Read](text: str, form: type[Read]) -> Read:
 
 
 def convert[Read](data: Any, form: type[Read]) -> Read:
-    """What JSON was made of, as a ``form``; raises :class:`.PlanError` as :func:`decode` does."""
+    """Converts decoded JSON to a ``form``; raises :class:`.PlanError` as :func:`decode` does."""
     try:
         return msgspec.convert(data, form)
     except msgspec.ValidationError as error:
@@ -104,19 +105,19 @@ def convert[Read](data: Any, form: type[Read]) -> Read:
 
 
 def encode(form: Any, indent: int = 0) -> str:
-    """``form`` as JSON, in lines where an ``indent`` is given."""
+    """Returns ``form`` as JSON, on several lines if ``indent`` is not 0."""
     text = msgspec.json.encode(form, enc_hook=float)  # numpy's numbers are floats too
     return (msgspec.json.format(text, indent=indent) if indent else text).decode()
 
 
 def check_length(values: Sequence[Any], length: int, at: str, of: str) -> None:
-    """Raise :class:`.PlanError` where the list at ``at`` has not one value for each ``of``."""
+    """Raises :class:`.PlanError` if the list at the path ``at`` does not have one value for each ``of``."""
     if len(values) != length:
         raise PlanError(f"{at} must have {length} values, one for each {of}, not {len(values)}")
 
 
 def read_latencies(latencies: Iterable[Hop], ranks: int, at: str) -> dict[tuple[int, int], float]:
-    """Latencies by pair of ranks; raises :class:`.PlanError` for other ranks, and for a pair that comes twice."""
+    """Returns latencies by pair of ranks; raises :class:`.PlanError` for invalid ranks and for duplicate pairs."""
     found: dict[tuple[int, int], float] = {}
     for index, (source, to, latency) in enumerate(latencies):
         if max(source, to) >= ranks or source == to:
@@ -140,7 +141,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 def _untyped(text: str) -> Any:
-    """All that ``text`` holds; nothing where a number is too large for any form."""
+    """Decoded ``text``; None if a number is too large for any form."""
     try:
         return msgspec.json.decode(text)
     except msgspec.ValidationError:
@@ -148,7 +149,7 @@ def _untyped(text: str) -> Any:
 
 
 def _told(error: msgspec.ValidationError, data: Any) -> str:
-    """msgspec's message, the field first and its value last."""
+    """Rewrites msgspec's message: the field first, its value last."""
     said, _, at = str(error).partition(" - at ")
     at = at.replace("`", "") or "$"
     if found := re.search("^Object missing required field `(.*)`", said):
@@ -165,7 +166,7 @@ def _told(error: msgspec.ValidationError, data: Any) -> str:
 
 
 def _value(at: str, data: Any) -> str:
-    """The number at a path in ``data``, as words that end a sentence."""
+    """Number at a path in ``data``, as the end of a sentence."""
     try:
         for name, index in _STEP.findall(at):
             data = data[name] if name else data[int(index)]

@@ -1,4 +1,4 @@
-"""Output files: written whole or not at all, and never a wait for a pipe that nobody reads."""
+"""Output files, written completely or not at all. Writing does not block on a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str | bytes) -> None:
-    """Write ``text`` to ``path`` as UTF-8: all of it, or an :class:`OSError` is raised and ``path`` is as it was.
+    """Writes ``text`` to ``path`` as UTF-8. If it fails, ``path`` does not change.
 
-    A regular file is written beside ``path`` and renamed, so that no reader ever sees a part of it. It keeps the mode
-    of the file it replaces; a new one has the mode that the umask allows. A link stays a link: what it points to is
-    replaced. What is no regular file (a pipe, a terminal, ``/dev/null``) is written as it is.
+    A regular file is written to a temporary file and renamed, so readers never see a part of it. It keeps the mode of
+    the file that it replaces; a new file has the mode that the umask allows. A link is followed: its target is
+    replaced. Anything else (a pipe, a terminal, ``/dev/null``) is written in place.
 
     Args:
-        path: in a folder that exists. The folder must be writable, where a regular file is written.
-        text: any; bytes are written as they are.
+        path: output file. Its folder must exist and, for a regular file, be writable.
+        text: text, or bytes to be written unchanged.
 
     Raises:
-        OSError: with ``path`` as its ``filename`` and an ``strerror`` that says what is wrong; for text or a path that
-            cannot be encoded, too.
+        OSError: if writing fails, or if the text or the path cannot be encoded. Its ``filename`` is ``path``, and its
+            ``strerror`` says what is wrong.
     """
     try:
         _write(path, text)
@@ -45,10 +45,10 @@ def _write(path: Path, text: str | bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder ``path``, with those that it is in, where they are not there.
+    """Creates the folder ``path`` and its parents if they do not exist.
 
     Raises:
-        OSError: also where no folder can have this name.
+        OSError: if that fails, or if the name is invalid.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
 
 
 def objection(path: Path) -> str:
-    """Why :func:`write_text` could not write to ``path``; empty where nothing speaks against it. Writes nothing."""
+    """Returns the reason why :func:`write_text` cannot write to ``path``; empty if it can. Writes nothing."""
     try:
         mode, target = _find(path)
     except OSError as error:
@@ -71,7 +71,7 @@ def objection(path: Path) -> str:
 
 
 def _find(path: Path) -> tuple[int | None, Path]:
-    """The mode of what is at ``path`` (None where nothing is), and the file behind all links."""
+    """Mode of ``path`` (None if it does not exist), and the path with all links resolved."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -84,15 +84,15 @@ def _find(path: Path) -> tuple[int | None, Path]:
 
 
 def _is_descriptor(path: Path, target: Path) -> bool:
-    """Whether ``path`` names an open file, as ``/dev/stdout`` does: whoever opened it would not see another."""
+    """True if ``path`` names an open file, such as ``/dev/stdout``, which must not be replaced."""
     named = os.path.abspath(path)
     return any(named.startswith(root) and not str(target).startswith(root) for root in ("/dev/", "/proc/"))
 
 
 def _open_in_place(path: Path) -> int:
-    """A descriptor of what is no regular file, or of an open one, which is added to."""
+    """Opens an existing pipe, device or open file to append to it."""
     try:
-        # Without O_NONBLOCK a pipe would wait for a reader.
+        # Without O_NONBLOCK, opening a pipe would block until it has a reader.
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError as error:
@@ -121,7 +121,7 @@ def _replace(target: Path, data: bytes, mode: int | None) -> None:
 
 
 def _write_open(descriptor: int, data: bytes, *, sync: bool = False) -> None:
-    """Write ``data`` and close. ``sync``: wait for the disk; some file systems find out only then that it is full."""
+    """Writes ``data`` and closes. ``sync`` waits for the disk: some file systems detect only then that it is full."""
     with open(descriptor, "wb", buffering=0) as file:
         rest = memoryview(data)
         while rest:
@@ -131,7 +131,7 @@ def _write_open(descriptor: int, data: bytes, *, sync: bool = False) -> None:
 
 
 def _no_name(error: ValueError) -> OSError:
-    """A NUL, or characters that the file system's encoding lacks."""
+    """Error for a name with a NUL or with characters that the file system cannot encode."""
     return OSError(errno.EINVAL, f"no file can have this name: {getattr(error, 'reason', error)}")
 
 

@@ -1,4 +1,4 @@
-"""What people give: numbers, lists of them, and files, each read or refused in one line."""
+"""Parsers for user input: numbers, lists of numbers, and text files. Errors are one line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 
 from megatron.schedules.utils.errors import PlanError
 
-# A CSV of a million passes has some ten.
 _UNITS = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20}
-_MOST_MIB = 32
-# Of a number; one with more stands for any that is too large.
+_MOST_MIB = 32  # a CSV file of a million passes has some 10 MiB
+# Digits of a number. A longer one is replaced by a number that is too large anyway.
 _MOST_DIGITS = 100
 
 
 def read_text(path: Path, about: str | None) -> str:
-    """The text of the regular file ``path``.
+    """Reads the text of the regular file ``path``.
 
     Raises:
-        PlanError: what keeps it from being read. A pipe may have no writer and a device no end, so neither is opened.
+        PlanError: if it cannot be read, or is a pipe or a device, which may never end.
     """
     try:
         found = _status(path, about)
@@ -44,15 +43,15 @@ def _status(path: Path, about: str | None) -> os.stat_result:
 
 
 def whole(text: str) -> int | None:
-    """The whole number that ``text`` is in plain digits, None where it is none."""
-    # int() would also take digits of other scripts and underscores, and refuse thousands of digits.
+    """Parses a whole number in ASCII digits; None if ``text`` is not one."""
+    # int() would also accept digits of other scripts and underscores, and fail for thousands of digits.
     if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
         return None
     return int(text) if len(text) <= _MOST_DIGITS else int("-1" if "-" in text else "1") * 10**_MOST_DIGITS
 
 
 def decimal(text: str) -> float:
-    """The number that ``text`` is in plain digits, infinite ones too; not a number where it is none."""
+    """Parses a number in ASCII digits, or an infinite one; NaN if ``text`` is not a number."""
     try:
         return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
@@ -60,7 +59,7 @@ def decimal(text: str) -> float:
 
 
 def integer(flag: str, text: str | None, least: int, why: str, most: int | None = None) -> int | None:
-    """The number given for ``flag``, None where there is none."""
+    """Parses the whole number given for ``flag``; None if it is not given."""
     if text is None:
         return None
     value = whole(text)
@@ -74,7 +73,7 @@ def integer(flag: str, text: str | None, least: int, why: str, most: int | None 
 
 
 def number(flag: str, text: str, what: str) -> float:
-    """The number given for ``flag``."""
+    """Parses the number given for ``flag``."""
     value = decimal(text)
     if not math.isfinite(value):
         raise PlanError(f"{flag} {text!r} is not a number: {what} is needed")
@@ -82,7 +81,7 @@ def number(flag: str, text: str, what: str) -> float:
 
 
 def positive(flag: str, text: str | None, what: str) -> float | None:
-    """The number above zero given for ``flag``, None where there is none."""
+    """Parses the number above zero given for ``flag``; None if it is not given."""
     if text is None:
         return None
     value = number(flag, text, what)
@@ -92,7 +91,7 @@ def positive(flag: str, text: str | None, what: str) -> float | None:
 
 
 def not_negative(flag: str, text: str | None, what: str) -> float | None:
-    """The number from zero up given for ``flag``, None where there is none."""
+    """Parses the number, zero or more, given for ``flag``; None if it is not given."""
     if text is None:
         return None
     value = number(flag, text, what)
@@ -102,7 +101,7 @@ def not_negative(flag: str, text: str | None, what: str) -> float | None:
 
 
 def size(flag: str, text: str) -> float:
-    """The bytes given for ``flag``."""
+    """Parses the size given for ``flag``; returns bytes."""
     unit = next((unit for unit in _UNITS if text.lower().endswith(unit)), None)
     if unit is None:
         raise PlanError(f"{flag} {text!r} has no unit: write it such as 80GiB")
@@ -112,7 +111,7 @@ def size(flag: str, text: str) -> float:
 
 
 def numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
-    """The list of numbers given for ``flag``, none below zero; None where there is none."""
+    """Parses the list of numbers, each zero or more, given for ``flag``; None if it is not given."""
     if text is None:
         return None
     found = tuple(number(flag, part, "a list such as 1.5,1,1,1.2") for part in text.split(","))

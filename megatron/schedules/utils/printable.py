@@ -1,16 +1,17 @@
-"""Text from files, flags and the environment, made fit to be shown on a terminal, in a log, in XML and in HTML."""
+"""Conversion of text from files, flags and the environment to printable text for terminals, logs, XML and HTML."""
 
 from __future__ import annotations
 
-# A name that is longer says nothing more in a heading.
+# Longer names in headings are shortened.
 _LONGEST_NAME = 80
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line of printable characters; every other character is shown by its escape, such as ``\x1b``.
+    r"""Returns ``text`` on one line of printable characters.
 
-    What is printable has no control character (a terminal would obey it, XML 1.0 forbids most), no half of a surrogate
-    pair (no encoding has one) and nothing that changes the direction of text. Whitespace of any kind becomes a space.
+    Whitespace becomes a space, and other characters become escapes such as ``\x1b``. Not printable are control
+    characters (terminals execute them, XML 1.0 forbids most), surrogates (no encoding has them) and characters that
+    change the direction of text.
     """
     if text.isprintable():
         return text
@@ -18,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def printable_name(text: str) -> str:
-    """``text`` as :func:`printable` has it, a very long one cut in its middle."""
+    """Returns :func:`printable` text, shortened in its middle if it is very long."""
     half = _LONGEST_NAME // 2
     if len(text) > _LONGEST_NAME:
         text = f"{text[: half - 2]}...{text[-half + 1 :]}"
@@ -26,13 +27,13 @@ def printable_name(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 microbatch`` or ``2 microbatches``; ``4 ranks``."""
+    """Returns ``1 microbatch``, ``2 microbatches`` or ``4 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """``0.0943`` as ``9.43 %``."""
+    """Returns a share as a percentage: ``9.43 %`` for ``0.0943``."""
     return f"{100 * share:.{digits}f} %"
 
 

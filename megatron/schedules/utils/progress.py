@@ -1,26 +1,26 @@
-"""Progress: how whoever plans for a while says how far it is."""
+"""Progress reports of planning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[float], None]
-"""Told what share of all the work has been done since it was told last."""
+"""Callback that receives the share of the whole work completed since its last call."""
 
 
 def unheard(share: float) -> None:
-    """For whoever does not want to know."""
+    """Ignores progress."""
 
 
 class Parts:
-    """Tells of work that is done in parts, of each of which it is known how much it is at most.
+    """Reports the progress of work that has several parts, each with a known maximum amount.
 
-    The shares told add up to 1 when the work ends: what a part does not need is told as it ends, and no part tells more
-    than its own.
+    The reported shares sum to 1 when the work ends. A part that ends early is reported as complete, and no part
+    reports more than its own amount.
 
     Args:
-        progress: hears of all of it.
-        total: the sum of what the parts are at most, in any unit.
+        progress: callback for the whole work.
+        total: sum of the parts' maximum amounts, in any unit.
     """
 
     def __init__(self, progress: Progress, total: float) -> None:
@@ -28,7 +28,7 @@ class Parts:
         self._begun = self._told = 0.0
 
     def begin(self, amount: float) -> Progress:
-        """Ends the part before this one; returns what hears of shares of this part of ``amount``."""
+        """Ends the previous part and begins one of ``amount``; returns the callback for shares of it."""
         self._reach(self._begun)
         start, self._begun = self._begun, self._begun + amount
         done = 0.0
@@ -41,7 +41,7 @@ class Parts:
         return hear
 
     def end(self) -> None:
-        """Ends the last part, and with it the work."""
+        """Ends the last part and the whole work."""
         self._reach(self._total)
 
     def _reach(self, done: float) -> None:
