@@ -1,4 +1,4 @@
-"""Runs a command to its end: its output, or one line on standard error that says what is wrong."""
+"""Runs a command and prints its output, or one line on standard error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def run(
     flags: Mapping[str, str] | None = None,
     spoken: str | None = None,
 ) -> int:
-    """Runs ``command``. An error in its arguments is one line on standard error.
+    """Runs ``command``. An error in its arguments prints one line on standard error.
 
     Args:
-        command: to run.
-        name: of the program.
-        argv: its arguments; those of the process without it.
-        flags: its flag for each part of a request, see :meth:`.PlanError.told`.
-        spoken: name of the program in errors; ``name`` without it.
+        command: command to run.
+        name: name of the program.
+        argv: arguments; by default those of the process.
+        flags: flag of each part of a request, see :meth:`.PlanError.told`.
+        spoken: name of the program in errors; by default ``name``.
 
     Returns:
-        The exit status: 0, 2 for an error, 130 when interrupted, 141 when the reader of the output is gone.
+        The exit status: 0; 2 for an error; 130 when interrupted; 141 when the reader of the output has closed it.
     """
     if sys.stderr is None:  # closed by the caller
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
@@ -50,10 +50,12 @@ def run(
 
 
 def emit(text: str | bytes, output: Path | None) -> None:
-    """Writes ``text`` to ``output`` (whole or not at all, see :func:`.write_text`), or to standard output.
+    """Writes ``text`` to standard output or to ``output``.
+
+    The file is written completely or not at all, see :func:`.write_text`.
 
     Raises:
-        PlanError: where it cannot be written.
+        PlanError: the output cannot be written.
     """
     if output is not None:
         try:
@@ -72,7 +74,7 @@ def emit(text: str | bytes, output: Path | None) -> None:
             sys.stdout.buffer.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python would complain at exit about what is still in the buffer.
+        # Otherwise Python reports the unwritten buffer as an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
     except OSError as error:

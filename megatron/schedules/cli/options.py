@@ -1,4 +1,4 @@
-"""The command line's flags: declared and read."""
+"""Declares and reads the command line's flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.schedules.utils.parsing import integer
 
 Command = Callable[..., None]
 
-# The flag of each part of a request, and of a plan's other inputs.
+# Flag of each part of a request, and of a plan's other inputs.
 FLAGS = {
     **flags_of(COMMAND_LINE),
     "ranks": "--pipeline-size",
@@ -31,21 +31,21 @@ FLAGS = {
 
 
 def schedule_flag(*names: str, multiple: bool, more: str) -> Callable[[Command], Command]:
-    """``--schedule``, once or several times."""
+    """Declares ``--schedule``, given once or several times."""
     metavar, text = SHARED["schedule"]
     return click.option("--schedule", *names, metavar=metavar, multiple=multiple, help=f"{text} {more}")
 
 
 def _shared(word: str, more: str) -> Callable[[Command], Command]:
-    """A flag that training has too, with ``more`` help for the command line alone."""
+    """Declares a flag that training also has. ``more`` is help text for the command line only."""
     metavar, text = SHARED[word]
-    # Click would take a value such as -1 for a flag where is_flag is given as False.
+    # With an explicit is_flag=False, click takes a value such as -1 for a flag.
     how: dict[str, Any] = {"metavar": metavar} if metavar else {"is_flag": True}
     return click.option(f"--{word}", help=f"{text} {more}", **how)
 
 
 def size_flags(command: Command) -> Command:
-    """Declares the flags that every command has."""
+    """Adds the flags that all commands share."""
     for flag in reversed(
         (
             click.option(
@@ -98,10 +98,10 @@ def plans_of(
     memory_limit: str | None,
     save_memory: str | None,
 ) -> JobPlans:
-    """Reads the flags of :func:`size_flags`: a job for each schedule, see :func:`.plans.job_plans`.
+    """Reads the flags of :func:`size_flags` and describes a job for each schedule, see :func:`.plans.job_plans`.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
     d = integer("--pipeline-size", pipeline_size, 2, "a pipeline has 2 ranks or more")
     n = integer("--microbatches", microbatches, 1, "an iteration has 1 microbatch or more")

@@ -1,4 +1,4 @@
-"""The command ``megatron-schedules``: plans, compares and draws schedules, without torch."""
+"""Command ``megatron-schedules``: plans, compares and draws schedules without torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megatron.schedules.utils.parsing import integer, size
 from megatron.schedules.utils.printable import counted, percent
 
 PROGRAM = "megatron-schedules"
-_PAGE = 100  # columns of a text that does not go to a terminal
-_WIDEST = 100_000  # columns that a pager still shows
+_PAGE = 100  # columns of text that is not written to a terminal
+_WIDEST = 100_000  # columns that a pager can still show
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # \b keeps click from joining the lines.
@@ -47,7 +47,7 @@ _form_help = "Without it the ending of --output's file decides, and otherwise it
 _PLAN_FORMS = ("text", "csv", "json", "svg", "html", *PICTURES)
 _COMPARE_FORMS = ("text", "markdown", "csv", "json", "svg", *PICTURES)
 _DRAW_FORMS = ("svg", "text", "html", "trace", *PICTURES)
-# File endings of forms with another name.
+# File extensions of formats whose name differs from the extension.
 _ENDINGS = {"text": "txt", "markdown": "md", "trace": "json"}
 
 _ADAPTIVE = "\nadaptive is not shown: --memory-limit 0.5 adds the shortest schedule within half of 1F1B's memory.\n"
@@ -217,13 +217,13 @@ def _draw(
 
 
 def _counted_for(plans: JobPlans, room: float | None) -> str:
-    """Says what the bytes are of."""
+    """Describes the model and the memory that the byte counts cover."""
     of = "Activations, in GiB," if room is None else f"Memory, compared with {room / 2**30:.2f} GiB,"
     return f"{of} of the rank that holds most: {plans.model}. Not counted: {NOT_COUNTED}."
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
-    """Returns the given format, else that of the file's ending, else the first of ``forms``."""
+    """Returns the given format, else the format of the file's extension, else the first of ``forms``."""
     if asked is None:
         ending = output.suffix[1:].lower() if output else ""
         meant = {_ENDINGS.get(form, form): form for form in forms} | {form: form for form in forms}
@@ -238,7 +238,7 @@ def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:
 
 
 def _how_good(plan: Plan) -> str:
-    """Says how far an adaptive plan is from the lower bound."""
+    """Describes how far an adaptive plan is from the lower bound."""
     least, timeline, by_name = plan.lower_bound, plan.timeline, plan.schedule.name
     if least is None:
         return ""
@@ -253,18 +253,18 @@ def _how_good(plan: Plan) -> str:
 
 
 def _where(layers: tuple[int, ...] | None) -> str:
-    """Says the layers in the letters of Megatron's layout flag."""
+    """Formats the layer partition as Megatron's layout flag does."""
     return f"Layers: {as_layout(layers)}\n" if layers else ""
 
 
 def _savings(decisions: Decisions) -> str:
-    """Recompute and offload of the layers of all stages together."""
+    """Describes the layers that all stages together recompute and offload."""
     parts = [f"{percent(share)} of the layers {name}" for name, share in decisions.mean_savings.items()]
     return f"Memory saving: {', '.join(parts)}.\n" if parts else ""
 
 
 def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
-    """Reads the columns of the text form, and refuses flags that ``form`` would ignore."""
+    """Reads the width of the text format in columns. Refuses flags that ``form`` would ignore."""
     columns = integer("--width", width, 1, "60 columns or more read well", _WIDEST)
     if columns is not None and form != "text":
         raise PlanError("--width is of the text form: give --format text, or leave the flag out")
@@ -276,7 +276,7 @@ def _drawn_as(form: str, width: str | None, gradients: bool) -> int | None:
 def _emit_drawing(
     form: str, drawing: Drawing, output: Path | None, columns: int | None, gradients: bool, footer: str = ""
 ) -> None:
-    """Writes a drawing. The text form has the terminal's width and colours, and is plain without one."""
+    """Writes a drawing. On a terminal the text format uses its width and colours; elsewhere it is plain."""
     if form in FORMS:
         if drawing.passes > FORMS[form]:
             instead = "html or text" if drawing.passes <= FORMS["html"] else "text"
@@ -293,7 +293,7 @@ def _emit_drawing(
 
     console = Console(highlight=False)
     terminal = output is None and console.is_terminal
-    # With sixteen colours letters tell more than shades.
+    # With only 16 colours, letters are clearer than shades.
     colour = terminal and console.color_system in ("256", "truecolor") and not console.no_color
     timelines = [view.timeline for view in drawing.shown]
     wide = columns or (console.width if terminal else _PAGE)
@@ -318,14 +318,17 @@ def _caption(plans: JobPlans) -> str:
 
 
 def _unit(plans: JobPlans) -> str:
-    """Unit of times: milliseconds with a profile, else empty."""
+    """Unit of times: milliseconds with a profile, otherwise empty."""
     return "ms" if plans.is_measured else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with ``arguments``, or the process's own. Returns the exit status, see :func:`.ending.run`."""
+    """Runs the command with ``arguments`` (by default the process's own).
+
+    Returns the exit status of :func:`.ending.run`.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # bars and shades where the terminal knows ASCII only
+        sys.stdout.reconfigure(errors="replace")  # bars and shades on an ASCII-only terminal
     spoken = " ".join([PROGRAM, *[name for name in arguments if name in _program.commands][:1]])
     return run(_program, PROGRAM, arguments, flags=FLAGS, spoken=spoken)

@@ -1,6 +1,6 @@
-"""Checkpoints that any other schedule, and stock alone, can load: what is replaced of stock's saving and loading.
+"""Checkpoints that stock Megatron and every other schedule can load.
 
-The reason for each is in :mod:`.hooks`.
+These functions replace stock's saving and loading. The reason for each is in :mod:`.hooks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.schedules.integration.session import Session, Stock
 
 
 def generate_state_dict(stock: Stock, session: Session, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Leaves our layout out of the arguments that go into a checkpoint."""
+    """Removes our layout from the arguments that are saved in a checkpoint."""
     if isinstance(getattr(args, "pipeline_model_parallel_layout", None), PlacedLayout):
         args = copy.copy(args)
         args.pipeline_model_parallel_layout = None
@@ -30,7 +30,7 @@ def generate_state_dict(stock: Stock, session: Session, args: Any, *rest: Any, *
 def load_base_checkpoint(
     stock: Stock, session: Session, load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any
 ) -> Any:
-    """Refuses the old format where it would put layers into others' places."""
+    """Refuses the old checkpoint format if it would load layers into the wrong stages."""
     found = stock(load_dir, args, rank0=rank0, **kwargs)
     moved = session.planner is not None and not session.planner.placement.looped
     if moved and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
@@ -44,7 +44,7 @@ def load_base_checkpoint(
 def distribute_main_replicas(
     stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Has each tensor written once, where this rank has two copies of one."""
+    """Saves each tensor once, even if this rank has two copies of it."""
     stock(sharded_state_dict, *args, **kwargs)
     if session.two_copies:
         _write_once(sharded_state_dict)
@@ -53,14 +53,17 @@ def distribute_main_replicas(
 def fill_in_deferred_sharded_items(
     stock: Stock, session: Session, sharded_state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Has each copy of a tensor read into memory of its own."""
+    """Loads each copy of a tensor into its own memory."""
     stock(sharded_state_dict, *args, **kwargs)
     if session.two_copies:
         _own_tensors(sharded_state_dict)
 
 
 def _write_once(sharded_state_dict: dict[str, Any]) -> None:
-    """Leaves each part of a tensor to one of this rank's copies of it, where stock has chosen the rank and so all."""
+    """Selects one of this rank's copies of each tensor part for writing.
+
+    Stock selects a rank, and so all its copies.
+    """
     written = set()
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
@@ -71,7 +74,7 @@ def _write_once(sharded_state_dict: dict[str, Any]) -> None:
 
 
 def _own_tensors(loaded: dict[str, Any]) -> None:
-    """Gives each of the two copies its own tensors, where stock has read them once and put them in both places."""
+    """Gives each of the two copies its own tensors. Stock reads a tensor once and uses it for both copies."""
     seen = set()
 
     def own(value: Any) -> Any:

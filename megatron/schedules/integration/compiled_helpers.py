@@ -1,4 +1,4 @@
-"""Whether Megatron's helpers in C++ can be compiled here, or have come compiled."""
+"""Compiled C++ helpers of Megatron: compiled on this machine or shipped compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megatron.core.datasets import utils
 
 
 def came_compiled() -> bool:
-    """Whether they are there and cannot be made again: the wheel holds them without the Makefile that stock runs."""
+    """Returns whether the helpers are installed and cannot be compiled here.
+
+    The wheel contains the compiled helpers but not the Makefile that stock runs.
+    """
     makefile = Path(utils.__file__).with_name("Makefile")
     if makefile.exists() and shutil.which("make") is not None:
         return False

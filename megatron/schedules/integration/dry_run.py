@@ -1,4 +1,4 @@
-"""A dry run: what a job would plan and hold, told from its flags alone; no process group, no model, no GPU."""
+"""Dry run: computes a job's plan and memory from its flags, without process groups, model or GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict
 from megatron.schedules.utils.errors import PlanError
 
-# Of a job that would not fit.
+# Exit status of a job that would not fit.
 _DOES_NOT_FIT = 3
 
 
 def dry_run(asked: PlannedJob, how: DryRun) -> NoReturn:
-    """Say on the first rank what the job would be, and end: with status 0, or 3 where it does not fit its device."""
+    """Prints the job's plan and memory on the first rank.
+
+    Exits with 0, or with 3 if the job does not fit its device.
+    """
     try:
         room, planner = how.device_bytes, Planner(asked)
         found = estimated(asked, planner)

@@ -1,4 +1,4 @@
-"""What would make a job fit its device: changes of the job, each planned and counted before it is named."""
+"""Advice for a job that does not fit its device. Each suggested change is planned and its memory is computed first."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron.schedules.utils.errors import PlanError
 
 _MOST = 3
 _GIB = 2.0**30
-# Such plans need not be good, only possible.
+# These plans do not need to be good; they only show that the job fits.
 _SEARCH_SECONDS = 1.0
-# Less by a thousandth is no help.
+# A change that saves less than 0.1 % is not suggested.
 _LESS = 0.999
 
 
 def advice(spec: JobSpec, found: Estimate, room: float) -> str:
-    """One line: flags with each of which alone it fits, or a few with which together it does.
+    """Returns one line with flags that each make the job fit, or with a few flags that do so together.
 
     Args:
         spec: the job.
-        found: what it holds.
-        room: bytes of a device.
+        found: memory of the job.
+        room: memory of a device, bytes.
     """
     flags: list[str] = []
     for _ in range(_MOST):
@@ -47,11 +47,12 @@ def advice(spec: JobSpec, found: Estimate, room: float) -> str:
 
 
 class _Changed(NamedTuple):
-    """The job with other flags.
+    """Job with other flags.
 
     Args:
-        flags: as they are written.
-        spec, found: the job with them, and what it then holds.
+        flags: the flags as the user writes them.
+        spec: the job with these flags.
+        found: memory of that job.
     """
 
     flags: str
@@ -60,7 +61,7 @@ class _Changed(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Bytes on the rank that holds most."""
+        """Device memory of the rank that uses most, bytes."""
         return self.found.ranks[self.found.worst].device
 
     def __str__(self) -> str:
@@ -68,11 +69,11 @@ class _Changed(NamedTuple):
 
 
 def _better(spec: JobSpec, found: Estimate, room: float) -> Iterator[_Changed]:
-    """What holds less than ``found`` on the rank that holds most; no more than a few that fit."""
+    """Yields jobs that need less memory than ``found`` on their fullest rank, and at most a few that fit."""
     fitting = 0
     for flags, changed in _candidates(spec, found, room):
         if fitting and changed.settings.saving.recompute and not spec.settings.saving.recompute:
-            return  # which takes long to plan
+            return  # planning recompute takes long
         held = _held(changed)
         if held is None:
             continue
@@ -85,7 +86,7 @@ def _better(spec: JobSpec, found: Estimate, room: float) -> Iterator[_Changed]:
 
 
 def _candidates(spec: JobSpec, found: Estimate, room: float) -> Iterator[tuple[str, JobSpec]]:
-    """Flags, and the job with them; those first that cost least time."""
+    """Yields flags and the job with them, the flags with the smallest loss of speed first."""
     sizes, settings, model = spec.sizes, spec.settings, spec.model
     assert model is not None, "it was counted"
     if not sizes.optimizer_instances:
@@ -113,19 +114,19 @@ def _candidates(spec: JobSpec, found: Estimate, room: float) -> Iterator[tuple[s
 
 
 def _limit(spec: JobSpec, found: Estimate, room: float) -> float | None:
-    """What is left of the room, as a part of 1F1B's activation memory, rounded down; None where nothing is."""
+    """Remaining device memory as a fraction of 1F1B's activation memory, rounded down; None if nothing remains."""
     worst = found.ranks[found.worst]
     held = _held(spec.under("1f1b"))
     left = room - worst.static - worst.messages
     if held is None or left <= 0:
         return None
     whole = max(each.activations for each in held.ranks)
-    # The worst rank may hold a little more than its share, that of the ends.
+    # The worst rank may use a little more than its share, because of the embedding or the output layer.
     return int(95 * min(1.0, left / whole)) / 100 or None
 
 
 def _held(spec: JobSpec) -> Estimate | None:
-    """What the job holds; None where it would be refused."""
+    """Memory of the job; None if the job would be refused."""
     try:
         validate(spec)
         asked = planned_job(spec, quiet=True)

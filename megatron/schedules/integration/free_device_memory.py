@@ -1,4 +1,4 @@
-"""The memory that this rank's device has left beyond the most that the job has needed."""
+"""Free device memory of this rank beyond the peak memory of the job."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
 STANDIN_VARIABLE = "MEGATRON_SCHEDULES_STANDIN_BYTES"
-# Of the device: for what comes and goes, and for holes between what is held.
+# Fraction of the device for temporary tensors and fragmentation.
 _MARGIN = 0.05
 
 
 def bytes_left(activations: float) -> float:
-    """Bytes beyond the most that was held so far, less a margin; negative where more than that is held.
+    """Free bytes beyond the peak memory so far, less a margin; negative if memory is already short.
 
     Args:
-        activations: this rank's peak activation memory by the plan, bytes. Read only where a CPU replaces the device,
-            which has $MEGATRON_SCHEDULES_STANDIN_BYTES for them.
+        activations: planned peak activation memory of this rank, bytes. Read only if the CPU replaces the device; the
+            memory for activations is then $MEGATRON_SCHEDULES_STANDIN_BYTES.
     """
     if standin.enabled():
         return (1 - _MARGIN) * standin_bytes() - activations
     free, total = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # freed since
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved()  # reserved once, freed since
     return float(free + unused - _MARGIN * total)
 
 
 def device_bytes() -> float | None:
-    """The memory of this rank's device, bytes; None where a CPU replaces it."""
+    """Memory of this rank's device, bytes; None if the CPU replaces it."""
     if standin.enabled():
         return None
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def can_be_measured() -> None:
-    """Refuses to measure where there is nothing to measure.
+    """Checks that free memory can be measured.
 
     Raises:
-        PlanError: where a CPU replaces the device and the environment does not say what it has.
+        PlanError: the CPU replaces the device and the environment does not set its memory.
     """
     if standin.enabled():
         standin_bytes()
 
 
 def standin_bytes() -> float:
-    """Bytes for activations of a CPU that replaces a device.
+    """Memory for activations on a CPU that replaces a device, bytes.
 
     Raises:
-        PlanError: where the environment does not say it.
+        PlanError: the environment does not set it.
     """
     size = whole(os.environ.get(STANDIN_VARIABLE, ""))
     if size is None or size < 0:

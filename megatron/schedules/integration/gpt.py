@@ -1,4 +1,4 @@
-"""GPT pretraining on stock Megatron: its data, its batches and its loss."""
+"""GPT pretraining on stock Megatron: data, batches and loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron.schedules.integration.flags.gpt_data import sequences_per_dataset
 
-# Settings of the dataset that Megatron reads from a flag of another name; the others have the flag's own.
+# Dataset settings that differ in name from their Megatron flag.
 _FLAG_OF = {
     "random_seed": "seed",
     "sequence_length": "seq_length",
@@ -42,9 +42,9 @@ _BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Makes training, validation and test data as the flags say, on ranks whose chunk ``vp_stage`` reads any.
+    """Builds training, validation and test data as the flags say, on ranks whose chunk ``vp_stage`` reads data.
 
-    Every chunk reads packed sequences: its attention needs their bounds.
+    With packed sequences every chunk reads data, because its attention needs the sequence bounds.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -62,12 +62,12 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
 
 
-# Stock reads this mark on the provider: every rank calls it, and the builder decides where data are made.
+# Stock reads this attribute: every rank calls the provider, and the builder decides which ranks load data.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """Runs one chunk's forward on the next microbatch; returns its output and the function of its loss."""
+    """Runs one chunk's forward on the next microbatch. Returns its output and its loss function."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -85,11 +85,11 @@ def forward_step(data_iterator: Iterator[Any] | None, model: torch.nn.Module) ->
 
 
 def _packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Bounds of a sample's sequences, as attention reads them; None where a sample is one sequence.
+    """Sequence bounds of a sample, as attention reads them; None if a sample is one sequence.
 
     Args:
-        batch: has ``cu_seqlens``, (1, sequence + 1): the bounds from 0 on, then the sample's end to the end; and
-            ``max_seqlen``, (1).
+        batch: has ``cu_seqlens``, shape (1, sequence + 1): the bounds from 0 on, padded with the sample's end; and
+            ``max_seqlen``, shape (1).
     """
     if batch["cu_seqlens"] is None:
         return None
@@ -105,17 +105,17 @@ def _packed_sequences(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def _counts() -> dict[str, Any]:
-    """How many sequences each data set holds, where a file says it: then not all of them are opened."""
+    """Number of sequences of each data set, if a file gives it. Then not all data sets are opened."""
     path = getattr(get_args(), "per_dataset_sequences_path", None)
     return {} if path is None else {"sequences_per_dataset": sequences_per_dataset(Path(path))}
 
 
 def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Returns the loss summed over the tokens that count, their number, and both for the report.
+    """Returns the loss summed over the unmasked tokens, their number, and both values for the report.
 
     Args:
-        loss_mask: (microbatch, sequence), 1 where a token counts.
-        output: (microbatch, sequence), the loss of each token.
+        loss_mask: shape (microbatch, sequence), 1 if a token counts.
+        output: shape (microbatch, sequence), the loss of each token.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(output.reshape(-1).float() * mask)
@@ -135,13 +135,13 @@ def loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, T
 
 
 def _packs() -> bool:
-    """Whether a sample is several sequences end to end, each of which attends to itself only."""
+    """Returns whether a sample packs several sequences, each of which attends only to itself."""
     args = get_args()
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
 def _masks() -> bool:
-    """Whether samples come with a mask; packed ones have their bounds instead."""
+    """Returns whether samples have an attention mask. Packed samples have sequence bounds instead."""
     return get_args().create_attention_mask_in_dataloader and not _packs()
 
 
@@ -150,7 +150,7 @@ def _reads(vp_stage: int | None) -> bool:
 
 
 def _next_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
-    """The next microbatch by the names in ``_BATCH``, None for what the chunk does not need."""
+    """Returns the next microbatch by the names in ``_BATCH``; None for what the chunk does not need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     if not _reads(vp_stage):
         return dict.fromkeys(_BATCH)

@@ -1,4 +1,4 @@
-"""Finds the optional libraries with GPU kernels: one line at the start of a job."""
+"""Finds the optional libraries with GPU kernels and describes them in one log line at the start of a job."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Library(NamedTuple):
-    """A library that Megatron uses where it can be imported.
+    """Library that Megatron uses if it can be imported.
 
     Args:
-        name: for people.
-        modules: top-level modules that Megatron imports; the library is installed if all of them are.
-        distribution: its name in the package index.
+        name: name in messages.
+        modules: top-level modules that Megatron imports. The library is installed if all of them are.
+        distribution: name in the package index.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Library(NamedTuple):
 
 
 TRANSFORMER_ENGINE = Library("Transformer Engine", ("transformer_engine",), "transformer-engine")
-# Apex installs without its kernels too, and what the package index calls apex is another project's.
+# Apex can be installed without its kernels, and the package ``apex`` in the package index is another project.
 LIBRARIES = (
     TRANSFORMER_ENGINE,
     Library("flash-attn", ("flash_attn",), "flash-attn"),
@@ -33,12 +33,12 @@ LIBRARIES = (
 
 
 def is_there(library: Library) -> bool:
-    """Whether it can be imported. Does not import it, which takes seconds and a GPU."""
+    """Returns whether the library can be imported. It is not imported: that takes seconds and a GPU."""
     return all(sys.modules.get(name) or find_spec(name) is not None for name in library.modules)
 
 
 def found(libraries: Sequence[Library] = LIBRARIES) -> str:
-    """A line about the libraries, for a job's log."""
+    """Returns a log line about the libraries."""
     here = [library for library in libraries if is_there(library)]
     lacking = ", ".join(library.name for library in libraries if library not in here)
     said = f"pipeline schedule: found {', '.join(map(_with_version, here)) or 'none of the GPU libraries'}"
@@ -48,5 +48,5 @@ def found(libraries: Sequence[Library] = LIBRARIES) -> str:
 def _with_version(library: Library) -> str:
     try:
         return f"{library.name} {version(library.distribution)}"
-    except PackageNotFoundError:  # put on the path by hand
+    except PackageNotFoundError:  # added to the path by hand
         return library.name

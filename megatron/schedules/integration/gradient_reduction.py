@@ -1,4 +1,4 @@
-"""Starts the data-parallel reduction of each bucket of gradients as soon as its own gradients are complete."""
+"""Starts the data-parallel reduction of each gradient bucket as soon as its gradients are complete."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 
 class GradientReduction:
-    """Decides, in place of the hooks of Megatron's ``DistributedDataParallel``, when the reduction of a bucket starts.
+    """Decides when the reduction of each bucket starts, in place of the hooks of ``DistributedDataParallel``.
 
-    Stock starts it when each of the bucket's parameters has a gradient from the last microbatch's backward. A split
-    backward is two passes, with passes of earlier microbatches between them. So the program says which pass is a
-    chunk's last (:meth:`completing`). From its beginning on each bucket starts that misses no gradient. The gradients
-    of a vocabulary that all ranks share have last passes of their own (:meth:`arriving`).
+    Stock starts a bucket when each of its parameters has a gradient from the last microbatch's backward. A split
+    backward is two passes, with passes of earlier microbatches between them. So the program announces the last pass of
+    a chunk (:meth:`completing`). From the start of that pass, each bucket starts once it misses no gradient. With
+    vocabulary parallelism, the gradients of the vocabulary have their own last passes (:meth:`arriving`).
 
-    Buckets start in stock's order, and those that miss gradients longer start after the others. So all data-parallel
-    ranks start them alike, even where experts got tokens on some ranks only.
+    Buckets start in stock's order; buckets whose gradients are complete later start after the others. So all
+    data-parallel ranks start them in the same order, even if experts received tokens on some ranks only.
 
-    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all computing waits behind a bucket that starts while
-    another is being reduced. Then buckets are spread evenly over the passes that are left.
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), a bucket that starts during another reduction blocks
+    all computation. Then buckets are spread evenly over the remaining passes.
 
     Args:
-        chunks: this rank's model chunks.
-        overlapped: whether they are ``DistributedDataParallel`` with overlapped reduction; otherwise nothing is done.
+        chunks: model chunks of this rank.
+        overlapped: whether the chunks are ``DistributedDataParallel`` with overlapped reduction. Otherwise nothing is
+            done.
     """
 
     def __init__(self, chunks: Sequence[Any], *, overlapped: bool) -> None:
@@ -42,12 +43,12 @@ class GradientReduction:
         self._later: set[Tensor] = set()
         self._pace = self._left = 0
         for group in chain(*self._groups):
-            # Stock's hooks call it once a gradient is added up; an attribute of the instance comes first.
+            # Stock's hooks call this after a gradient is accumulated. An instance attribute overrides the method.
             group.register_grad_ready = partial(self._ready, group)
-            group.is_first_batch = False  # in which stock would count hooks, and reduce again at the end
+            group.is_first_batch = False  # in its first batch stock counts hooks and reduces again at the end
 
     def begin_pass(self) -> None:
-        """Called before each pass: it may start buckets."""
+        """Starts buckets before a pass, if some are ready."""
         self._left = self._pace
         self._start()
 
@@ -58,13 +59,13 @@ class GradientReduction:
         passes_left: int,
         later: Collection[Tensor] = (),
     ) -> None:
-        """Called before the last pass of a chunk that adds to its layers' gradients.
+        """Announces the last pass of a chunk that adds to the gradients of its layers.
 
         Args:
-            chunk: of this rank.
-            late: the parameters whose gradients it may add to; None for all.
-            passes_left: how many passes of this rank follow it.
-            later: those whose last gradients come in a later pass: :meth:`arriving`.
+            chunk: chunk of this rank.
+            late: parameters to whose gradients the pass may add; None for all.
+            passes_left: number of passes of this rank that follow.
+            later: parameters whose last gradients come in a later pass, see :meth:`arriving`.
         """
         self._later.update(later)
         for group in sorted(self._groups[chunk], key=lambda group: not self._later.isdisjoint(group.params)):
@@ -77,17 +78,17 @@ class GradientReduction:
         self._start()
 
     def arriving(self, parameters: Collection[Tensor]) -> None:
-        """Called before the pass that completes the gradients of ``parameters``, where that is not the layers' last."""
+        """Announces the pass that completes the gradients of ``parameters``, if it is not the layers' last."""
         self._later.difference_update(parameters)
 
     def complete(self, chunk: int) -> None:
-        """Called after all of these passes, whether or not every parameter got a gradient."""
+        """Ends the chunk's passes, even if some parameters received no gradient."""
         for group in self._groups[chunk]:
             self._missing[group].clear()
         self._start()
 
     def finish(self) -> None:
-        """Starts the rest, after the last pass."""
+        """Starts the remaining buckets after the last pass."""
         self._left = len(self._queue)
         self._start()
 

@@ -1,7 +1,7 @@
-"""Every name of stock Megatron's that is replaced, with the reason. Nothing of it is replaced anywhere else.
+"""All replacements in stock Megatron, each with its reason. Nothing is replaced anywhere else.
 
-Without ``--pipeline-schedule`` each replacement only calls what it replaced. One exception, which lets jobs begin from
-the wheel, does its part then too.
+Without ``--pipeline-schedule`` each replacement only calls the original. The one exception lets jobs start from the
+wheel, and is always active.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from megatron.schedules.schedule.placement import Placement
 
 
 class Hook(NamedTuple):
-    """One name of stock's that is replaced.
+    """One replaced name of stock Megatron.
 
     Args:
-        module: where it is.
-        name: its name there.
-        why: the reason.
-        call: what is called instead: with what was replaced, the session, and the caller's arguments.
+        module: module of the name.
+        name: the name.
+        why: reason for the replacement.
+        call: replacement. It gets the original, the session, and the caller's arguments.
     """
 
     module: ModuleType | type
@@ -61,7 +61,7 @@ def _parse_args(stock: Stock, session: Session, extra_args_provider: Any = None,
         parser = add_arguments(parser)
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         mend_help(parser)
-        refuse_early(sys.argv[1:], parser._option_string_actions)  # with --yaml-cfg parsing gives nothing of ours
+        refuse_early(sys.argv[1:], parser._option_string_actions)  # with --yaml-cfg, parsing returns none of our flags
         return parser
 
     return stock(both, *args, **kwargs)
@@ -82,7 +82,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
     placed = job.request.decisions.layers if settings.places_layers else None
-    if placed is not None:  # as if the user had written it
+    if placed is not None:  # as if the user had given the flag
         args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
     if placement.chunks > 1:
@@ -92,11 +92,11 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
 
 
 def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> None:
-    """Sets what stock's validation takes for its own interleaving."""
+    """Sets the arguments that stock's validation reads for its own interleaving."""
     args.virtual_pipeline_model_parallel_size = placement.chunks
     args.overlap_p2p_comm = args.align_param_gather = False
     args.pipeline_model_parallel_layout = PlacedLayout(placement, layers, args.mtp_num_layers or 0)
-    # The layout says it; stock's configuration takes one or the other.
+    # The layout contains this; stock's configuration allows only one of the two.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
 
@@ -115,13 +115,13 @@ def _validate_result(
     stock: Stock, session: Session, machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any
 ) -> None:
     if session.late_checks.waiting and isinstance(result, Tensor):
-        # As it is now: stock goes on to scale the loss in place.
+        # Copies the current value, because stock later scales the loss in place.
         result = result.detach().clone()
     session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
 
 
 def _placed(build: Stock, session: Session) -> Stock:
-    """``build`` of one model chunk, with the embedding and the output layer where the placement has them."""
+    """Wraps ``build`` of one model chunk: adds the embedding and the output layer where the placement puts them."""
     if not session.loss_on_first_rank:
         return build
     takes = inspect.signature(build).parameters
@@ -135,7 +135,10 @@ def _placed(build: Stock, session: Session) -> Stock:
 
 
 def _shared(build: Stock, planner: Planner) -> Stock:
-    """``build`` of one model chunk after another; the last of a rank brings the rank's parts of the vocabulary."""
+    """Wraps ``build`` of successive model chunks.
+
+    A rank's last chunk also builds the rank's parts of the vocabulary.
+    """
     built: list[Any] = []
 
     def build_chunk(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +270,7 @@ HOOKS = (
 
 
 def install() -> Session:
-    """Puts every hook in place, for this process. Installing again starts a new session and stacks nothing."""
+    """Installs all hooks in this process. A second call starts a new session and does not stack hooks."""
     session = Session()
     for hook in HOOKS:
         stock = getattr(hook.module, hook.name)
@@ -277,7 +280,7 @@ def install() -> Session:
 
 
 def _replacement(hook: Hook, stock: Stock, session: Session) -> Stock:
-    """A function, which may be a method, in the place of ``stock``."""
+    """Returns a function (or method) that replaces ``stock``."""
 
     @functools.wraps(stock)
     def replacement(*args: Any, **kwargs: Any) -> Any:

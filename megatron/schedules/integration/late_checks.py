@@ -1,4 +1,4 @@
-"""Checks of results that wait until a program has ended, since reading a result waits for the device."""
+"""Result checks that are delayed until a program has ended, because reading a result waits for the device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ Check = Callable[[], None]
 
 
 class LateChecks:
-    """Makes calls at once or, while a program runs, at its end and in the same order."""
+    """Runs checks at once, or, during a program, at its end in the same order."""
 
     def __init__(self) -> None:
         self._waiting: list[Check] | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether a check would wait now."""
+        """True if a check would be delayed now."""
         return self._waiting is not None
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
-        """Collects the calls that come meanwhile; makes them afterwards, unless an error ends it."""
+        """Delays checks inside the block and runs them after it, unless an error ends the block."""
         waiting: list[Check] = []
         self._waiting = waiting
         try:
@@ -32,7 +32,7 @@ class LateChecks:
             check()
 
     def add(self, check: Check) -> None:
-        """Makes the call, now or later."""
+        """Runs the check now or at the end of the program."""
         if self._waiting is None:
             check()
         else:

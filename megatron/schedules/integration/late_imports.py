@@ -1,4 +1,4 @@
-"""Modules that checks of flags need, where the checks may also run before Megatron is imported."""
+"""Modules that flag checks need and that may not be imported yet."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import ModuleType
 
 
 class TooEarlyError(Exception):
-    """A check needs Megatron, which is not imported yet; it is repeated when it is."""
+    """A check needs Megatron, which is not imported yet. The check is repeated after the import."""
 
 
 def after_megatron(name: str) -> ModuleType:
-    """The module ``name``, Megatron's or one that imports torch.
+    """Returns the module ``name``, which belongs to Megatron or imports torch.
 
     Raises:
-        TooEarlyError: where Megatron is not imported: that takes seconds, and a CPU stand-in for CUDA comes before it.
+        TooEarlyError: Megatron is not imported yet. Importing it takes seconds, and the CPU stand-in for CUDA must be
+            enabled first.
     """
     if "megatron.training" not in sys.modules:
         raise TooEarlyError(name)

@@ -1,4 +1,4 @@
-"""Stock's line of an iteration with the pipeline's figures: what replaces the functions that make it."""
+"""Adds the pipeline's figures to stock's log line of an iteration, by replacing the functions that make the line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.schedules.integration.session import Session, Stock
 
 
 def training_log(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    """Stock's, during which the log knows that the line of an iteration is being made."""
+    """Calls stock's function and marks that the line of an iteration is being made."""
     if session.job is None:
         return stock(*args, **kwargs)
     with session.job.log.logging():
@@ -19,7 +19,10 @@ def training_log(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> A
 
 
 def print_rank_last(stock: Stock, session: Session, message: str) -> None:
-    """Stock's, with the pipeline's figures in the line of an iteration; writers and replanning get them too."""
+    """Calls stock's function and adds the pipeline's figures to an iteration's line.
+
+    Writers and replanning get them too.
+    """
     job = session.job
     found = None if job is None else job.log.logged(job.function.peak_activation_bytes)
     if job is not None and found is not None:
@@ -31,7 +34,7 @@ def print_rank_last(stock: Stock, session: Session, message: str) -> None:
 
 
 def _write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
-    """Writes ``scalars``, by name, of ``iteration`` on the rank that has writers."""
+    """Writes ``scalars`` (values by name) of ``iteration`` on the rank that has writers."""
     board, wandb = get_tensorboard_writer(), get_wandb_writer()
     if board:
         for name, value in scalars.items():

@@ -1,4 +1,4 @@
-"""The memory that every rank of a job takes, from its flags and its plan alone."""
+"""Memory of every rank of a job, computed from its flags and its plan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.schedules.utils.errors import PlanError
 
 
 class Estimate(NamedTuple):
-    """What a job would hold.
+    """Memory estimate of a job.
 
     Args:
-        ranks: every pipeline rank's memory.
+        ranks: memory of each pipeline rank.
         counts: decoder layers of each stage.
-        shape: the model's.
+        shape: sizes of the model.
         fused: whether attention is counted as one kernel.
     """
 
@@ -30,18 +30,19 @@ class Estimate(NamedTuple):
 
     @property
     def worst(self) -> int:
-        """The rank that holds most on its device."""
+        """Index of the rank with the highest device memory."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].device)
 
 
 def estimated(asked: PlannedJob, planner: Planner) -> Estimate:
-    """The memory of every rank of the job.
+    """Returns the memory of every rank of the job.
 
     Args:
-        asked, planner: the plan and its programs.
+        asked: the planned job.
+        planner: its plans and programs.
 
     Raises:
-        PlanError: where flags leave the model's sizes to a checkpoint.
+        PlanError: the model's sizes come from a checkpoint.
     """
     shape, model, request = asked.spec.shape, asked.spec.trained, asked.request
     counts = request.layers_on(planner.placement)

@@ -1,4 +1,4 @@
-"""A job's messages between pipeline ranks: process groups, made once, as stock's flags say of its own."""
+"""Messages between pipeline ranks. Their process groups are made once, with stock's settings for its own groups."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron.schedules.runtime.transport import (
     make_collective_group,
 )
 
-# A posted receive holds its multiprocessors until its message comes. These few still fill a link within a node.
+# A posted receive occupies multiprocessors until its message arrives. This few still saturate a link within a node.
 _MULTIPROCESSORS = 4
 
 
 class Messages:
-    """The channels of one rank; made by all ranks at once, after all are seen to have the same plan.
+    """Channels of one rank. All ranks make them together, after a check that all have the same plan.
 
     Args:
-        planner: says who sends to whom.
-        groups: how they are made, as stock's own pipeline groups.
+        planner: has the senders and receivers.
+        groups: settings of the process groups, as for stock's own pipeline groups.
 
     Attributes:
-        collective_group: all ranks of the pipeline, where they share the vocabulary; None elsewhere.
+        collective_group: all ranks of the pipeline with vocabulary parallelism; None without it.
 
     Raises:
-        RuntimeError: where ranks have different plans.
+        RuntimeError: ranks have different plans.
     """
 
     def __init__(self, planner: Planner, groups: GroupFlags) -> None:
@@ -42,7 +42,7 @@ class Messages:
         pipelines, channels = _pipelines(), channels_of(planner.placement)
         how: dict[str, Any] = {
             "timeout": groups.timeout,
-            "new_group": parallel_state.create_group,  # keeps count of groups, for timeouts that change
+            "new_group": parallel_state.create_group,  # counts groups, for timeouts that change
         }
         self._make = partial(make_channels, pipelines, channels, **how)
         over = how | ({"options": partial(nccl_options, groups)} if "nccl" in dist.get_backend() else {})
@@ -51,7 +51,7 @@ class Messages:
         self.collective_group = make_collective_group(pipelines, **over) if planner.shares_vocabulary else None
 
     def transport(self, spec: MessageSpec, *, variable_lengths: bool) -> Transport:
-        """For the messages of one run; all ranks call alike."""
+        """Returns the transport for one run. All ranks must call it with the same arguments."""
         if not variable_lengths:
             return Transport(self._channels, spec)
         if self._shapes is None:
@@ -60,10 +60,10 @@ class Messages:
 
 
 def nccl_options(groups: GroupFlags) -> Any:
-    """NCCL's options of one of our groups: those of ``pp``, and few multiprocessors where nothing sets their number."""
+    """NCCL options of one of our groups: those of ``pp``, with few multiprocessors unless their number is set."""
     config: dict[str, Any] = {}
     if groups.nccl_file is not None:
-        import yaml  # type: ignore[import-untyped]  # which only this flag needs, here as in stock
+        import yaml  # type: ignore[import-untyped]  # only this flag needs it, as in stock
 
         with open(groups.nccl_file) as file:
             config = dict((yaml.safe_load(file) or {}).get("pp") or {})
@@ -86,7 +86,7 @@ def _agree(digest: str) -> None:
 
 
 def _pipelines() -> list[list[int]]:
-    """The global ranks of every pipeline of the job; collective over all ranks."""
+    """Global ranks of every pipeline of the job. Collective over all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     dist.all_gather_object(found, tuple(mine))

@@ -1,4 +1,4 @@
-"""What the model's modules leave to later passes: weight gradients, recomputes, offloaded activations."""
+"""Work that the model's modules defer to later passes: weight gradients, recomputes, offloaded activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Chunks = Sequence[torch.nn.Module]
 
 
 class Deferred(NamedTuple):
-    """What one pass leaves to another.
+    """Work that one pass defers to another.
 
     Args:
         store: weight gradients that wait for W.
@@ -35,17 +35,17 @@ class Deferred(NamedTuple):
     offloads: Offloads | None = None
 
     def assert_empty(self) -> None:
-        """Raises where something is left when all passes are done."""
+        """Raises an error if deferred work remains after all passes."""
         for each in self:
             if each is not None:
                 each.assert_empty()
 
 
 class ModelBinding:
-    """Changes the modules of a rank's model, when a program first needs it.
+    """Changes the modules of a rank's model when a program first needs it.
 
     Args:
-        planner: says which layers are recomputed and offloaded.
+        planner: has the layers that are recomputed and offloaded.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -56,16 +56,16 @@ class ModelBinding:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that this rank's activations have been copied to."""
+        """Host memory used for this rank's offloaded activations, bytes."""
         return 0 if self._offloads is None else self._offloads.host_bytes
 
     def bind(self, chunks: Chunks, program: Program, meter: ActivationMeter | None) -> Deferred:
-        """What ``program`` defers, as the modules of ``chunks`` know it from now on.
+        """Prepares the modules of ``chunks`` for ``program`` and returns its deferred work.
 
         Args:
-            chunks: this rank's.
-            program: about to run.
-            meter: counts tensors in this call; None for not counting.
+            chunks: model chunks of this rank.
+            program: the next program to run.
+            meter: counts tensors in this call; None for no counting.
         """
         stages = program.placement.stages_of(program.rank)
         if program.has_offload and self._offloads is None:
@@ -84,7 +84,10 @@ class ModelBinding:
         )
 
     def weight_gradients(self, chunks: Chunks, meter: ActivationMeter | None = None) -> WeightGradients:
-        """The queue that the linears of ``chunks`` use: one for all calls, but for those in which a meter counts."""
+        """Queue of weight gradients for the linears of ``chunks``.
+
+        All calls share one queue, except calls in which a meter counts.
+        """
         store = self._store
         if store is None or meter is not None:
             store = WeightGradients(meter, hooked=self._offloads is not None)

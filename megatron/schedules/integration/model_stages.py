@@ -1,4 +1,4 @@
-"""Megatron's model chunks as the engine's stages: stock's forward step, and a backward in one or two passes."""
+"""Megatron's model chunks as stages of the engine: stock's forward step, and a backward in one or two passes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatron.schedules.schedule.kinds import Kind
 
 
 class _InFlight(NamedTuple):
-    """State between F and the backward: what gets the input's gradient, and where the backward starts.
+    """State between F and the backward: the tensor that receives the input's gradient, and the start of the backward.
 
-    The start is an edge of the graph, not the output, which would only take memory. The last stage's loss is the
-    exception, because gradients are scaled through its value. None where nothing up to here is trained.
+    The start is an edge of the autograd graph, not the output tensor, to save memory. The last stage's loss is an
+    exception, because gradients are scaled through its value. None if no parameter up to this stage is trained.
     """
 
     activation: Tensor | InputGradient | None
@@ -37,19 +37,19 @@ class _InFlight(NamedTuple):
 
 
 class MegatronStages(Stages):
-    """The model chunks of one rank during one call of the schedule.
+    """Model chunks of one rank during one call of the schedule.
 
     Args:
-        program: the rank's.
+        program: program of the rank.
         model: its chunks, in model order.
-        config: their configuration.
-        call: the arguments of the schedule's call.
-        store: where split linears queue their weight gradients.
-        running: entered round the forward of every stage.
-        meter: counts activations; None for not counting.
-        exchange: for the collectives of vocabulary parallelism; None without it.
-        recomputes: where layers' forwards wait for their R; None without R.
-        offloads: the offloaded activations; None without O.
+        config: configuration of the chunks.
+        call: arguments of the schedule's call.
+        store: queue for the weight gradients of split linears.
+        running: context manager around the forward of every stage.
+        meter: counts activations; None for no counting.
+        exchange: collectives of vocabulary parallelism; None without it.
+        recomputes: forwards of layers that wait for R; None without R.
+        offloads: offloaded activations; None without O.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class MegatronStages(Stages):
             )
 
     def finish(self) -> None:
-        """Reports losses and reduces gradients that are left; to be called once the program has ended well."""
+        """Reports losses and reduces the remaining gradients. Call it only after the program succeeded."""
         if self._shared is not None:
             with self._running(self._placement.last_stage):
                 self._shared.report_losses()
         self._reduction.finish()
 
     def close(self) -> None:
-        """Restores stock's reduction of gradients; to be called however the program ended."""
+        """Restores stock's gradient reduction. Call it after every program, also after an error."""
         self._reduction.close()
 
     def forward(
@@ -128,10 +128,10 @@ class MegatronStages(Stages):
                 is_last_stage=is_last and shared is None,
             )
             if is_last and shared is None:
-                self.tokens += tokens  # on other stages stock counts none, and in host memory
+                self.tokens += tokens  # on other stages stock counts no tokens, and on the host
                 start: GradientEdge | Tensor | None = output
             else:
-                # Stock takes the last rank for the last stage and hands back its output in fp32.
+                # Stock assumes that the last rank has the last stage, and returns its output in fp32.
                 output = shared.ended(microbatch) if is_last and shared else output.to(self._config.pipeline_dtype)
                 start = edge_of(output) if training and output.requires_grad else None
             if offload:
@@ -196,10 +196,10 @@ class MegatronStages(Stages):
         self._reduction.complete(self._placement.chunk_of(stage))
 
     def _begin(self, kind: Kind | Op, stage: int, microbatch: int) -> None:
-        """Starts the communication among replicas and tensor-parallel ranks that can overlap this pass.
+        """Starts data-parallel and tensor-parallel communication that can overlap this pass.
 
-        All ranks of a group do so at the same point, because they have the same program. The first operand of a W right
-        after this pass is gathered meanwhile, and takes memory as a whole for the length of this pass.
+        All ranks of a group do so at the same point, because they run the same program. The first operand of a W that
+        follows this pass is gathered during the pass, and its full size is allocated meanwhile.
         """
         self._reduction.begin_pass()
         ending = self._program.endings.get((kind, stage, microbatch))
@@ -217,7 +217,7 @@ class MegatronStages(Stages):
                 self._store.prefetch(*after)
 
     def _adds_to(self, kind: Kind | Op, stage: int, microbatch: int) -> set[Tensor] | None:
-        """Returns the parameters whose gradients a backward of a stage's weights adds to; None for perhaps all."""
+        """Returns the parameters to whose gradients a stage's weight backward adds; None if it may be all."""
         if kind is Kind.W:
             return self._store.parameters(stage, microbatch)
         if self._shared is None:
@@ -238,7 +238,7 @@ class MegatronStages(Stages):
         if start is not None:
             if gradient is None and self._config.grad_scale_func is not None:
                 start = self._config.grad_scale_func(start)
-            with self._counted():  # what Megatron recomputes inside
+            with self._counted():  # tensors that Megatron recomputes inside the backward
                 torch.autograd.backward(start, gradient)
         if timers is not None:
             timers("backward-compute").stop()
@@ -256,14 +256,14 @@ class MegatronStages(Stages):
         return stack
 
     def _counted(self) -> AbstractContextManager[None]:
-        """Has the meter, if there is one, count the tensors that are saved for a backward."""
+        """Makes the meter, if any, count the tensors saved for a backward."""
         if self._meter is None or self._call.forward_only:
             return nullcontext()
         return self._meter.recording()
 
     def _is_first(self, chunk: int) -> bool:
         first, self._started[chunk] = not self._started[chunk], True
-        # As stock: weights cached for the first validation step are still valid in the next ones.
+        # As in stock: weights cached for the first validation step stay valid for the next ones.
         if self._call.forward_only and self._call.first_val_step is not None:
             return self._call.first_val_step and first
         return first

@@ -1,6 +1,7 @@
-"""Offloads activations of Megatron's models: those of the first decoder layers of each chunk.
+"""Offloads activations of the first decoder layers of each chunk of a Megatron model.
 
-Hook: ``forward`` of each of these layers' instances. The embedding, what follows the last layer, and the loss stay.
+Hook: ``forward`` of each of these layers' instances. Activations of the embedding, of everything after the last layer,
+and of the loss stay on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _ADVICE = (
 
 
 def offloads_of(model: Sequence[torch.nn.Module], stages: Sequence[int], layers: Sequence[int] | None) -> Offloads:
-    """Takes activations of a rank's chunks to the host and back.
+    """Prepares the offload of activations of a rank's chunks to host memory.
 
     Args:
         model: the chunks.
-        stages: which they are.
-        layers: by stage, the number of its first decoder layers whose activations are offloaded; None for all.
+        stages: their stages.
+        layers: by stage, the number of first decoder layers whose activations are offloaded; None for all.
     """
     offloads = Offloads(copies_on(torch.empty(0, device="cuda").device), _ADVICE)
     for chunk, stage in zip(model, stages, strict=True):
@@ -36,15 +37,15 @@ def offloads_of(model: Sequence[torch.nn.Module], stages: Sequence[int], layers:
 
 
 def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int | None = None) -> int:
-    """Passes what the first ``count`` decoder layers of a chunk save for their backward through ``offloads``.
+    """Passes the tensors that the first ``count`` decoder layers save for their backward through ``offloads``.
 
-    For a microbatch that is not offloaded, and in evaluation, nothing changes. A layer that is recomputed as a whole
-    saves only its input, outside its forward; that stays on the device.
+    Microbatches that are not offloaded, and evaluation, are unchanged. A fully recomputed layer saves only its input,
+    outside its forward; that input stays on the device.
 
     Args:
         model_chunk: wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        offloads: where they go.
-        count: of the chunk's layers; None for all.
+        offloads: stores the activations.
+        count: number of the chunk's layers; None for all.
 
     Returns:
         The number of layers.
@@ -56,12 +57,12 @@ def offload_layers(model_chunk: torch.nn.Module, offloads: Offloads, count: int 
 
 
 def forget_input(model_chunk: torch.nn.Module) -> None:
-    """Frees the chunk's input, which stock stores until the next microbatch's."""
+    """Frees the chunk's input, which stock otherwise stores until the next microbatch."""
     get_attr_wrapped_model(model_chunk, "set_input_tensor")([None])
 
 
 def _through(forward: Callable[..., Any], offloads: Offloads) -> Callable[..., Any]:
-    """``forward`` of one layer, whose saved tensors go through ``offloads``."""
+    """Wraps ``forward`` of one layer so that its saved tensors go through ``offloads``."""
 
     def saving(*args: Any, **kwargs: Any) -> Any:
         with offloads.saving():

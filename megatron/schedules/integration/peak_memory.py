@@ -1,4 +1,4 @@
-"""Peak bytes of a call of the schedule: from the allocator on a GPU, elsewhere by counting tensors."""
+"""Peak activation bytes of a call of the schedule: from the allocator on a GPU, otherwise by counting tensors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron.schedules.runtime.activation_meter import ActivationMeter
 
 
 class PeakReport:
-    """Measures and prints the peak of training calls: bytes beyond what is held when a call begins.
+    """Measures and prints the peak memory of training calls, beyond the memory in use when a call begins.
 
-    These are activations, messages, and on a GPU whatever else passes need.
+    This includes activations and messages, and on a GPU also temporary memory of passes.
 
     Args:
-        group: the pipeline's.
-        next_call: measure the next call.
-        say: prints a line of the last rank's.
+        group: process group of the pipeline.
+        next_call: whether to measure the next call.
+        say: prints a line on the last rank.
 
     Attributes:
-        bytes: this rank's peak in the last call that was measured.
+        bytes: this rank's peak in the last measured call, bytes.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, next_call: bool, say: Callable[[str], None]) -> None:
@@ -33,11 +33,11 @@ class PeakReport:
         self._before = 0
 
     def count_next_call(self) -> None:
-        """Counts tensors in the next call on a GPU too: slower, and without what passes need for a moment."""
+        """Counts tensors in the next call, on a GPU too. This is slower and excludes temporary memory of passes."""
         self._next = self._counted = True
 
     def begin(self, chunks: Sequence[torch.nn.Module]) -> ActivationMeter | None:
-        """A call begins; what counts its tensors, if anything does."""
+        """Begins a call; returns the meter that counts its tensors, or None."""
         self._meter = None
         if not self._next:
             return None
@@ -49,7 +49,7 @@ class PeakReport:
         return self._meter
 
     def end(self) -> None:
-        """The call has ended; collective where it was measured."""
+        """Ends the call. Collective if the call was measured."""
         if not self._next:
             return
         self._next = False
@@ -61,13 +61,13 @@ class PeakReport:
 
 
 class PeakWatch:
-    """Watches the GPU allocator's maximum during calls, without resetting it: stock reports it too.
+    """Watches the GPU allocator's maximum during calls. It does not reset the maximum, because stock reports it too.
 
-    The maximum grows at least in the first iterations, whose peak is then known. Later calls that hold more are seen
-    too; calls that hold less are not.
+    The maximum grows at least in the first iterations, so their peak is known. Later calls are seen only if they use
+    more memory.
 
     Attributes:
-        bytes: the peak beyond what was held when the call began; None while the maximum has not grown.
+        bytes: peak memory beyond the memory in use at the start of the call; None until the maximum has grown.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class PeakWatch:
         self._allocated = self._most = 0
 
     def begin(self) -> None:
-        """A call begins."""
+        """Begins a call."""
         if self._counts:
             self._allocated, self._most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 
     def end(self) -> None:
-        """The host has queued all work of the call."""
+        """Ends a call, after the host has queued all its work."""
         if self._counts and (most := torch.cuda.max_memory_allocated()) != self._most:
             self.bytes = most - self._allocated

@@ -1,4 +1,4 @@
-"""A job that measures itself: times and bytes of its passes, gathered over all ranks into one profile."""
+"""Measurements of a job by itself: times and bytes of its passes, gathered from all ranks into one profile."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time
 from megatron.schedules.utils.errors import one_line
 from megatron.schedules.utils.output_files import write_text
 
-# Latencies are medians over a few iterations, whose passes all ranks of a pipeline exchange: so many at most.
+# Latencies are medians over a few iterations. All ranks of a pipeline exchange the passes, so both are limited.
 _MOST_ITERATIONS, _MOST_PASSES = 4, 200_000
 
 
 class Watching(NamedTuple):
-    """What observes a training call that is measured.
+    """Observers of a training call that is measured.
 
     Args:
         observers: notified of every action.
         copies: notified of the copies of O and L.
-        meter: counts activations tensor by tensor, if not None.
+        meter: counts activations tensor by tensor; may be None.
     """
 
     observers: Sequence[Observer] = ()
@@ -65,7 +65,7 @@ class Watching(NamedTuple):
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One timed iteration of one rank, by its own clock."""
+    """One timed iteration of one rank, on that rank's clock."""
 
     number: int
     schedule: Schedule
@@ -74,16 +74,18 @@ class _Iteration:
 
 
 class Profiler:
-    """Measures the training calls of iterations A to B: bytes in A, times after it; gathers them at the end of B.
+    """Measures the training calls of iterations A to B and gathers the measurements at the end of B.
+
+    Bytes are counted in A, times are measured in the iterations after it.
 
     Args:
-        planner: of the job.
-        model: its sizes.
-        iteration: the one under way, as stock logs it.
-        measured: which iterations, and where the result is written.
+        planner: planner of the job.
+        model: sizes of the model.
+        iteration: returns the current iteration, as stock logs it.
+        measured: the iterations, and the output paths.
 
     Attributes:
-        profile: of the whole job, the same on all ranks; None until iteration B has ended.
+        profile: profile of the whole job, the same on all ranks; None until iteration B has ended.
         recorded: iteration B of this rank's pipeline, on one clock; None until then.
     """
 
@@ -97,12 +99,12 @@ class Profiler:
         self._late = False
 
     def begin(self, program: Program, chunks: Sequence[torch.nn.Module], meter: ActivationMeter | None) -> Watching:
-        """A training call begins.
+        """Begins a training call.
 
         Args:
-            program: of this rank.
-            chunks: its model.
-            meter: already counts in this call, if not None.
+            program: program of this rank.
+            chunks: model chunks of this rank.
+            meter: a meter that already counts in this call; may be None.
         """
         number, (first, last) = self._iteration(), self._measured.timed
         if number > self._measured.counted and self._bytes is None and not self._late:
@@ -123,10 +125,10 @@ class Profiler:
         return Watching([self._recorder], self._recorder, meter)
 
     def end(self) -> None:
-        """A training call has ended. After the last timed one, gathers the measurements of all ranks.
+        """Ends a training call. After the last timed call, gathers the measurements of all ranks.
 
-        Only then the host waits for the device, once in a job, while no program runs and the device has been given all
-        that other ranks wait for.
+        Only then, once in a job, the host waits for the device. No program runs at that time, and the device already
+        has all the work that other ranks wait for.
         """
         number, (first, last) = self._iteration(), self._measured.timed
         if self._bytes is None or not first <= number <= last or self.profile is not None:
@@ -180,7 +182,7 @@ class Profiler:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, to_text(profile, versions=versions, date=date.today().isoformat()))
-        except OSError as error:  # not a reason to lose hours of training
+        except OSError as error:  # a failed write must not lose hours of training
             said = f"the costs could not be written to {file}: {error.strerror}"
         else:
             said = f"costs written to {file}, for --pipeline-costs"
@@ -188,7 +190,7 @@ class Profiler:
 
 
 def _placed(span: Span) -> Timed:
-    """Returns a pass's times; both times of a copy are when computing goes on, as in every timeline."""
+    """Returns a pass's times. For a copy both are the time at which computation continues, as in every timeline."""
     work, start, end = span
     return work, start if KINDS[work.kind].resource is Resource.COMPUTE else end, end
 

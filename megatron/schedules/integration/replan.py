@@ -1,4 +1,4 @@
-"""A job that plans again: after it has measured itself, and whenever a rank or a link has become slow."""
+"""Replanning: a job plans again after it has measured itself, and when a rank or a link has become slow."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from megatron.schedules.runtime.control_messages import ControlMessages
 from megatron.schedules.runtime.replanner import Replanner
 from megatron.schedules.schedule.simulator import simulate
 
-# Iterations from a decision to measure until the first that does, and how many are timed.
+# Iterations between the decision to measure and the first measured one; number of timed iterations.
 _AFTER, _TIMED = 2, 5
-# Iterations after the last that is timed until one can run in a new order.
+# Iterations between the last timed one and the first that can run in a new order.
 UNTIL_NEW = 3
 
 
 class JobReplan:
-    """Measures, plans again and switches, at boundaries between training iterations, alike on all ranks.
+    """Measures, replans and switches between training iterations, in the same way on all ranks.
 
     Args:
-        planner: of the job.
-        function: whose profiler measures; it gets one where it has none.
-        slow: of the log.
+        planner: planner of the job.
+        function: schedule function. Its profiler measures; it gets one if it has none.
+        slow: finds slow ranks in the log.
         profiler: makes a profiler.
-        iteration: the one under way, as stock logs it.
-        measured: what the job measures anyway; None for nothing.
-        begun, end: iterations behind the job, and the last of this run.
-        limit: the memory limit that the user gave, which may be one that the job measures; None without one.
+        iteration: returns the current iteration, as stock logs it.
+        measured: measurement that the job makes in any case; None for none.
+        begun: iterations already done.
+        end: last iteration of this run.
+        limit: memory limit that the user gave (possibly one that the job measures); None without one.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class JobReplan:
         self._has_limit, self._measures_limit = limit is not None, limit is not None and limit.is_measured
 
     def boundary(self) -> None:
-        """Before a training call looks for its program."""
+        """Switches plans or starts a measurement, before a training call looks up its program."""
         now, planned = self._planner.request.microbatches, self._request
         if self._replanner.under_way and planned is not None and planned.microbatches != now:
-            self._start(replace(planned, microbatches=now))  # a plan for the number before would be of no use
+            self._start(replace(planned, microbatches=now))  # a plan for the old number of microbatches is useless
         self._replanner.boundary()
         last = self._iteration() == self._end
         if last and (self._profile is None or self._replanner.under_way):
@@ -91,7 +92,7 @@ class JobReplan:
             self._function.profiler = self._profiler(_to_measure(self._iteration(), self._file))
 
     def logged(self, found: Logged) -> None:
-        """An iteration was logged, on all ranks: where a rank or a link has become slow, the job measures again."""
+        """Handles a logged iteration, on all ranks. If a rank or a link has become slow, the job measures again."""
         if self._profile is None or self._replanner.under_way:
             return
         idle = self._idle.add(found.measured.bubble)
@@ -127,7 +128,7 @@ class JobReplan:
         self._replanner.start(request)
 
     def _limit(self, request: Request, profile: JobProfile) -> float:
-        """The memory limit for what devices have left, as a fraction of 1F1B's: the least of all ranks."""
+        """Memory limit for the devices' free memory, as a fraction of 1F1B's: the smallest of all ranks."""
         rank = parallel_state.get_pipeline_model_parallel_rank()
         assert request.costs.memory is not None, "the job has a model"
         each = request.costs.memory.of_rank(request.ranks)
@@ -147,23 +148,23 @@ def _say(line: str) -> None:
 
 
 def first_measurement(measured: Measured | None, begun: int) -> Measured:
-    """What a job plans again for first: ``measured``, which it measures anyway, if that is still ahead of it."""
+    """First measurement for replanning: ``measured``, which the job makes in any case, if it has not passed yet."""
     if measured is not None and measured.counted > begun:
         return measured
     return _to_measure(begun + 1, None if measured is None else measured.file)
 
 
 def _to_measure(iteration: int, file: Path | None) -> Measured:
-    """What a job measures that decides to do so before ``iteration``, and writes to ``file``."""
+    """Measurement for a decision made before ``iteration``, written to ``file``."""
     return Measured(iteration + _AFTER, iteration + _AFTER + _TIMED, file)
 
 
 def _rounded(limit: float) -> float:
-    """Down to thousandths, so that it reads as what it is."""
+    """Rounds down to thousandths, so that the printed limit is the exact one."""
     return math.floor(1e3 * limit) / 1e3
 
 
 def _usual_pass(profile: JobProfile) -> float:
-    """How long a pass takes on average, in milliseconds."""
+    """Average time of a pass, milliseconds."""
     times: Sequence[float] = [each.median for stage in profile.stages for each in stage.times.values()]
     return sum(times) / len(times)

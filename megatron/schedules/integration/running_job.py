@@ -1,4 +1,4 @@
-"""What a job makes when its training begins: the schedule function, the log of its iterations, and replanning."""
+"""Start of a job's training: creates the schedule function, the iteration log, and replanning."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron.schedules.runtime.ranges import ProfilerRanges
 
 
 class RunningJob(NamedTuple):
-    """A job that trains.
+    """Job that trains.
 
     Args:
-        function: carries out each iteration.
-        log: says how each logged iteration went.
-        replan: plans again; None in a job that does not.
+        function: runs each iteration.
+        log: describes each logged iteration.
+        replan: replans; None in a job that does not replan.
     """
 
     function: ScheduleFunction
@@ -49,15 +49,15 @@ def begin(
     running: Callable[[int], AbstractContextManager[None]],
     late_checks: LateChecks,
 ) -> RunningJob:
-    """Begins the job; collective over all ranks.
+    """Begins the job. Collective over all ranks.
 
     Args:
         spec: the job.
         planner: its plans.
-        flags: what it reads of Megatron's.
-        iteration: the one under way, as stock logs it.
-        running: entered round the forward of every stage.
-        late_checks: checks of results, which wait for a program's end.
+        flags: the Megatron flags that it reads.
+        iteration: returns the current iteration, as stock logs it.
+        running: context manager around the forward of every stage.
+        late_checks: result checks that are delayed until a program has ended.
     """
     settings = spec.settings
     print_rank_0(f"{planner.summary()}\n{found()}")
@@ -94,12 +94,13 @@ def begin(
 
 
 def _replans(spec: JobSpec, planner: Planner, first: Measured, end: int) -> bool:
-    """Whether the job plans again. Says so where no flag does, and says it where a flag does so in vain.
+    """Returns whether the job replans. Logs it if no flag requests it, or if a flag requests it but it is impossible.
 
     Args:
-        spec, planner: the job and its plan.
-        first: what it would measure first.
-        end: the last iteration of this run of the job.
+        spec: the job.
+        planner: its plan.
+        first: its first measurement.
+        end: last iteration of this run.
     """
     by_flag, needed = spec.settings.replans, first.last + UNTIL_NEW
     if by_flag and needed > end:

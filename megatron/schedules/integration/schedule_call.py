@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 
 class ScheduleCall(NamedTuple):
-    """The arguments of stock's schedule functions that passes need, of one call.
+    """Arguments of one call of stock's schedule functions that passes need.
 
     Args:
-        forward_step_func: the user's forward step, as stock takes it.
-        data_iterators: one for each chunk of this rank.
+        forward_step_func: the user's forward step, as stock expects it.
+        data_iterators: one iterator for each chunk of this rank.
         num_microbatches: n.
         forward_only: whether no backward follows.
-        first_val_step: as stock.
-        cp_size: context-parallel ranks, for the scale of the loss.
+        first_val_step: as in stock.
+        cp_size: number of context-parallel ranks, for scaling the loss.
     """
 
     forward_step_func: Callable[..., Any]

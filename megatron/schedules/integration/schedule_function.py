@@ -1,4 +1,4 @@
-"""The schedule function: what stock's training loop calls in place of its own forward-backward functions."""
+"""Schedule function, which stock's training loop calls in place of its own forward-backward functions."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from megatron.schedules.runtime.transport import MessageSpec
 
 
 class ScheduleFunction:
-    """Carries out the planned schedule, once each call, with the arguments and results of stock's functions.
+    """Runs the planned schedule once per call, with the arguments and results of stock's functions.
 
-    Making one is collective over all ranks: it makes the pipeline's process groups. So is the first call under
-    ``variable_seq_lengths``, which makes those for the messages' shapes.
+    Creation is collective over all ranks, because it makes the pipeline's process groups. The first call under
+    ``variable_seq_lengths`` is collective too: it makes groups for the messages' shapes.
 
     Args:
         planner: gives the program for a number of microbatches.
-        running: entered round the forward of every stage.
-        late_checks: checks of results, which wait for the program's end.
-        messages: between this rank and its neighbours.
-        stall_seconds: for which no pass may finish before the process ends with a line about it; 0 for no limit.
-        report_memory: measure and report every rank's peak in the first training call.
-        observers: told of every action.
+        running: context manager around the forward of every stage.
+        late_checks: result checks that are delayed until the program has ended.
+        messages: channels between this rank and its neighbours.
+        stall_seconds: if no pass finishes for this long, the process stops with one log line; 0 for no limit.
+        report_memory: measure and report every rank's peak memory in the first training call.
+        observers: notified of every action.
         log: records training calls.
-        lengths: plans training iterations for their microbatches' lengths.
-        profiler: told of every training call; None for none.
+        lengths: plans training iterations for the lengths of their microbatches.
+        profiler: notified of every training call; None for none.
 
     Attributes:
-        between: called before each training call looks for its program, on all ranks: the moment to change it.
+        between: called on all ranks before each training call looks up its program. The program may be changed here.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class ScheduleFunction:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Runs one training step or evaluation step. Arguments as stock's; ``p2p_communicator`` is not used.
+        """Runs one training step or evaluation step. Arguments are as in stock; ``p2p_communicator`` is not used.
 
         Returns:
-            The losses of all microbatches on the last pipeline rank, an empty list on the others, as stock does.
+            The losses of all microbatches on the last pipeline rank and an empty list on the others, as in stock.
 
         Raises:
-            ValueError: for what only stock's own schedules can do.
+            ValueError: the call needs a feature that only stock's own schedules have.
         """
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
@@ -124,28 +124,28 @@ class ScheduleFunction:
         return losses if self._rank == self._group.size() - 1 else []
 
     def count_next_call(self) -> None:
-        """Counts tensor by tensor, and reports, what the next training call holds: :attr:`peak_activation_bytes`."""
+        """Counts the next training call's activations tensor by tensor, and reports :attr:`peak_activation_bytes`."""
         self._peaks.count_next_call()
 
     @property
     def peak_activation_bytes(self) -> int:
-        """This rank's, in the last training call that measured it; 0 before."""
+        """Peak activation memory of this rank in the last measured training call, bytes; 0 before."""
         return self._peaks.bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that this rank's activations have been copied to."""
+        """Host memory used for this rank's offloaded activations, bytes."""
         return self._model.host_bytes
 
     def _planned(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
-        """How a training call that begins is planned for its microbatches' lengths; None where it is not."""
+        """Plan of the next training call for its microbatches' lengths; None without one."""
         self.between()
         return None if self._lengths is None else self._lengths.begin(iterators, sizes)
 
     def _run(
         self, chunks: Sequence[torch.nn.Module], call: ScheduleCall, message: Sizes, planned: Planned | None
     ) -> MegatronStages:
-        """Runs all passes and messages of one call, measured and logged where it trains."""
+        """Runs all passes and messages of one call. Training calls are measured and logged."""
         config, training, own = get_model_config(chunks[0]), not call.forward_only, planned and planned.program
         program = own or self._planner.program(call.num_microbatches, self._rank, forward_only=call.forward_only)
         measuring = self._begin_measuring(program, chunks) if training else Watching()
@@ -184,7 +184,7 @@ class ScheduleFunction:
         return Watching(meter=meter) if self.profiler is None else self.profiler.begin(program, chunks, meter)
 
     def _finish(self, chunks: Sequence[torch.nn.Module], tokens: torch.Tensor, pg_collection: Any, force: Any) -> None:
-        """Finishes the gradients of a training call, and its measurements."""
+        """Finishes the gradients and the measurements of a training call."""
         config = get_model_config(chunks[0])
         if config.finalize_model_grads_func is not None:
             counted = tokens if config.calculate_per_token_loss else None
@@ -195,7 +195,7 @@ class ScheduleFunction:
             self.profiler.end()
 
     def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int) -> Exchange | None:
-        """What ranks exchange where all share the vocabulary."""
+        """Collectives of vocabulary parallelism; None without it."""
         if self._messages.collective_group is None:
             return None
         words = sizes.rows, sizes.sequence // cp_size
@@ -204,7 +204,7 @@ class ScheduleFunction:
     def _on_last_rank(
         self, stages: MegatronStages, chunks: Sequence[torch.nn.Module], *, forward_only: bool
     ) -> tuple[list[Any], torch.Tensor]:
-        """Losses and tokens where stock has them, wherever the last stage is."""
+        """Returns losses and tokens on the last rank, as in stock, for any position of the last stage."""
         config = get_model_config(chunks[0])
         if self._planner.last_stage_rank == self._group.size() - 1:
             return stages.losses, stages.tokens
@@ -215,17 +215,17 @@ class ScheduleFunction:
 
 
 def _nothing() -> None:
-    """Nothing happens between two iterations."""
+    """Does nothing between two iterations."""
 
 
 def _listed(value: Any) -> list[Any]:
-    """One of each chunk, as stock gives several."""
+    """Returns a list with one value per chunk; stock passes a single chunk's value without a list."""
     return value if isinstance(value, list) else [value]
 
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Stock's timer of a whole step."""
+    """Runs stock's timer of a whole step."""
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     yield
@@ -238,7 +238,7 @@ def _context_parallel_size() -> int:
 
 
 def _watched(stall_seconds: float) -> PositionTracker:
-    """A tracker that ends this process where no pass finishes for so long."""
+    """Returns a tracker that ends this process if no pass finishes for ``stall_seconds``."""
     tracker = PositionTracker(_mark)
     StallWatch(
         tracker,
@@ -257,7 +257,10 @@ def _mark() -> torch.cuda.Event:
 
 
 def _message_spec(config: Any, sizes: Sizes, cp_size: int) -> MessageSpec:
-    """Every message is one microbatch's hidden states, as stock's are; variable lengths change the first two sizes."""
+    """Shape of every message: one microbatch's hidden states, as in stock.
+
+    Variable lengths change the first two sizes.
+    """
     length = sizes.sequence // cp_size
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()

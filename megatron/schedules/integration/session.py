@@ -1,4 +1,4 @@
-"""What the hooks of one process share."""
+"""State that the hooks of one process share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Stock = Callable[..., Any]
 
 
 class Session:
-    """The schedule chosen on the command line, once it is parsed, and the stage whose forward runs."""
+    """The schedule chosen on the command line, after it is parsed, and the stage whose forward is running."""
 
     def __init__(self) -> None:
         self.spec: JobSpec | None = None
@@ -26,16 +26,16 @@ class Session:
         self.job: RunningJob | None = None
         self.args: Any = None
         self.late_checks = LateChecks()
-        self.evaluations: list[int] | None = None  # steps each of several validation sets takes
+        self.evaluations: list[int] | None = None  # steps on each of several validation sets
         self._running: int | None = None
 
     def iteration(self) -> int:
-        """The iteration under way, as stock logs it."""
+        """Current iteration, as stock logs it."""
         return int(getattr(self.args, "curr_iteration", 0)) + 1
 
     @contextmanager
     def running(self, stage: int) -> Iterator[None]:
-        """While a stage's forward runs, Megatron's questions about first and last are about that stage."""
+        """Makes Megatron's queries about first and last stage refer to ``stage`` while its forward runs."""
         outer, self._running = self._running, stage
         try:
             yield
@@ -44,20 +44,20 @@ class Session:
 
     @property
     def loss_on_first_rank(self) -> bool:
-        """Whether the output layer is on the first rank, and not on the last as stock assumes."""
+        """True if the output layer is on the first rank, and not on the last as stock assumes."""
         return self.planner is not None and self.planner.last_stage_rank == 0
 
     @property
     def two_copies(self) -> bool:
-        """Whether one rank may have both copies of a tied embedding, which stock has on two ranks."""
+        """True if one rank may have both copies of a tied embedding, which stock has on two ranks."""
         return self.planner is not None and (self.loss_on_first_rank or self.planner.shares_vocabulary)
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
-        """Whether stock's answer about a stage would be wrong: the stage is a chunk of a V."""
+        """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""
         return self.loss_on_first_rank and (not ignore_virtual or self._running is not None)
 
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
-        """Whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
+        """Returns whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
         assert self.planner is not None
         placement = self.planner.placement
         stage = self._running

@@ -1,4 +1,4 @@
-"""Writes the timeline of a job that measured itself, and says where it is."""
+"""Timeline files of a job that measured itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from megatron.schedules.utils.printable import percent
 
 
 def saved_timeline(recorded: Recorded, folder: Path) -> str:
-    """Write ``recorded`` into ``folder``; in a line, what was written or why it was not."""
+    """Writes ``recorded`` into ``folder``.
+
+    Returns a log line with the files, or with the reason why they are missing.
+    """
     try:
         names = write_run(recorded, folder)
-    except OSError as error:  # hours of training are worth more
+    except OSError as error:  # a failed write must not lose hours of training
         return one_line(f"pipeline schedule: the timeline could not be written to {folder}: {error.strerror}")
     bubbles = f"bubble {percent(recorded.timeline.bubble)}, planned {percent(recorded.planned.bubble)}"
     return one_line(

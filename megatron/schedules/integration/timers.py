@@ -1,4 +1,4 @@
-"""Stock's timers inside a program: events on the stream, read when stock reads the timer, without a wait."""
+"""Stock's timers inside a program. They record events on the stream, which are read later without a wait."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from megatron.core.timers import Timer, Timers
 
 @contextmanager
 def events_in(timers: Any) -> Iterator[None]:
-    """Makes every timer that is started meanwhile record events from then on, stock's own and the script's.
+    """Makes every timer started in the block record events, both stock's timers and the script's.
 
-    Stock's timers synchronise the whole device at each start and stop: twice in every pass under
-    ``--timing-log-level 2``, which then measures passes without overlap. An event marks the same moment of the stream
-    without a wait.
+    Stock's timers synchronise the whole device at each start and stop. Under ``--timing-log-level 2`` that is twice per
+    pass, so passes are measured without overlap. An event marks the same point of the stream without a wait.
 
     Args:
         timers: ``config.timers``, which may be None.
@@ -34,7 +33,7 @@ def events_in(timers: Any) -> Iterator[None]:
 
 
 class _EventTimers(Timers):
-    """Stock's group of timers; each timer that it returns records events."""
+    """Stock's group of timers; each returned timer records events."""
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         timer = super().__call__(name, log_level)
@@ -45,7 +44,7 @@ class _EventTimers(Timers):
 
 
 class _EventTimer(Timer):
-    """Stock's timer, which stores pairs of events until it is read, and adds up early those that have passed."""
+    """Stock's timer with pairs of events. It adds up completed pairs early and the rest when it is read."""
 
     _spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]]
     _began: torch.cuda.Event

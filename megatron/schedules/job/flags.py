@@ -1,4 +1,4 @@
-"""The flags of a job: the same words in training and on the command line, each with its own prefix."""
+"""Flags of a job. Training and the command line share their names; only the prefix differs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TRAINING, COMMAND_LINE = "--pipeline-", "--"
 SEARCH_VARIABLE = "MEGATRON_SCHEDULES_SEARCH_SECONDS"
 STALL_VARIABLE = "MEGATRON_SCHEDULES_STALL_SECONDS"
 
-# Metavar and help of the flags that both have.
+# Metavar and help of the flags that training and the command line share.
 SHARED = {
     "schedule": (
         "auto|NAME[:CHUNKS]|FILE.csv",
@@ -51,7 +51,7 @@ SHARED = {
 
 
 def flags_of(prefix: str) -> Mapping[str, str]:
-    """The flag of each part of a request, see :meth:`.PlanError.told`."""
+    """Maps each part of a planning request to its flag, see :meth:`.PlanError.told`."""
     schedule, costs, save = f"{prefix}schedule", f"{prefix}costs", f"{prefix}save-memory"
     in_file = {
         part: f"{costs} FILE.json $.{name}"

@@ -1,4 +1,4 @@
-"""The memory limit of a job as a fraction of 1F1B's activation memory."""
+"""Memory limit of a job as a fraction of 1F1B's activation memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def with_memory_limit(
 ) -> Request:
     """Sets the memory limit of ``request`` as a fraction of 1F1B's activation memory.
 
-    Bytes are those of activations as the dry run counts them. Messages and what Megatron's own recompute holds for a
-    moment are set aside.
+    A limit in bytes covers activations as the dry run counts them. Bytes for messages and for the temporary memory of
+    Megatron's own recompute are subtracted first.
 
     Args:
-        flag: that gives the limit.
-        limit: a fraction or bytes.
-        request: for ``adaptive``, with its costs.
-        message_bytes: one microbatch's hidden states on one rank.
-        messages: the most that a rank holds at once.
+        flag: name of the flag, for errors.
+        limit: a fraction or a size in bytes.
+        request: a request for ``adaptive``, with its costs.
+        message_bytes: hidden states of one microbatch on one rank, bytes.
+        messages: largest number of messages that a rank stores at the same time.
 
     Raises:
-        PlanError: for too few bytes.
+        PlanError: the limit is too small for this model.
     """
     memory = request.costs.memory
     if limit.size is None:

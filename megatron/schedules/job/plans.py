@@ -1,4 +1,4 @@
-"""Plans of jobs described without Megatron, by the command line's flags or from Python."""
+"""Plans for jobs that are described without Megatron, by command-line flags or from Python."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 
 class PipelinedModel:
-    """A model cut into a pipeline.
+    """A model on a pipeline.
 
     Args:
-        model: its name, or a file of Megatron's flags.
-        ranks: of the pipeline.
-        microbatches: of an iteration.
+        model: name of the model, or a file with Megatron's flags.
+        ranks: number of pipeline ranks.
+        microbatches: microbatches in an iteration.
         shared: whether vocabulary parallelism is on.
     """
 
@@ -53,24 +53,24 @@ class PipelinedModel:
 
     @property
     def times(self) -> Costs:
-        """F, I and W by the model's arithmetic."""
+        """Times of F, I and W, computed from the model's arithmetic."""
         return Costs(*loads(self._model.build).ratio)
 
     def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
-        """Adds the parts of the model to ``costs``; see :func:`.model_build.with_model`."""
+        """Adds the model's parts to ``costs``, see :func:`.model_build.with_model`."""
         return with_model(costs, self._model, stages, shared=self._shared, placed=placed, profile=profile)
 
     @property
     def message_bytes(self) -> float:
-        """One microbatch's hidden states on one rank."""
+        """Hidden states of one microbatch on one rank, bytes."""
         return self._model.message_bytes
 
     def ranks(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Memory of each rank in ``plan``, made for :meth:`costs`."""
+        """Memory of each rank in ``plan``, which was made with :meth:`costs`."""
         return rank_memory(self._model, plan.schedule, plan.costs, plan.request)
 
     def __str__(self) -> str:
-        """The parallel and batch sizes that bytes are counted for."""
+        """Describes the parallel sizes and batch sizes that the byte counts refer to."""
         args = self._args
         sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size, "data": self._data}
         parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -83,9 +83,9 @@ class _Measured(NamedTuple):
     """Costs before other settings are applied.
 
     Args:
-        costs: times.
-        profile: the file, if it was measured.
-        custom: the file, if it was written by hand.
+        costs: times of the passes.
+        profile: cost file that a job measured; None otherwise.
+        custom: cost file written by hand; None otherwise.
     """
 
     costs: Costs
@@ -105,14 +105,14 @@ def job_plans(
     """Describes a job for each schedule.
 
     Args:
-        schedules: as the user writes them; the first CSV says the sizes that are None.
-        default: names of those taken where the user names none, as far as what they need is given.
-        settings: of all jobs, but for their schedule.
+        schedules: schedules as the user wrote them. The first CSV sets the sizes that are None.
+        default: schedules used if the user names none. Those that lack a required setting are left out.
+        settings: settings of all jobs, except the schedule.
         pipeline_size, microbatches: d and n.
         model, flags: see :class:`JobPlans`.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
     choices = [values.schedule_choice(flags["schedule"], text) for text in schedules]
     if not schedules:
@@ -142,15 +142,15 @@ def job_plans(
 
 
 class JobPlans:
-    """Jobs that differ in their schedule alone, and their plans.
+    """Jobs that differ only in their schedule, and their plans.
 
     Args:
-        specs: one or more; sizes and microbatches are known.
-        model: a model's name, or a file of Megatron's flags; None for equal stages.
-        flags: how the user writes each part of a request, see :meth:`.PlanError.told`; and ``model``.
+        specs: one or more jobs with known sizes and microbatches.
+        model: name of a model, or a file with Megatron's flags; None for equal stages.
+        flags: the user's flag for each part of a request, see :meth:`.PlanError.told`, and for ``model``.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
 
     def __init__(self, specs: Sequence[JobSpec], model: str | None, flags: Mapping[str, str]) -> None:
@@ -182,16 +182,16 @@ class JobPlans:
 
     @property
     def knows_bytes(self) -> bool:
-        """Whether memory is known in bytes."""
+        """True if memory is known in bytes."""
         return self.model is not None and not self.instead_of_bytes
 
     @property
     def microbatch_bytes(self) -> float:
-        """Bytes of a microbatch's activations on an average rank; 0 where not known."""
+        """Activation memory of one microbatch on an average rank, bytes; 0 if unknown."""
         return 0.0 if self.costs.memory is None else self.costs.memory.of_rank(self.ranks)
 
     def request(self, spec: JobSpec) -> Request:
-        """The planner's request for ``spec``."""
+        """Returns the planning request for ``spec``."""
         found = self._request(spec, spec.settings.schedule.chunks)
         if spec.settings.schedule.chunks is None and wants_finer_chunks(found):
             with suppress(PlanError):  # too few layers
@@ -199,7 +199,7 @@ class JobPlans:
         return found
 
     def _request(self, spec: JobSpec, most: int | None) -> Request:
-        """The same with at most ``most`` chunks a rank; None: as many as usual."""
+        """Like :meth:`request` with at most ``most`` chunks per rank; None for the default."""
         settings, choice = spec.settings, spec.settings.schedule
         request = Request(
             choice.name,
@@ -226,10 +226,10 @@ class JobPlans:
         return make_plan(self.request(spec), progress)
 
     def compared(self, plan: Callable[[JobSpec], Plan] | None = None) -> Iterator[tuple[str, Plan | str, float | None]]:
-        """Yields each schedule's name, its plan or why it has none, and its throughput over 1F1B's.
+        """Yields each schedule's name, its plan or the reason why there is none, and its throughput relative to 1F1B.
 
         Args:
-            plan: makes one plan, :meth:`plan` or what also shows progress.
+            plan: makes one plan, for example :meth:`plan` or a function that also shows progress.
         """
         plan = plan or self.plan
         baseline = plan(self.specs[0].under("1f1b")).iteration_time
@@ -243,7 +243,7 @@ class JobPlans:
                 yield name, found, baseline / found.iteration_time
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Memory of each rank in ``plan``; empty where bytes are not known."""
+        """Memory of each rank in ``plan``; empty if bytes are unknown."""
         return self.model.ranks(plan) if self.model is not None and self.knows_bytes else ()
 
     def _limited(self, request: Request) -> Request:
@@ -261,7 +261,7 @@ class JobPlans:
         return replace(request, memory_limit=size / (held * self.ranks))
 
     def _costs(self, number: int, *, placed: bool) -> Costs:
-        """Costs for a plan of so many stages; ``placed``: the planner partitions the layers."""
+        """Costs for a plan with ``number`` stages. With ``placed`` the planner partitions the layers."""
         found, profile, custom = self._measured
         if self.model is not None:
             found = self.model.costs(found, number, profile, placed=placed)
@@ -271,7 +271,7 @@ class JobPlans:
         return self._with_copies(found if custom is None else custom.added_to(found))
 
     def _with_copies(self, costs: Costs) -> Costs:
-        """Adds the time of a copy, which offloading needs, to ``costs``."""
+        """Adds the copy time, which offload needs, to ``costs``."""
         saving, flag, file = self._settings.saving, self._flags["offload"], f"{self._flags['costs']} FILE.json"
         if saving.gbps is not None:
             held = self._rank_bytes(costs)
@@ -290,7 +290,7 @@ class JobPlans:
         return costs
 
     def _rank_bytes(self, costs: Costs) -> float | None:
-        """Bytes of a microbatch's activations in an average rank's layers; None where not known."""
+        """Activation memory of one microbatch in an average rank's layers, bytes; None if unknown."""
         profile = self._measured.profile
         if costs.memory is not None:
             return costs.memory.of_rank(self.ranks)

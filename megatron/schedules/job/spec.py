@@ -1,4 +1,4 @@
-"""A job as typed data, made by the command line, the Python API, or from Megatron's arguments."""
+"""Job as typed data, made by the command line, by the Python API, or from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron.schedules.planner.registry import AUTO
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of this package, and two settings from the environment.
+    """Flags of this package, and two settings from the environment.
 
     Args:
-        schedule, memory_limit, costs, layers, saving, vocabulary_parallel, plan_lengths, measuring, replan, dry_run: a
-            flag each.
-        search_seconds: of an adaptive search; None for the default.
-        stall_seconds: without a finished pass, after which the job stops; 0 for no limit.
+        schedule, memory_limit, costs, layers, saving, vocabulary_parallel, plan_lengths, measuring, replan, dry_run:
+            value of the flag with this name.
+        search_seconds: time limit of an adaptive search, seconds; None for the default.
+        stall_seconds: the job stops if no pass finishes for this long, seconds; 0 for no limit.
     """
 
     schedule: ScheduleChoice
@@ -47,26 +47,29 @@ class Settings:
 
     @property
     def places_layers(self) -> bool:
-        """Whether the flag, not Megatron's own flags, partitions the layers."""
+        """True if our flag sets the layer partition instead of Megatron's own flags."""
         return self.layers not in (None, "even")
 
     def searches_layers(self, *, known: bool) -> bool:
-        """Whether the planner searches the layer partition: ``auto`` does, of a ``known`` model, without the flag."""
+        """Returns whether the planner searches the layer partition.
+
+        Without the flag the schedule ``auto`` does so if the model is ``known``.
+        """
         return self.layers == "auto" or (self.layers is None and self.schedule.name == AUTO and known)
 
     @property
     def measures_limit(self) -> bool:
-        """Whether the job measures its memory limit."""
+        """True if the job measures its memory limit."""
         return self.memory_limit is not None and self.memory_limit.is_measured
 
     @property
     def replans(self) -> bool:
-        """Whether the job replans from measurements."""
+        """True if the job replans from measurements."""
         return self.replan or self.measures_limit
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Given parts of a request that only some schedules use."""
+        """Parts of the request that are set and that only some schedules use."""
         given = {
             "csv": self.schedule.file is not None,
             "memory_limit": self.memory_limit is not None,
@@ -78,12 +81,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of an iteration.
+    """Batch sizes in samples.
 
     Args:
-        micro: of a microbatch; None where not given.
-        whole: of an iteration; None for one microbatch.
-        steps: ``--step-batch-size-schedule``.
+        micro: samples in a microbatch; None if not given.
+        whole: samples in an iteration; None for one microbatch.
+        steps: value of ``--step-batch-size-schedule``.
     """
 
     micro: int | None = None
@@ -93,13 +96,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class StockLayers:
-    """Decoder layers of stages by Megatron's own flags.
+    """Decoder layers of each stage, as set by Megatron's own flags.
 
     Args:
-        count: of the model.
-        first, last: of the first and the last stage.
-        layout: ``--pipeline-model-parallel-layout``.
-        stand_in: whether the embedding and the output layer count as a layer each.
+        count: layers of the model.
+        first: layers of the first stage.
+        last: layers of the last stage.
+        layout: value of ``--pipeline-model-parallel-layout``.
+        stand_in: whether the embedding and the output layer count as one layer each.
         ahead: layers of multi-token prediction.
     """
 
@@ -112,18 +116,20 @@ class StockLayers:
 
     @property
     def by_hand(self) -> bool:
-        """Whether a flag gives the layers of single stages."""
+        """True if a flag sets the layers of single stages."""
         return any(flag is not None for flag in (self.first, self.last, self.layout))
 
 
 @dataclass(frozen=True)
 class StockFlags:
-    """Megatron's other arguments, as far as compatibility rules read them.
+    """Megatron's other arguments that the compatibility rules read.
 
     Args:
-        given: names of those set to anything but None, False, 0 or ``none``.
-        transformer_impl, checkpoint_format, dataloader_type: the values of these three.
-        fp8_recipe: how linears are quantized to FP8; empty where they are not.
+        given: names of the arguments whose value is not None, False, 0 or ``none``.
+        transformer_impl: value of this argument.
+        checkpoint_format: value of this argument.
+        dataloader_type: value of this argument.
+        fp8_recipe: FP8 recipe of the linears; empty without FP8.
     """
 
     given: frozenset[str] = frozenset()
@@ -135,11 +141,11 @@ class StockFlags:
 
 @dataclass(frozen=True)
 class Model:
-    """The model, its vocabulary as Megatron pads it.
+    """Model with its vocabulary as Megatron pads it.
 
     Args:
-        build: how Megatron builds it.
-        numbers: bytes of each parameter, of an optimizer that is not shared.
+        build: settings with which Megatron builds the model.
+        numbers: bytes per parameter, for an optimizer that is not sharded.
     """
 
     build: Build
@@ -148,21 +154,21 @@ class Model:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job.
+    """Complete description of a job.
 
     Args:
-        settings: of this package.
+        settings: settings of this package.
         sizes: parallel sizes.
-        batch: samples of an iteration.
-        layers: of stages by Megatron's flags.
-        recompute: Megatron's own.
-        vocabulary: words as padded, where a flag or a checkpoint gives it.
-        vocabulary_multiple: to whose multiple Megatron pads the words of each tensor-parallel rank.
-        microbatches: of an iteration, where given; otherwise they follow from ``batch``.
-        iterations: of training; None where not given.
-        csv: text of the schedule's CSV; None without one, or before it is read.
-        model: None where its sizes come from a checkpoint, or before it is read.
-        stock: Megatron's other arguments, for the rules that name single ones.
+        batch: batch sizes in samples.
+        layers: layers of each stage, as set by Megatron's flags.
+        recompute: Megatron's own recompute.
+        vocabulary: padded vocabulary size, if a flag or a checkpoint gives it.
+        vocabulary_multiple: Megatron pads the words of each tensor-parallel rank to a multiple of this number.
+        microbatches: microbatches in an iteration, if given; otherwise computed from ``batch``.
+        iterations: training iterations; None if not given.
+        csv: text of the schedule's CSV; None without a CSV, or before it is read.
+        model: the model; None if a checkpoint has its sizes, or before it is read.
+        stock: Megatron's other arguments, for rules about single arguments.
     """
 
     settings: Settings
@@ -180,7 +186,7 @@ class JobSpec:
 
     @property
     def build(self) -> Build | None:
-        """The model as built, its vocabulary as this job pads it."""
+        """The model as built, with its vocabulary as this job pads it."""
         if self.model is None:
             return None
         build = self.model.build
@@ -190,7 +196,7 @@ class JobSpec:
 
     @property
     def shape(self) -> Shape | None:
-        """The model's sizes, its vocabulary as this job pads it."""
+        """Sizes of the model, with its vocabulary as this job pads it."""
         return None if self.build is None else self.build.shape
 
     @property
@@ -202,16 +208,16 @@ class JobSpec:
         return TrainedModel(self.build, numbers, self.recompute.kept, self.layers.stand_in)
 
     def under(self, name: str, **settings: Any) -> JobSpec:
-        """This job with another schedule, and without what only the one it has uses.
+        """Returns this job with another schedule, without the settings that only the current schedule uses.
 
         Args:
-            name: of the schedule.
-            settings: more fields of the :class:`.Settings` to change.
+            name: name of the schedule.
+            settings: other fields of :class:`.Settings` to change.
         """
         plain: dict[str, Any] = {"memory_limit": None, "saving": MemorySaving()}
         changed = replace(self.settings, schedule=ScheduleChoice(name, name), **(plain | settings))
         return replace(self, settings=changed, csv=None)
 
     def divisible(self, words: int) -> int:
-        """The fewest words, from ``words`` on, that all tensor and pipeline ranks share evenly."""
+        """Smallest vocabulary size of at least ``words`` that divides evenly over all tensor and pipeline ranks."""
         return self.sizes.divisible(words, self.vocabulary_multiple)

@@ -1,6 +1,6 @@
 """Values of a job's flags, for training and the command line.
 
-Each function takes the flag's name, for errors, and its text, and raises :class:`.PlanError`.
+Each function takes the flag's name (for errors) and its text, and raises :class:`.PlanError`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import decimal, integer, not_negative, number, positive, size
 from megatron.schedules.utils.printable import counted
 
-# Of 1F1B's memory: no schedule needs more than some twice of it; a larger number is a percentage or a size.
+# Largest fraction of 1F1B's memory. No schedule needs more than about 2, so a larger number is a percentage or a size.
 _MOST_OF_1F1B = 10.0
 _MOST_CHUNKS, _MOST_GPUS, _MOST_LAYERS = 1000, 10_000_000, 10_000
-# Longer than passes take, even with compilation; much shorter than NCCL's watchdog.
+# Longer than any pass, even with compilation, and much shorter than NCCL's watchdog.
 _STALL_SECONDS = 120.0
 _SPEED = "the GB that a rank copies in a second, such as offload=25,"
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule by name, or a CSV.
+    """Schedule by name or from a CSV.
 
     Args:
-        text: as the user wrote it.
-        name: in the registry; ``file`` for a CSV.
-        chunks: stages a rank; None where the flag has none.
-        file: the CSV.
+        text: the flag's text.
+        name: name in the registry; ``file`` for a CSV.
+        chunks: stages per rank; None if the flag does not set it.
+        file: path of the CSV.
     """
 
     text: str
@@ -46,12 +46,12 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The most activation memory of a rank; the job measures it where both fields are None.
+    """Largest activation memory of a rank. If both fields are None, the job measures it.
 
     Args:
-        fraction: of 1F1B's.
-        size: bytes.
-        text: as the user wrote it.
+        fraction: fraction of 1F1B's activation memory.
+        size: size in bytes.
+        text: the flag's text.
     """
 
     text: str
@@ -60,18 +60,18 @@ class MemoryLimit:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the job measures the free memory of its devices."""
+        """True if the job measures the free memory of its devices."""
         return self.fraction is None and self.size is None
 
 
 @dataclass(frozen=True)
 class CostsChoice:
-    """Where costs come from.
+    """Source of the costs.
 
     Args:
-        text: as the user wrote it.
-        times: F, I, W and latency; None for a file.
-        file: a JSON file; None for times.
+        text: the flag's text.
+        times: F, I, W and link latency; None for a file.
+        file: path of a JSON file; None for times.
     """
 
     text: str
@@ -81,11 +81,12 @@ class CostsChoice:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """Ways in which a plan may save memory.
+    """Memory saving that a plan may use.
 
     Args:
-        recompute, offload: whether it may.
-        gbps: speed of copies one way, 10**9 bytes a second; None to take it from the cost file.
+        recompute: whether the plan may recompute layers.
+        offload: whether the plan may offload activations.
+        gbps: copy bandwidth in one direction, 10**9 bytes per second; None to read it from the cost file.
     """
 
     recompute: bool = False
@@ -95,11 +96,11 @@ class MemorySaving:
 
 @dataclass(frozen=True)
 class Measuring:
-    """A job that measures itself.
+    """Settings of a job that measures itself.
 
     Args:
-        folder: for costs and timeline.
-        iterations: the one that counts bytes, and the last one timed; None for the default.
+        folder: folder for costs and timeline.
+        iterations: the iteration in which bytes are counted, and the last timed iteration; None for the default.
     """
 
     folder: Path
@@ -108,11 +109,11 @@ class Measuring:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A dry run.
+    """Settings of a dry run.
 
     Args:
-        gpus: of the job; None to take it from the launcher.
-        device_bytes: memory of one GPU; None to compare with none.
+        gpus: GPUs of the job; None to read the number from the launcher.
+        device_bytes: memory of one GPU, bytes; None for no comparison.
     """
 
     gpus: int | None = None
@@ -185,7 +186,7 @@ def layers_choice(flag: str, text: str | None) -> Layers | None:
 
 
 def memory_saving(flag: str, text: str | None) -> MemorySaving:
-    """Reads ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``; none without the flag."""
+    """Reads ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``. The default is none."""
     how, equals, speed = (text or "none").partition("=")
     if text == "" or how not in ("none", "recompute", "offload", "both"):
         raise PlanError(f"{flag} {text!r} is unknown: use none, recompute, offload[=GB/s] or both[=GB/s]")
@@ -222,7 +223,7 @@ def measuring(flag: str, text: str | None) -> Measuring | None:
 
 
 def dry_run(flag: str, text: str | None) -> DryRun | None:
-    """Reads ``[GPUS][xSIZE]``, such as 64, 64x80GiB, x80GiB or nothing."""
+    """Reads ``[GPUS][xSIZE]``, such as 64, 64x80GiB or x80GiB; the text may be empty."""
     if text is None:
         return None
     gpus, times, memory = text.partition("x")
@@ -234,13 +235,13 @@ def dry_run(flag: str, text: str | None) -> DryRun | None:
 
 
 def search_seconds() -> float | None:
-    """Seconds of a usual core to search for an adaptive plan, from the environment; None for the default."""
+    """Search time for an adaptive plan on a typical core, seconds, from the environment; None for the default."""
     text = os.environ.get(SEARCH_VARIABLE) or None
     return positive(f"${SEARCH_VARIABLE}", text, "a positive number of seconds")
 
 
 def stall_seconds() -> float:
-    """Seconds without a finished pass after which the job stops, from the environment; 0 for no limit."""
+    """Longest time without a finished pass before the job stops, seconds, from the environment; 0 for no limit."""
     text = os.environ.get(STALL_VARIABLE) or None
     seconds = not_negative(f"${STALL_VARIABLE}", text, "a number of seconds, or 0 for no limit,")
     return _STALL_SECONDS if seconds is None else seconds

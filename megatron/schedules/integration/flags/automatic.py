@@ -1,4 +1,4 @@
-"""What ``--pipeline-schedule auto`` may choose: layer partition and recompute, within the memory that devices have."""
+"""Choices of ``--pipeline-schedule auto``: layer partition and recompute, within the memory of the devices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron.schedules.job.values import MemoryLimit, MemorySaving
 from megatron.schedules.planner.adaptive import placements
 from megatron.schedules.planner.request import Request
 
-# Of a device: the CUDA context, NCCL's buffers, cuBLAS's workspace, and what the allocator cannot use.
+# Fraction of a device reserved for the CUDA context, NCCL's buffers, cuBLAS's workspace, and fragmentation.
 _RESERVED = 0.1
 
 
 def choices(spec: JobSpec) -> Iterator[JobSpec]:
-    """The job with all that may be chosen for it, then with less, last as its flags say; no two alike.
+    """Yields the job with all choices that ``auto`` may make, then with fewer, and last as its flags say. All differ.
 
-    Recompute and another layer partition leave results equal to the bit.
+    Recompute and other layer partitions leave results bitwise equal.
     """
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None
@@ -34,7 +34,7 @@ def choices(spec: JobSpec) -> Iterator[JobSpec]:
 
 
 def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
-    """What the job's devices have left for activations; None where that is not known.
+    """Device memory left for activations; None if unknown.
 
     Args:
         spec: the job, without a memory limit.
@@ -54,7 +54,7 @@ def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
 
 
 def _static_bytes(model: TrainedModel, request: Request) -> float:
-    """Weights, gradients and optimizer of the rank that has most, whatever the placement."""
+    """Bytes of weights, gradients and optimizer on the rank that has most, for any placement."""
     most = 0.0
     for where in placements(request):
         counts = request.layers_on(where)

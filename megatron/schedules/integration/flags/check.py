@@ -1,4 +1,4 @@
-"""The plan that the command line asks for, and every reason to refuse it."""
+"""Plan for the command line's flags, and all checks that may refuse them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class PlannedJob(NamedTuple):
 
     Args:
         spec: the job.
-        request: to the planner.
+        request: its planning request.
         schedule: the plan.
-        assumed: what the job says of the costs it was planned for.
-        explanation: why ``auto`` chose this plan; empty for other schedules.
+        assumed: text that describes the costs used for planning.
+        explanation: reason why ``auto`` chose this plan; empty for other schedules.
     """
 
     spec: JobSpec
@@ -55,15 +55,15 @@ class PlannedJob(NamedTuple):
 
 
 def check(args: Any) -> PlannedJob | None:
-    """Checks all our flags against Megatron's, parsed and not yet validated, and plans the job that they describe.
+    """Checks all our flags against Megatron's, parsed and not yet validated, and plans the job.
 
-    Exits with status 2 after one line on standard error where something cannot work.
+    If something cannot work, exits with status 2 after one line on standard error.
 
     Returns:
-        None without ``--pipeline-schedule``.
+        The planned job; None without ``--pipeline-schedule``.
 
     Raises:
-        TooEarlyError: where a check needs Megatron, which is not imported yet.
+        TooEarlyError: a check needs Megatron, which is not imported yet.
     """
     try:
         if args.pipeline_schedule is None:
@@ -73,7 +73,7 @@ def check(args: Any) -> PlannedJob | None:
         check_bounds(args)
         spec = spec_of(args)
         if spec.settings.dry_run is not None and not is_first():
-            raise SystemExit(0)  # one process prints it all
+            raise SystemExit(0)  # one process prints everything
         validate(spec)
         if spec.settings.measuring is not None and spec.settings.dry_run is None:
             check_folder(spec.settings.measuring.folder)
@@ -85,10 +85,10 @@ def check(args: Any) -> PlannedJob | None:
 
 
 def validate(spec: JobSpec) -> None:
-    """Checks what needs neither the model nor a plan.
+    """Runs the checks that need neither the model nor a plan.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
     settings, size = spec.settings, spec.sizes.pipeline
     name = settings.schedule.name
@@ -105,7 +105,7 @@ def validate(spec: JobSpec) -> None:
     if name in ("adaptive", AUTO) and (fault := unsplittable(spec)):
         raise PlanError(f"--pipeline-schedule {name} {fault}")
     check_replan(settings)
-    if settings.measures_limit and settings.dry_run is None:  # refused before a search
+    if settings.measures_limit and settings.dry_run is None:  # checked before a long search
         after_megatron("megatron.schedules.integration.free_device_memory").can_be_measured()
     if settings.places_layers and (spec.layers.by_hand or any(spec.layers.stand_in)):
         given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
@@ -116,18 +116,18 @@ def validate(spec: JobSpec) -> None:
 
 
 def planned_job(spec: JobSpec, *, quiet: bool = False) -> PlannedJob:
-    """The plan for ``spec``, which :func:`validate` has passed.
+    """Plans ``spec``, after :func:`validate` has accepted it.
 
     Args:
         spec: the job, with its model and CSV.
-        quiet: do not print how far the planning is.
+        quiet: do not print progress.
 
     Raises:
-        PlanError: naming the flag that is wrong.
-        TooEarlyError: where a check needs Megatron, which is not imported yet.
+        PlanError: a flag is wrong; the error names it.
+        TooEarlyError: a check needs Megatron, which is not imported yet.
     """
     if spec.settings.plan_lengths:
-        attention_of(spec)  # refused before a search
+        attention_of(spec)  # checked before a long search
     if spec.settings.schedule.name != AUTO:
         return _planned(spec, quiet)
     refused: list[PlanError] = []
@@ -140,7 +140,7 @@ def planned_job(spec: JobSpec, *, quiet: bool = False) -> PlannedJob:
 
 
 def _is_valid(spec: JobSpec) -> bool:
-    """Whether what ``auto`` may choose goes with the other flags."""
+    """Returns whether a choice of ``auto`` is compatible with the other flags."""
     try:
         validate(spec)
     except PlanError:
@@ -161,7 +161,7 @@ def _planned(spec: JobSpec, quiet: bool) -> PlannedJob:
 
 
 def _made_within(limited: LimitedRequest, quiet: bool) -> Plan:
-    """The plan; under a limit in GiB one that leaves room for as many messages as its ranks hold."""
+    """Returns the plan. With a limit in GiB, the plan leaves memory for all messages of its ranks."""
     room, plan = MESSAGES, made(limited.request, quiet)
     while plan.request.schedule == "adaptive" and limited.limit is not None and limited.limit.size is not None:
         held = max(program.messages_held for program in lower(plan.schedule, plan.costs))
@@ -172,18 +172,18 @@ def _made_within(limited: LimitedRequest, quiet: bool) -> Plan:
 
 
 def _savings(decisions: Decisions, host_bytes: float) -> str:
-    """What a job says of recompute and offload."""
+    """Describes recompute and offload of a job in one line."""
     host = f", {host_bytes / 2**30:.2f} GiB of each rank's at most on the host" if host_bytes else ""
     said = {"recomputed": "% of the layers recomputed", "offloaded": f"% of the layers' activations offloaded{host}"}
     return "".join(f"; {100 * share:.0f} {said[name]}" for name, share in decisions.mean_savings.items())
 
 
-@lru_cache(maxsize=2)  # called before Megatron is imported, and again when it has parsed its flags
+@lru_cache(maxsize=2)  # called before Megatron is imported, and again after it has parsed its flags
 def made(request: Request, quiet: bool = False) -> Plan:
-    """The plan; where that takes a while, the first rank says so and how far it is."""
+    """Returns the plan. If planning is slow, the first rank prints progress."""
     if request.schedule in ("adaptive", AUTO):
         if request.memory_limit is not None:
-            limit_in_microbatches(request)  # refused before anything is announced
+            limit_in_microbatches(request)  # checked before anything is printed
         said = f"searches about {search_seconds(request):.0f} s, unless {plans_directory()} has the plan"
     else:
         said = f"is planned now, unless {plans_directory()} has the plan" if takes_long(request) else ""

@@ -1,4 +1,4 @@
-"""Costs of the passes of a job's model, and what was assumed of them."""
+"""Costs of the passes of a job's model, and a description of their assumptions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megatron.schedules.utils.printable import printable
 
 
 class _File(NamedTuple):
-    """The cost file: measured, or written by hand; both None without a file."""
+    """Cost file, either measured or written by hand; both fields are None without a file."""
 
     profile: Profile | None = None
     custom: CustomCosts | None = None
 
 
 def costs_of(spec: JobSpec, stages: int) -> Costs:
-    """Costs for a pipeline of the job's model: those of the flag, otherwise by the model's arithmetic.
+    """Costs of a job's pipeline, from the flag or from the model's arithmetic.
 
     Args:
         spec: the job.
-        stages: of the plan; the most of them where their number is searched.
+        stages: number of stages of the plan; the largest number if the planner searches it.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
     shape, model, settings = spec.shape, spec.trained, spec.settings
     if settings.vocabulary_parallel and (shape is None or not shape.vocabulary):
@@ -49,7 +49,7 @@ def costs_of(spec: JobSpec, stages: int) -> Costs:
 
 
 def layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
-    """Decoder layers of each stage where flags set them."""
+    """Decoder layers of each stage, if flags set them."""
     layers = spec.settings.layers
     by_hand = spec.layers.by_hand or isinstance(layers, tuple)
     known = by_hand and not wrong_layers(spec.layers, stages, layers)
@@ -57,7 +57,7 @@ def layers_of(spec: JobSpec, stages: int) -> tuple[int, ...] | None:
 
 
 def assumed(spec: JobSpec, request: Request) -> str:
-    """Describes the costs that a job was planned for."""
+    """Describes the costs used for planning a job."""
     choice, costs, placed = spec.settings.costs, request.costs, request.decisions.layers
     if choice is not None and choice.file is not None:
         measured = not isinstance(read_costs(choice.file), CustomCosts)
@@ -81,7 +81,7 @@ def assumed(spec: JobSpec, request: Request) -> str:
 
 
 def _read(spec: JobSpec) -> _File:
-    """Reads the cost file, where a flag names one."""
+    """Reads the cost file, if a flag names one."""
     settings, shape = spec.settings, spec.shape
     file = None if settings.costs is None else settings.costs.file
     if file is None:
@@ -103,7 +103,7 @@ def _read(spec: JobSpec) -> _File:
 
 
 def _times(spec: JobSpec, profile: Profile | None, custom: CustomCosts | None) -> Costs:
-    """Costs as measured, from the flag, or by arithmetic."""
+    """Returns costs as measured, from the flag, or from arithmetic."""
     if profile is not None:
         return profile.costs(spec.sizes.pipeline)
     choice = spec.settings.costs
@@ -112,7 +112,7 @@ def _times(spec: JobSpec, profile: Profile | None, custom: CustomCosts | None) -
 
 
 def _fault(facts: Facts, spec: JobSpec, shape: Shape) -> str:
-    """How the profile's model differs from the job's; empty where it does not."""
+    """Difference between the profile's model and the job's; empty without one."""
     pairs: dict[str, tuple[Any, Any]] = {
         "--num-layers": (facts.layers, shape.layers),
         "--hidden-size": (facts.hidden_size, shape.hidden),

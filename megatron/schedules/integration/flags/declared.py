@@ -1,4 +1,4 @@
-"""Our flags, as Megatron's parser gets them, and which of Megatron's the checks of ours read."""
+"""Our flags as added to Megatron's parser, and the Megatron flags that our checks read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.schedules.estimate.layer_pattern import la_freq_type, moe_freq_typ
 from megatron.schedules.job.flags import SHARED, STALL_VARIABLE, TRAINING, flags_of
 from megatron.schedules.planner.registry import AUTO, NAMES, describe
 
-# The flag of each part of a request, and of what else is asked about it.
+# Flag of each part of a request, and of other settings.
 FLAGS = {
     **flags_of(TRAINING),
     "ranks": "--pipeline-model-parallel-size",
@@ -29,7 +29,7 @@ _SWITCHES = {
     "between two become slow. Losses stay the same. Give it in long jobs. --pipeline-schedule auto without "
     "--pipeline-costs does so by itself, where enough iterations are left.",
 }
-# What training says of the flags that the command line has too.
+# Help text for flags that the command line also has, for training only.
 _IN_TRAINING = {
     "schedule": "Megatron's own schedule without the flag. "
     + "; ".join(f"{each}: {describe(each)}" for each in (AUTO, *NAMES)),
@@ -46,7 +46,7 @@ OURS = tuple(f"{TRAINING}{word}" for word in (*list(_IN_TRAINING)[1:], *_SWITCHE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this package to stock Megatron's parser."""
+    """Adds the flags of this package to stock Megatron's parser."""
     group = parser.add_argument_group("pipeline schedule")
     for word, more in _IN_TRAINING.items():
         metavar, text = SHARED[word]
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def mend_help(parser: argparse.ArgumentParser) -> None:
-    """Make ``--help`` print: some stock flags have a percent sign in their help that argparse takes for a format."""
+    """Makes ``--help`` print: the help of some stock flags has a percent sign that argparse reads as a format."""
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -87,7 +87,7 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-# Those of Megatron's flags that our checks read: kind of value and what it is without the flag.
+# Megatron's flags that our checks read, with their type and default.
 STOCK: megatron_flags.Flags = {
     **megatron_flags.FLAGS,
     "--ckpt-format": (str, "torch_dist"),
@@ -140,5 +140,5 @@ _NAMED_OTHERWISE = {
 
 
 def add_stock_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of :data:`STOCK`, for a parser that runs before Megatron's own can be made."""
+    """Adds the flags of :data:`STOCK` to a parser that runs before Megatron's own parser can be made."""
     megatron_flags.declare(parser, STOCK, _NAMED_OTHERWISE)

@@ -1,4 +1,4 @@
-"""How many GPUs a dry run supposes that a job would have."""
+"""Number of GPUs that a dry run assumes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.schedules.integration.flags.environment import whole_variable
 
 
 def assumed_gpus(sizes: Sizes, given: int | None) -> tuple[int, str]:
-    """Their number, and where it is from: the flag, torchrun, SLURM, or else a single replica of the model.
+    """Returns the number of GPUs and its source: the flag, torchrun, SLURM, or one replica of the model.
 
     Args:
-        sizes: parallel sizes; what they say of processes counts for nothing.
-        given: by the flag.
+        sizes: parallel sizes. Their number of processes is ignored.
+        given: value of the flag.
 
     Raises:
-        PlanError: where a variable of the launcher cannot be read.
+        PlanError: a variable of the launcher cannot be read.
     """
     if given is not None:
         return given, "as given"

@@ -1,4 +1,4 @@
-"""Refuses what is wrong by the command line alone, before torch and Megatron are imported, which takes seconds."""
+"""Early checks of the command line, before torch and Megatron are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.utils.errors import PlanError
 
-# By so much a word is like a flag of ours that is misspelt; none of Megatron's is.
+# Similarity from which a word counts as a misspelt flag of ours. No Megatron flag reaches it.
 LIKE = 0.85
-# With these Megatron takes its settings from elsewhere.
+# With these flags Megatron reads its settings from another source.
 _ELSEWHERE = ("use_checkpoint_args",)
 
 
 def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
-    """Makes every check of our flags that needs no Megatron; all are made again on what Megatron parsed.
+    """Runs every check of our flags that does not need Megatron.
 
-    Ends with status 2 and one line where something cannot work.
+    All checks run again after Megatron has parsed its flags.
+
+    If something cannot work, exits with status 2 and one line.
 
     Args:
         argv: the command line.
-        known: flags that are not misspelt ones of ours, though they may look so.
+        known: flags that are valid although they look like misspelt flags of ours.
     """
     try:
         args, others = _parser().parse_known_args(argv)
@@ -43,7 +45,7 @@ def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
     except TooEarlyError:
         return
     except _FlagError as error:
-        # One line where a flag of ours is given; otherwise Megatron prints its own.
+        # Prints one line if a flag of ours is given; otherwise Megatron prints its own message.
         if any(word.startswith(FLAGS["schedule"]) for word in (*argv, error.flag)):
             refuse(str(error))
     except PlanError as error:
@@ -52,7 +54,7 @@ def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
 
 
 def _refuse_misspelt(words: Iterable[str]) -> None:
-    """Refuses what looks like a flag of ours, which Megatron would only call unrecognized, after its whole usage."""
+    """Refuses misspelt flags of ours. Megatron would only call them unrecognized, after its whole usage text."""
     for word in words:
         if close := difflib.get_close_matches(word, (FLAGS["schedule"], *OURS), n=1, cutoff=LIKE):
             refuse(f"{word} is unknown: did you mean {close[0]}?")
@@ -62,7 +64,7 @@ class _FlagError(Exception):
     """A flag that the parser refuses.
 
     Args:
-        message: the parser's.
+        message: the parser's message.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a launcher's environment says: the number of a process, and how many there are."""
+"""Process numbers in a launcher's environment: the rank of this process and the number of processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megatron.schedules.estimate.bounds import within
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import whole
 
-# Those that Megatron and torch read as numbers, with their values where they are unset.
+# Variables that Megatron and torch read as numbers, with their defaults.
 _READ = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
 def whole_variable(name: str, unset: int) -> int:
-    """Value of the environment variable ``name``, ``unset`` where it is not set.
+    """Value of the environment variable ``name``, or ``unset`` if it is not set.
 
     Raises:
-        PlanError: where it holds something else, or more than is possible.
+        PlanError: the value is not a number in the valid range.
     """
     text = os.environ.get(name)
     if text is None:
@@ -28,10 +28,10 @@ def whole_variable(name: str, unset: int) -> int:
 
 
 def check_environment() -> None:
-    """Refuses an environment that names no process.
+    """Checks that the launcher's variables are valid.
 
     Raises:
-        PlanError: naming the variable.
+        PlanError: a variable is wrong; the error names it.
     """
     found = {name: whole_variable(name, unset) for name, unset in _READ.items()}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
@@ -40,6 +40,6 @@ def check_environment() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process prints for the job; a process without a number does."""
+    """Returns whether this process prints for the job: rank 0, or a process without a rank."""
     rank = whole(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     return rank is None or rank <= 0

@@ -1,4 +1,4 @@
-"""Refuses flags about data that :mod:`.gpt` does not support, and reads the files that flags name, without Megatron."""
+"""Checks of data flags that :mod:`.gpt` does not support, and reading of the files they name, without Megatron."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Index, decode, read_file
 
-# Flags for samples of another kind.
+# Flags for other kinds of samples.
 _OTHER_DATA = ("--fim-data", "--hybrid-context-parallel")
 _SEQUENCES = "--per-dataset-sequences-path"
 
 
 def refuse_other_data(argv: Sequence[str]) -> None:
-    """Ends with status 2 and one line where a flag asks for data that :func:`.gpt.forward_step` does not support."""
+    """Exits with status 2 and one line if a flag requests data that :func:`.gpt.forward_step` does not support."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in (*_OTHER_DATA, "--sft", "--dataloader-inter-document-masking", "--mock-data"):
         parser.add_argument(flag, action="store_true")
@@ -39,9 +39,9 @@ def refuse_other_data(argv: Sequence[str]) -> None:
 
 
 def sequences_per_dataset(path: Path) -> dict[str, tuple[int, int]]:
-    """Numbers of sequences and documents of each data set, by its path, from the JSON file ``path``.
+    """Numbers of sequences and documents of each data set, by path, from the JSON file ``path``.
 
-    Ends with status 2 and one line where it says something else.
+    Exits with status 2 and one line if the file is invalid.
     """
     writers = "tools/build_sequences_per_dataset.py of Megatron-LM writes such files"
     try:

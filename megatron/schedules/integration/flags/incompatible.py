@@ -1,4 +1,4 @@
-"""What cannot work together with a schedule, and what to use instead: one rule each."""
+"""Rules for flags that cannot be combined with a schedule, each with an alternative."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.schedules.schedule.schedule import Schedule
 
 
 def refusal(spec: JobSpec, schedule: Schedule) -> str:
-    """Why Megatron's flags do not go with ``schedule``, to follow its name; empty where they do."""
+    """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work."""
     job = _Job(spec, schedule)
     return next(filter(None, (rule(job) for rule in _RULES)), "")
 
 
 def unsplittable(spec: JobSpec) -> str:
-    """Why a schedule cannot split the backward of the job's linears; empty where it can."""
+    """Reason why a schedule cannot split the backward of the job's linears; empty if it can."""
     used = spec.stock.transformer_impl
     if used == "local":
         return ""
@@ -46,11 +46,11 @@ _Rule = Callable[[_Job], str]
 
 
 class _When(NamedTuple):
-    """When a rule holds.
+    """Condition of a rule.
 
     Args:
-        holds: tells.
-        words: how a refusal says so.
+        holds: returns whether the condition is true.
+        words: the condition in a refusal's text.
     """
 
     holds: Callable[[_Job], bool]
@@ -75,13 +75,13 @@ _WORDS_IN_OLD_FORMAT = _When(
 
 
 def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "") -> _Rule:
-    """A rule against Megatron's argument ``name`` being set.
+    """Returns a rule that refuses Megatron's argument ``name``.
 
     Args:
-        name: the argument's.
+        name: name of the argument.
         why: the reason, and what to do.
-        when: the rule holds.
-        written: the flag, where it is not named after the argument.
+        when: condition of the rule.
+        written: the flag, if its name differs from the argument's.
     """
     written = written or "--" + name.replace("_", "-")
 
@@ -93,7 +93,7 @@ def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "") -> _Rul
 
 
 def _layers(job: _Job) -> str:
-    """Whether the layers divide over the stages, with what would."""
+    """Refuses layers that do not divide over the stages, and names numbers that do."""
     stock, layers, placement = job.spec.layers, job.spec.settings.layers, job.schedule.placement
     uncounted = stock.count is None or "hybrid_layer_pattern" in job.spec.stock.given
     if layers == "auto" or (uncounted and placement.chunks == 1):
@@ -119,7 +119,7 @@ def _linears(job: _Job) -> str:
 
 
 def _fp8_recipe(job: _Job) -> str:
-    """Whether the quantized linears can be split."""
+    """Refuses an FP8 recipe whose linears cannot be split."""
     recipe = job.spec.stock.fp8_recipe
     if not _SPLIT_TE.holds(job) or recipe in ("", *_FP8_RECIPES):
         return ""
@@ -127,7 +127,7 @@ def _fp8_recipe(job: _Job) -> str:
 
 
 def _fp8_order(job: _Job) -> str:
-    """Whether Megatron's own recompute finds the scales of its forward."""
+    """Refuses an order in which Megatron's own recompute does not find the FP8 scales of its forward."""
     if job.spec.stock.fp8_recipe != "delayed" or not job.spec.recompute.granularity or not _out_of_order(job.schedule):
         return ""
     return (
@@ -137,7 +137,7 @@ def _fp8_order(job: _Job) -> str:
 
 
 def _out_of_order(schedule: Schedule) -> bool:
-    """Whether the backwards of a stage come in another order than its forwards."""
+    """Returns whether the backwards of a stage come in another order than its forwards."""
     orders: dict[tuple[int, bool], list[int]] = {}
     for row in schedule.order:
         for each in row:
@@ -147,7 +147,10 @@ def _out_of_order(schedule: Schedule) -> bool:
 
 
 def _words(job: _Job) -> str:
-    """Whether all pipeline ranks can share a padded vocabulary that was set, by a checkpoint perhaps, evenly."""
+    """Refuses a padded vocabulary size that does not divide evenly over pipeline ranks.
+
+    It may come from a checkpoint.
+    """
     words = job.spec.vocabulary
     if not _VOCABULARY.holds(job) or words is None or job.spec.divisible(words) == words:
         return ""

@@ -1,4 +1,4 @@
-"""The iterations in which a job measures itself, and the folder that it writes."""
+"""Iterations in which a job measures itself, and the output folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron.schedules.job.values import Measuring
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import make_folder, objection
 
-# Late enough that caches and kernels have settled: the first counts bytes, the others are timed.
+# Late enough for caches and kernels to have settled. Bytes are counted in the first, the others are timed.
 _FIRST, _LAST = 3, 5
 COSTS = "costs.json"
 
 
 class Measured(NamedTuple):
-    """What a job measures.
+    """Measurement of a job.
 
     Args:
-        counted: the iteration in which bytes are counted; the following ones are timed.
-        last: the last that is timed.
-        file: for the costs; None for none.
-        timeline: the folder of the timeline; None for none.
+        counted: iteration in which bytes are counted. The following ones are timed.
+        last: last timed iteration.
+        file: output file for the costs; None for none.
+        timeline: output folder for the timeline; None for none.
     """
 
     counted: int
@@ -34,15 +34,15 @@ class Measured(NamedTuple):
 
     @property
     def timed(self) -> tuple[int, int]:
-        """The first and the last iteration that is timed."""
+        """First and last timed iteration."""
         return self.counted + 1, self.last
 
 
 def measured_iterations(how: Measuring | None, iterations: int | None) -> Measured | None:
-    """What a job of so many iterations measures; None where nothing is to be measured.
+    """Measurement of a job with this number of iterations; None without one.
 
     Raises:
-        PlanError: where the job ends before.
+        PlanError: the job ends before the measurement.
     """
     if how is None:
         return None
@@ -56,7 +56,7 @@ def measured_iterations(how: Measuring | None, iterations: int | None) -> Measur
 
 
 def _usual_iterations(iterations: int | None) -> tuple[int, int]:
-    """Those measured where the flag does not say which: by the end of the job."""
+    """Default measured iterations, at latest the job's last ones."""
     end = iterations or _LAST
     if end < 2:
         raise PlanError(f"{FLAGS['measure']} takes two iterations, and --train-iters is {end}: train for more")
@@ -65,10 +65,10 @@ def _usual_iterations(iterations: int | None) -> tuple[int, int]:
 
 
 def check_folder(folder: Path) -> None:
-    """Makes the folder and tries to write there, on the first node: other nodes need not have it.
+    """Creates the folder and checks that it is writable, on the first node. Other nodes do not need it.
 
     Raises:
-        PlanError: where that fails.
+        PlanError: the folder is not writable.
     """
     if os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0")) != "0":
         return

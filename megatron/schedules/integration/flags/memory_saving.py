@@ -1,4 +1,4 @@
-"""What the flags allow a plan to recompute and to offload, and what copies cost."""
+"""Recompute and offload that the flags allow, and the costs of copies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.schedules.utils.errors import PlanError
 
 
 def with_memory_saving(spec: JobSpec, request: Request) -> Request:
-    """``request`` as ``--pipeline-save-memory`` asks.
+    """Returns ``request`` with the memory saving of ``--pipeline-save-memory``.
 
     Raises:
-        PlanError: naming the flag that cannot be read, or what it lacks.
+        PlanError: the flag cannot be read, or lacks a value.
     """
     saving, costs = spec.settings.saving, request.costs
     flag = FLAGS["recompute" if saving.recompute else "offload"]
@@ -29,16 +29,16 @@ def with_memory_saving(spec: JobSpec, request: Request) -> Request:
         raise PlanError(f"{flag} needs the model's sizes: give their flags")
     if saving.offload and costs.memory is not None:
         costs = replace(costs, copy=_copy_time(spec.settings, costs, costs.memory.of_rank(request.ranks)))
-    if request.schedule == "file":  # says itself what goes
+    if request.schedule == "file":  # the file itself lists O and L
         return replace(request, costs=costs)
     return replace(request, costs=costs, recompute=saving.recompute, offload=saving.offload)
 
 
 def _copy_time(settings: Settings, costs: Costs, rank_bytes: float) -> float:
-    """The time in which the activations of half a rank's layers are copied, one way.
+    """Time to copy the activations of half a rank's layers in one direction.
 
     Raises:
-        PlanError: where neither the flags nor a cost file say it.
+        PlanError: neither the flags nor a cost file give it.
     """
     flag, gbps = FLAGS["offload"], settings.saving.gbps
     if gbps is not None and settings.costs is None:
@@ -57,16 +57,16 @@ def _copy_time(settings: Settings, costs: Costs, rank_bytes: float) -> float:
 
 
 def check_host(costs: Costs, microbatches: float, ranks: int, *, is_dry: bool) -> float:
-    """The bytes that a rank's offloaded activations take of its host.
+    """Host memory for a rank's offloaded activations, bytes.
 
     Args:
-        costs: of the plan.
-        microbatches: that the busiest rank offloads at once.
-        ranks: of the pipeline.
-        is_dry: whether the job will run elsewhere.
+        costs: costs of the plan.
+        microbatches: largest number of microbatches that a rank offloads at the same time.
+        ranks: pipeline ranks.
+        is_dry: whether the job will run on another machine.
 
     Raises:
-        PlanError: where the host has less for all the ranks that run on it.
+        PlanError: the host has too little memory for all its ranks.
     """
     if costs.memory is None or not microbatches:
         return 0.0

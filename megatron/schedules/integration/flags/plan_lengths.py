@@ -1,4 +1,4 @@
-"""What ``--pipeline-plan-lengths`` does not go with."""
+"""Checks of ``--pipeline-plan-lengths`` against other flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.utils.errors import PlanError
 
 _FLAG = FLAGS["plan_lengths"]
-# What of stock's it does not go with, and why.
+# Stock's flags that cannot be combined with it, and why.
 _NOT_WITH = {
     "iterations_to_skip": "samples are read an iteration ahead; leave one of the two out",
     "hybrid_context_parallel": "it deals sequences out itself; leave one of the two out",
@@ -18,10 +18,10 @@ _NOT_WITH = {
 
 
 def check_plan_lengths(spec: JobSpec) -> None:
-    """Refuse the flag where it cannot work.
+    """Refuses the flag if it cannot work.
 
     Raises:
-        PlanError: naming what it does not go with.
+        PlanError: the error names the conflicting flag.
     """
     settings, stock = spec.settings, spec.stock
     if not settings.plan_lengths:
@@ -54,10 +54,10 @@ def check_plan_lengths(spec: JobSpec) -> None:
 
 
 def attention_of(spec: JobSpec) -> tuple[float, float]:
-    """The shares of an average layer's F and I that attention takes at the full sequence length.
+    """Attention's shares of an average layer's F and I at the full sequence length.
 
     Raises:
-        PlanError: where the model's sizes are not known.
+        PlanError: the model's sizes are unknown.
     """
     if spec.build is None:
         raise PlanError(f"{_FLAG} needs the model's sizes, to know what attention takes: give their flags")

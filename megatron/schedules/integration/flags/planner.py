@@ -27,17 +27,17 @@ from megatron.schedules.utils.printable import counted
 
 
 class Planner:
-    """Makes each plan once. Every rank plans for itself, or reads another's from the cache: planning is deterministic.
+    """Makes each plan once. Planning is deterministic: every rank plans for itself, or reads a plan from the cache.
 
-    Making one proves that the first plan's programs end, before there is any process group.
+    Creation proves that the programs of the first plan finish, before any process group exists.
 
     Args:
-        job: the plan for the number of microbatches that the flags give.
+        job: plan for the number of microbatches in the flags.
     """
 
     def __init__(self, job: PlannedJob) -> None:
         schedule = job.schedule
-        # A run changes its number of microbatches, not where its stages are.
+        # The number of microbatches may change during a run, the position of its stages may not.
         self._request = replace(job.request, placement=schedule.placement)
         self._schedules = {schedule.microbatches: schedule}
         self._programs: dict[tuple[int, bool, int], Program] = {}
@@ -46,16 +46,16 @@ class Planner:
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
         self._assumed, self._explanation = job.assumed, job.explanation
-        self.messages = tuple(program.messages_held for program in self._first_programs)  # at most, by rank
+        self.messages = tuple(program.messages_held for program in self._first_programs)  # maximum, by rank
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are, for every number of microbatches."""
+        """Position of the stages, the same for every number of microbatches."""
         return self.first.placement
 
     @property
     def costs(self) -> Costs:
-        """The costs that plans are made for."""
+        """Costs used for planning."""
         return self._request.costs
 
     @property
@@ -64,36 +64,36 @@ class Planner:
         return self._request.decisions
 
     def peak_bytes(self, timeline: Timeline) -> float | None:
-        """Peak activation memory of the worst rank in ``timeline``, bytes; None for a model of unknown size."""
+        """Peak activation memory of the worst rank in ``timeline``, bytes; None if the model's sizes are unknown."""
         memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
         if memory is None or counts is None:
             return None
         return max(activation_bytes(timeline.schedule, timeline.costs, memory, counts))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """What all ranks do for ``num_microbatches`` in training."""
+        """Schedule of all ranks for ``num_microbatches`` in training."""
         if num_microbatches not in self._schedules:
             self._schedules[num_microbatches] = made(replace(self._request, microbatches=num_microbatches)).schedule
         return self._schedules[num_microbatches]
 
     @property
     def last_stage_rank(self) -> int:
-        """The pipeline rank with the output layer."""
+        """Pipeline rank with the output layer."""
         return self.placement.rank_of[-1]
 
     @property
     def shares_vocabulary(self) -> bool:
-        """Whether each rank has a part of the embedding and of the output layer."""
+        """True if each rank has a part of the embedding and of the output layer (vocabulary parallelism)."""
         return self._request.costs.shared_vocabulary
 
     @cached_property
     def layers_away(self) -> tuple[int, ...] | None:
-        """Number of each stage's first decoder layers whose activations O takes; None for all."""
+        """Number of each stage's first decoder layers whose activations are offloaded; None for all."""
         return self._layers_of(self._request.decisions.offloaded)
 
     @cached_property
     def recomputed_layers(self) -> tuple[range, ...] | None:
-        """Decoder layers of each stage that R recomputes, which follow those that are offloaded; None for all."""
+        """Decoder layers of each stage that R recomputes, which follow the offloaded layers; None for all."""
         again = self._layers_of(self._request.decisions.recomputed)
         away = self.layers_away or (0,) * self.placement.stages
         if again is None:
@@ -108,28 +108,28 @@ class Planner:
 
     @property
     def digest(self) -> str:
-        """Digest of the first plan and of the costs by which its messages are placed."""
+        """Digest of the first plan and of the costs that determine the position of its messages."""
         return digest(to_csv(self.first), self.placement, self._request)
 
     @property
     def timeline(self) -> Timeline:
-        """The first plan, timed by its costs."""
+        """Timeline of the first plan, with its costs."""
         return self.timeline_of(self.first.microbatches)
 
     def timeline_of(self, num_microbatches: int) -> Timeline:
-        """The plan for so many microbatches, timed by its costs."""
+        """Timeline of the plan for ``num_microbatches``, with its costs."""
         if num_microbatches not in self._timelines:
             schedule = self.schedule(num_microbatches)
             self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
         return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
-        """The program of ``rank`` for ``num_microbatches``; planned, lowered and checked on the first call."""
+        """Program of ``rank`` for ``num_microbatches``. It is planned, lowered and checked on the first call."""
         key = num_microbatches, forward_only, rank
         if not forward_only:
             self._microbatches = num_microbatches
         if key not in self._programs:
-            programs, self._first_programs = self._first_programs, ()  # those of other ranks are dropped
+            programs, self._first_programs = self._first_programs, ()  # programs of other ranks are freed
             if forward_only or num_microbatches != self.first.microbatches or not programs:
                 programs = self._proved(num_microbatches, forward_only=forward_only)
             self._programs[key] = programs[rank]
@@ -137,26 +137,26 @@ class Planner:
 
     @property
     def request(self) -> Request:
-        """The request for the number of microbatches that the job has."""
+        """Request for the job's current number of microbatches."""
         return replace(self._request, microbatches=self._microbatches)
 
     @property
     def running(self) -> Schedule:
-        """The plan for that number."""
+        """Plan for the job's current number of microbatches."""
         return self.schedule(self._microbatches)
 
     def prove(self, request: Request, schedule: Schedule) -> tuple[Program, ...]:
-        """The programs of all ranks for another plan on the same placement, lowered for the costs of ``request``.
+        """Programs of all ranks for another plan with the same placement, lowered for the costs of ``request``.
 
         Raises:
-            ProgramError: where they would not end.
+            ProgramError: the programs would not finish.
         """
         return _checked(schedule, request.costs_on(self.placement))
 
     def adopt(self, request: Request, schedule: Schedule, proved: tuple[Program, ...]) -> None:
-        """Trains by ``schedule`` from now on, and plans other numbers of microbatches for the costs of ``request``.
+        """Trains with ``schedule`` from now on. Plans for other numbers of microbatches use the costs of ``request``.
 
-        Programs of evaluations do not change: they have no backwards.
+        Evaluation programs do not change, because they have no backwards.
         """
         self._request = replace(request, placement=self.placement)
         self._schedules, self._timelines = {schedule.microbatches: schedule}, {}
@@ -164,11 +164,11 @@ class Planner:
         self.first, self._first_programs = schedule, proved
 
     def for_lengths(self, num_microbatches: int, attention: tuple[float, float]) -> LengthsPlanner:
-        """Returns the planner of iterations of so many microbatches that differ in length.
+        """Returns the planner for iterations whose microbatches differ in length.
 
         Args:
             num_microbatches: n.
-            attention: the shares of F and I that attention takes.
+            attention: attention's shares of F and I.
         """
         request = self._request
         limit = limit_in_microbatches(request) if request.schedule == "adaptive" else None
@@ -184,7 +184,7 @@ class Planner:
         return _checked(schedule, request.costs_on(self.placement))
 
     def summary(self) -> str:
-        """Lines about the plan: its bubble, what it holds, and what it was planned for."""
+        """Log lines about the plan: its bubble, its memory, and the costs used for planning."""
         timeline, n, d = self.timeline, self.first.microbatches, self.first.ranks
         name, request, peak = self.first.name, self._request, self.peak_bytes(timeline)
         if request.schedule == "adaptive":
@@ -200,7 +200,7 @@ class Planner:
 
 
 def _checked(schedule: Schedule, costs: StageCosts) -> tuple[Program, ...]:
-    """The programs of all ranks, lowered and proved to end."""
+    """Programs of all ranks, lowered and proved to finish."""
     programs = lower(schedule, costs)
     check(programs)
     return programs

@@ -1,4 +1,4 @@
-"""Reads a job from Megatron's arguments, the one place that does so for planning and checks."""
+"""Conversion of Megatron's arguments to a job, the only one for planning and checks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.schedules.utils.parsing import read_text
 
 
 def spec_of(args: Any) -> JobSpec:
-    """The job in ``args``, which ask for a schedule; model and CSV are not read yet, see :func:`completed`.
+    """Returns the job in ``args``, which must have a schedule. Model and CSV are read later by :func:`completed`.
 
     Raises:
-        PlanError: naming the flag that cannot be read.
+        PlanError: a flag cannot be read; the error names it.
     """
     settings = _settings(args)
     dry_run = settings.dry_run
@@ -49,11 +49,11 @@ def spec_of(args: Any) -> JobSpec:
 
 
 def completed(spec: JobSpec, args: Any) -> JobSpec:
-    """``spec`` with its CSV and the model in ``args``.
+    """Returns ``spec`` with its CSV and the model in ``args``.
 
     Raises:
-        PlanError: naming the flag or file that cannot be read.
-        TooEarlyError: where the vocabulary is that of a tokenizer, which Megatron builds.
+        PlanError: a flag or file cannot be read; the error names it.
+        TooEarlyError: the vocabulary size comes from a tokenizer, which Megatron builds.
     """
     file = spec.settings.schedule.file
     csv, shape = None if file is None else read_text(file, "csv"), shape_of(args)
@@ -62,7 +62,7 @@ def completed(spec: JobSpec, args: Any) -> JobSpec:
 
 
 def check_unscheduled(args: Any) -> None:
-    """Refuse flags of ours in ``args`` where no schedule is asked for."""
+    """Refuses flags of ours in ``args`` if no schedule is given."""
     limit = values.memory_limit(FLAGS["memory_limit"], args.pipeline_memory_limit)
     saving = values.memory_saving(FLAGS["save_memory"], args.pipeline_save_memory)
     given = {"memory_limit": limit is not None, "recompute": saving.recompute, "offload": saving.offload}

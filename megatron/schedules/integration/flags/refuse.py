@@ -1,4 +1,4 @@
-"""Refuses a job: one line for all its processes, and exit status 2 for each."""
+"""Refusal of a job: one line for all its processes, and exit status 2 for each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NoReturn
 from megatron.schedules.integration.flags.environment import is_first
 from megatron.schedules.utils.errors import one_line
 
-# Seconds for a lower rank to print the reason: on a busy machine ranks differ by seconds in importing Megatron.
+# Seconds to wait for a lower rank to print the reason. On a busy machine, import times differ by seconds.
 _PATIENCE = 20.0
 _LOOK_EVERY = 0.05
 _RANKS = ("RANK", "SLURM_PROCID")
 _ON_THIS_MACHINE = ("LOCAL_RANK", "SLURM_LOCALID")
-# The same in all processes of a job, and different in two jobs on a machine.
+# Variables with the same value in all processes of a job, and different values in two jobs on a machine.
 _OF_A_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends this process with status 2; the first rank prints the reason in one line.
+    """Ends this process with status 2. The first rank prints the reason in one line.
 
-    The others end after it: a launcher such as torchrun kills all ranks as soon as one has ended. Where only others
-    refuse, the lowest of them prints the reason.
+    The other ranks end after it, because a launcher such as torchrun kills all ranks as soon as one has ended. If only
+    other ranks refuse, the lowest of them prints the reason.
     """
     if is_first() or not _said_by_another():
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {one_line(message)}\n")
@@ -33,9 +33,9 @@ def refuse(message: str) -> NoReturn:
 
 
 def _said_by_another() -> bool:
-    """Waits until the lower ranks have ended, which have printed the reason; False where they go on."""
+    """Waits until the lower ranks have printed the reason and ended; returns False if they continue."""
     lower = _lower_ranks()
-    # Where the first on this machine is not the first of the job, that runs on another one.
+    # This may be the first rank on this machine while rank 0 of the job runs on another machine.
     local = next((os.environ[name] for name in _ON_THIS_MACHINE if name in os.environ), "0")
     elsewhere = not lower and local == "0"
     end = time.monotonic() + _PATIENCE + len(lower)  # not all at the same time
@@ -47,7 +47,7 @@ def _said_by_another() -> bool:
 
 
 def _lower_ranks() -> list[Path]:
-    """The processes of this job on this machine that have a lower rank."""
+    """Processes of this job on this machine with a lower rank."""
     own = _environment(Path("/proc/self"))
     rank = _rank(own)
     if rank is None:
@@ -63,7 +63,7 @@ def _lower_ranks() -> list[Path]:
 
 
 def _environment(process: Path) -> dict[str, str]:
-    """The environment of ``process``; empty where it has ended, or is another user's."""
+    """Environment of ``process``; empty if it has ended or belongs to another user."""
     try:
         entries = (process / "environ").read_text(errors="replace").split("\0")
     except OSError:

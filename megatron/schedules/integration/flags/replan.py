@@ -1,4 +1,4 @@
-"""Whether a job plans again while it runs, and the first memory limit of a job that measures its own."""
+"""Checks for replanning, and the first memory limit of a job that measures its own limit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.errors import PlanError
 
-# Of 1F1B's memory: what V-Min takes, the least with which ranks are busy at all.
+# Fraction of 1F1B's memory that V-Min uses: the smallest that keeps ranks busy.
 _BEGINNING = 1 / 3
 
 
 def check_replan(settings: Settings) -> None:
-    """Refuses to plan again where nothing that is measured can change the order.
+    """Refuses replanning if no measurement can change the order.
 
     Raises:
-        PlanError: naming the flag.
+        PlanError: the error names the flag.
     """
     name = settings.schedule.name
     if settings.replans and not follows_costs(name, shared_vocabulary=settings.vocabulary_parallel):
@@ -31,11 +31,11 @@ def check_replan(settings: Settings) -> None:
 
 
 def replans_by_itself(spec: JobSpec, request: Request) -> bool:
-    """Whether a job plans again without a flag: ``auto``, as long as it knows no measured costs.
+    """Returns whether a job replans without a flag: ``auto`` does, until it has measured costs.
 
     Args:
         spec: the job.
-        request: that its plan answers.
+        request: the request of its plan.
     """
     settings = spec.settings
     follows = follows_costs(request.schedule, shared_vocabulary=settings.vocabulary_parallel)
@@ -43,9 +43,9 @@ def replans_by_itself(spec: JobSpec, request: Request) -> bool:
 
 
 def with_room_for(running: Timeline, request: Request) -> Request:
-    """``request`` of a job without a memory limit of its own: ``running``, its plan as measured, stays within memory.
+    """Limits ``request`` of a job without a memory limit to the measured memory of its plan ``running``.
 
-    Otherwise a plan could be replaced by a longer one, only because passes hold more than was assumed.
+    Otherwise the replacement plan could be slower, only because passes use more memory than assumed.
     """
     if request.memory_limit is None:
         return request
@@ -53,9 +53,9 @@ def with_room_for(running: Timeline, request: Request) -> Request:
 
 
 def with_first_limit(request: Request) -> Request:
-    """``request`` within little memory, for a job whose limit is yet to be measured.
+    """Returns ``request`` with a small memory limit, for a job that has not measured its limit yet.
 
-    Where the stages live is settled by the first plan. So the limit is one under which they may be anywhere.
+    The first plan fixes the placement of the stages. The limit is one that allows every placement.
     """
     least = max(least_limit(replace(request, placement=where)) for where in placements(request))
     return replace(request, memory_limit=max(_BEGINNING, least))

@@ -1,4 +1,4 @@
-"""What a job requests of the planner."""
+"""Planning request of a job."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.schedules.utils.printable import counted
 
 
 class LimitedRequest(NamedTuple):
-    """A request and the memory limit that it was made for.
+    """A planning request and its memory limit.
 
     Args:
         spec: the job.
-        request: to the planner.
-        limit: the flag's, or for ``auto`` without the flag what the devices have left; None without a limit.
+        request: its planning request.
+        limit: the flag's limit, or for ``auto`` without the flag the devices' free memory; None without a limit.
     """
 
     spec: JobSpec
@@ -39,7 +39,7 @@ class LimitedRequest(NamedTuple):
     limit: MemoryLimit | None
 
     def within(self, request: Request, messages: int = MESSAGES) -> Request:
-        """``request`` within the limit, with room set aside for so many messages a rank."""
+        """Returns ``request`` with the limit, less the memory of ``messages`` messages per rank."""
         if self.limit is None:
             return request
         if self.limit.is_measured:
@@ -51,10 +51,10 @@ class LimitedRequest(NamedTuple):
 
 
 def request_of(spec: JobSpec) -> LimitedRequest:
-    """The request for ``spec``.
+    """Returns the planning request for ``spec``.
 
     Raises:
-        PlanError: naming the flag that is wrong.
+        PlanError: a flag is wrong; the error names it.
     """
     chunks = spec.settings.schedule.chunks
     found = _request_of(spec, chunks or 4)
@@ -65,7 +65,7 @@ def request_of(spec: JobSpec) -> LimitedRequest:
 
 
 def _request_of(spec: JobSpec, most_chunks: int) -> LimitedRequest:
-    """The same with at most so many chunks a rank, where the planner chooses them."""
+    """Like :func:`request_of` with at most ``most_chunks`` chunks per rank, if the planner chooses their number."""
     settings, choice = spec.settings, spec.settings.schedule
     request = Request(
         schedule=choice.name,
@@ -94,9 +94,9 @@ def _request_of(spec: JobSpec, most_chunks: int) -> LimitedRequest:
 
 
 def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
-    """The numbers of chunks up to ``most`` that the layers divide into; only the largest where costs depend on it.
+    """Numbers of chunks up to ``most`` that divide the layers; only the largest if costs depend on the number.
 
-    Layers that divide into no number of chunks give one, and the rule about layers says why.
+    If no number divides the layers, returns one number, and the rule about layers refuses the job.
     """
     size, layers = spec.sizes.pipeline, spec.settings.layers
     if layers == "auto":
@@ -107,7 +107,10 @@ def _chunk_choices(spec: JobSpec, most: int) -> tuple[int, ...]:
 
 
 def _microbatches(spec: JobSpec) -> int:
-    """n, as Megatron will compute it; its own message would come only after processes have been connected."""
+    """Number of microbatches as Megatron will compute it.
+
+    Megatron's own error would come only after process groups start.
+    """
     sizes, chunks, micro = spec.sizes, spec.settings.schedule.chunks, spec.batch.micro
     data_parallel, rest = divmod(sizes.world, sizes.of_replica)
     if rest or not data_parallel:
@@ -120,7 +123,7 @@ def _microbatches(spec: JobSpec) -> int:
         raise PlanError("--micro-batch-size is missing: give the samples of a microbatch, 1 or more")
     each = micro * data_parallel
     flag, batches = _batches(spec.batch, each)
-    # Steps that a run has behind it may not divide on the GPUs it has now, as Megatron knows.
+    # Batch sizes of earlier steps may not divide over the current GPUs; Megatron allows this.
     fitting = [batch for batch in batches if batch > 0 and batch % each == 0]
     if not fitting:
         raise PlanError(
@@ -136,7 +139,7 @@ def _microbatches(spec: JobSpec) -> int:
 
 
 def _batches(batch: Batch, each: int) -> tuple[str, list[int]]:
-    """The flag that says the global batch size, and its sizes in the order in which a run comes to them."""
+    """Flag that sets the global batch size, and its sizes in the order of training."""
     flag, text = "--step-batch-size-schedule", batch.steps
     if text is None:
         return "--global-batch-size", [each if batch.whole is None else batch.whole]

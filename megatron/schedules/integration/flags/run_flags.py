@@ -1,4 +1,4 @@
-"""What a job that trains reads of Megatron's flags, once Megatron has validated them."""
+"""Megatron's flags that a training job reads, after Megatron has validated them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.schedules.measure.profile_facts import Facts
 
 
 class GroupFlags(NamedTuple):
-    """How process groups are made.
+    """Settings of process groups.
 
     Args:
-        timeout: ``--distributed-timeout-minutes``.
-        nccl_file: ``--nccl-communicator-config-path``.
+        timeout: value of ``--distributed-timeout-minutes``.
+        nccl_file: value of ``--nccl-communicator-config-path``.
         high_priority: whether ``pp`` is among ``--high-priority-stream-groups``.
     """
 
@@ -24,16 +24,16 @@ class GroupFlags(NamedTuple):
 
 
 class RunFlags(NamedTuple):
-    """What a job reads when its training begins.
+    """Settings that a job reads when its training begins.
 
     Args:
-        groups: how process groups are made.
+        groups: settings of process groups.
         model: sizes of the model and of its parallelism, for a cost profile.
-        log_interval: every how many iterations Megatron logs one.
+        log_interval: Megatron logs every this many iterations.
         profiles: whether Megatron's ``--profile`` is given.
-        begun: iterations that are behind the job.
+        begun: iterations already done.
         train_iters: iterations of the whole training.
-        end: the last iteration of this run of the job.
+        end: last iteration of this run.
     """
 
     groups: GroupFlags
@@ -53,7 +53,7 @@ def run_flags(args: Any) -> RunFlags:
 
 
 def group_flags(args: Any) -> GroupFlags:
-    """Reads those of process groups."""
+    """Reads the settings of process groups."""
     path = args.nccl_communicator_config_path
     return GroupFlags(
         timedelta(minutes=args.distributed_timeout_minutes),

@@ -1,4 +1,4 @@
-"""Plans each iteration for the lengths of its microbatches, in the background of the iteration before it."""
+"""Plans each iteration for the lengths of its microbatches, in the background of the previous iteration."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
 class Planned(NamedTuple):
-    """One iteration.
+    """Plan of one iteration.
 
     Args:
-        program: of this rank, on places.
-        order: place k has the data loader's microbatch ``order[k]``.
-        timeline: how it was planned.
-        less: how much shorter it is planned to be than the usual plan of these microbatches, as a share.
+        program: program of this rank, by position.
+        order: position k has the data loader's microbatch ``order[k]``.
+        timeline: planned timeline.
+        less: planned reduction of the iteration time compared with the usual plan, as a fraction.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of an iteration: n, and what a standard microbatch is."""
+    """Sizes of an iteration: n, and the size of a standard microbatch."""
 
     microbatches: int
     sequence: int
@@ -53,17 +53,17 @@ class Sizes(NamedTuple):
 
 
 class BackgroundPlans:
-    """Plans iterations ahead. Making one is collective over all ranks: it makes a group for each replica of the model.
+    """Plans iterations ahead. Creation is collective over all ranks: it makes a group for each replica of the model.
 
-    While an iteration runs, a thread reads the samples of the next. The rank with the first stage sends their lengths
-    to all ranks of its replica, over gloo, and each makes the same plan. The next iteration waits for it, so all ranks
-    run the same; only the first iteration has nothing to be planned behind. Where samples end, or there are more or
-    fewer microbatches than expected, lengths are sent again, or the usual plan runs, on all ranks alike.
+    During an iteration, a background thread reads the samples of the next one. The rank with the first stage sends
+    their lengths over gloo to all ranks of its replica, and each makes the same plan. The next iteration waits for this
+    plan, so all ranks run the same one. The first iteration cannot be planned in the background. If the samples end, or
+    the number of microbatches differs from the expected one, all ranks send lengths again or run the usual plan.
 
     Args:
         planner: gives the usual plan.
-        attention: the shares of an average layer's F and I that attention takes at the full sequence length.
-        timeout: of the groups.
+        attention: attention's shares of an average layer's F and I at the full sequence length.
+        timeout: timeout of the groups.
     """
 
     def __init__(self, planner: Planner, attention: tuple[float, float], timeout: timedelta) -> None:
@@ -81,13 +81,13 @@ class BackgroundPlans:
         compiled_climb()
 
     def begin(self, iterators: Sequence[Any], sizes: Sizes) -> Planned | None:
-        """What this iteration does, its samples being handed out in that order; None for the usual plan.
+        """Returns the plan of this iteration and hands out its samples in that order; None for the usual plan.
 
-        An iteration that is run again does what it did.
+        An iteration that is run again uses the same plan.
 
         Args:
-            iterators: one for each chunk of this rank.
-            sizes: the iteration's.
+            iterators: one iterator for each chunk of this rank.
+            sizes: sizes of the iteration.
         """
         if get_rerun_state_machine().state not in _FIRST_RUN:
             return self._now
@@ -129,10 +129,10 @@ class BackgroundPlans:
         return Planned(programs[self._rank], found.order, found.timeline, less)
 
     def _agree(self, found: LengthsPlan) -> None:
-        """Checks that all ranks of the replica have this plan.
+        """Checks that all ranks of the replica have the same plan.
 
         Raises:
-            RuntimeError: where one has another.
+            RuntimeError: a rank has another plan.
         """
         digest = hashlib.sha256(repr((found.order, found.schedule.order)).encode()).digest()[:8]
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
@@ -158,7 +158,7 @@ class BackgroundPlans:
 
 
 def _lengths(read: ReadAhead | None, count: int) -> list[list[int]] | str | None:
-    """The lengths of the next ``count`` samples, what is wrong with them, or None where they end before."""
+    """Lengths of the next ``count`` samples, an error text if they are invalid, or None if the samples end before."""
     if read is None:
         return "--pipeline-plan-lengths: the rank with the first stage reads no samples: leave the flag out"
     samples = read.read(count)
@@ -171,14 +171,14 @@ def _lengths(read: ReadAhead | None, count: int) -> list[list[int]] | str | None
 
 
 def in_loaders_order(losses: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """``losses``, one for each place, by the data loader's microbatch; as they are where there are none."""
+    """Reorders ``losses`` from positions to the data loader's microbatches; an empty list stays empty."""
     if len(losses) != len(order):
         return list(losses)
     return [loss for _, loss in sorted(zip(order, losses, strict=True), key=lambda pair: pair[0])]
 
 
 def _group(sends: bool, timeout: timedelta) -> tuple[dist.ProcessGroup, int]:
-    """This rank's replica of the model, over gloo, and its rank that sends lengths; collective over all ranks."""
+    """Gloo group of this rank's model replica, and the rank in it that sends lengths. Collective over all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
     dist.all_gather_object(found, (tuple(mine), sends))

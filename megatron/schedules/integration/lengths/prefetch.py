@@ -1,4 +1,4 @@
-"""Samples read an iteration before they are needed, and handed out in the order that was planned for them."""
+"""Samples that are read one iteration ahead and handed out in the planned order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class ReadAhead:
-    """Lies under stock's iterator of one chunk. All other attributes are the original's.
+    """Wraps the source of stock's iterator for one chunk. All other attributes are those of the source.
 
-    Stock's iterator repeats what it has handed out where an iteration is run again. So it must not see samples that
-    are only read ahead.
+    Stock's iterator repeats its samples if an iteration is run again. So it must not see samples that are only read
+    ahead.
 
     Args:
-        samples: what is read.
+        samples: the source.
     """
 
     def __init__(self, samples: Iterator[Any]) -> None:
@@ -28,7 +28,7 @@ class ReadAhead:
         self._reading = threading.Lock()
 
     def read(self, count: int) -> list[Any]:
-        """Returns the next ``count`` after those that are being handed out; fewer at the end. Takes none of them."""
+        """Returns the next ``count`` samples after those being handed out, without consuming them; fewer at the end."""
         with self._reading:
             while len(self._read) < count:
                 try:
@@ -38,7 +38,7 @@ class ReadAhead:
             return [self._read[at] for at in range(min(count, len(self._read)))]
 
     def hand_out(self, order: Sequence[int]) -> None:
-        """Hands out the next ``len(order)`` samples in that order; in their own, where there are fewer."""
+        """Hands out the next ``len(order)`` samples in that order, or in their original order if there are fewer."""
         missing = len(self.read(len(order))) < len(order)
         with self._reading:
             if not missing:
@@ -59,10 +59,10 @@ class ReadAhead:
 
 
 def under(iterator: Any) -> ReadAhead:
-    """Returns what lies under ``iterator``; puts it there the first time.
+    """Returns the wrapper below ``iterator``; inserts it on the first call.
 
     Raises:
-        ValueError: where it is not stock's.
+        ValueError: ``iterator`` is not stock's.
     """
     if not isinstance(iterator, RerunDataIterator):
         raise ValueError(
@@ -75,14 +75,14 @@ def under(iterator: Any) -> ReadAhead:
 
 
 def lengths_of(sample: Any) -> list[int]:
-    """Lengths of the sequences of one microbatch as the data loader gives it.
+    """Lengths of the sequences of one microbatch from the data loader.
 
     Args:
-        sample: has ``cu_seqlens``, (rows, bounds): where each row's sequences begin and end, the last bound to the end;
-            or ``tokens`` or another tensor of (rows, length), each row one sequence.
+        sample: has ``cu_seqlens``, shape (rows, bounds): each row's sequence bounds, padded with the last one; or
+            ``tokens`` or another tensor of shape (rows, length), where each row is one sequence.
 
     Raises:
-        ValueError: where it has none of these.
+        ValueError: the sample has none of these.
     """
     bounds = sample.get("cu_seqlens") if isinstance(sample, dict) else None
     if isinstance(bounds, Tensor):

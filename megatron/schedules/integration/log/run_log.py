@@ -1,4 +1,7 @@
-"""Bubble, peak and slowest stage of each logged iteration, measured on all ranks, for stock's line and writers."""
+"""Bubble, peak memory and slowest stage of each logged iteration, for stock's log line and writers.
+
+They are measured on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ class Logged(NamedTuple):
     """One logged iteration.
 
     Args:
-        measured: stages' times in milliseconds.
-        planned: stages' times in the unit of the plan's costs.
-        peak: activation bytes of the worst rank; None where nothing counted them.
-        planned_peak: the same by the model's arithmetic; None where its sizes are not known.
-        slowest_rank: the pipeline rank of the slowest stage.
+        measured: times of the stages, milliseconds.
+        planned: times of the stages in the unit of the plan's costs.
+        peak: activation memory of the worst rank, bytes; None if it was not counted.
+        planned_peak: the same from the model's arithmetic; None if its sizes are unknown.
+        slowest_rank: pipeline rank of the slowest stage.
         slow: ranks that have become slow.
-        since: when those were quicker.
+        since: text that says when these ranks were faster.
     """
 
     measured: Iteration
@@ -51,7 +54,7 @@ class Logged(NamedTuple):
     since: str = ""
 
     def words(self) -> str:
-        """The addition to stock's line."""
+        """Text added to stock's line."""
         measured, planned = self.measured, self.planned
         stage, beyond = measured.slowest
         held = [] if self.peak is None else [amount(self.peak)]
@@ -64,7 +67,7 @@ class Logged(NamedTuple):
         )
 
     def warnings(self) -> list[str]:
-        """A line for each rank that has become slow."""
+        """Warnings, one line for each rank that has become slow."""
         return [
             f"pipeline schedule: WARNING: pipeline rank {rank} takes {ratio:.2f} x as long for its passes as "
             f"{self.since}"
@@ -72,7 +75,7 @@ class Logged(NamedTuple):
         ]
 
     def scalars(self) -> dict[str, float]:
-        """Values for writers, by name; bytes in GiB."""
+        """Values for writers, by name; memory in GiB."""
         found = {
             "pipeline/bubble": self.measured.bubble,
             "pipeline/planned-bubble": self.planned.bubble,
@@ -91,18 +94,18 @@ def _above(share: float) -> str:
 
 
 class RunLog:
-    """Records the iterations that stock will log, and describes them when it does.
+    """Records the iterations that stock will log, and describes them when it logs them.
 
-    Nothing waits for the device: the last iteration that the device has finished is described. Stock itself waits for
-    the device before it logs, so that is the logged one.
+    The log does not wait for the device: it describes the last iteration that the device has finished. Stock itself
+    waits for the device before it logs, so that is the logged iteration.
 
     Args:
-        planner: knows what was planned.
-        iteration: the one under way.
-        interval: every how many iterations stock logs one.
+        planner: has the plan.
+        iteration: returns the current iteration.
+        interval: stock logs every this many iterations.
 
     Attributes:
-        slow: tells which ranks have become slow.
+        slow: finds ranks that have become slow.
     """
 
     def __init__(self, planner: Planner, iteration: Callable[[], int], interval: int) -> None:
@@ -116,11 +119,11 @@ class RunLog:
         self._last: RankTimes | None = None
 
     def begin(self, program: Program, planned: Timeline | None) -> Sequence[Observer]:
-        """A training call is about to run; returns the observers of its actions.
+        """Begins a training call; returns the observers of its actions.
 
         Args:
-            program: of this rank.
-            planned: the iteration's own plan; None where it has none.
+            program: program of this rank.
+            planned: plan of this iteration; None for the usual plan.
         """
         self._recording = self._due()
         self._calls += 1
@@ -132,14 +135,14 @@ class RunLog:
         return (self._recorder,)
 
     def end(self) -> None:
-        """The host has queued all of it."""
+        """Ends a training call, after the host has queued all its work."""
         if self._recording:
             self._recorder.end()
         self._peak.end()
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """While stock makes its line."""
+        """Marks that stock is making its line."""
         self._within = True
         try:
             yield
@@ -147,10 +150,10 @@ class RunLog:
             self._within = False
 
     def logged(self, counted: int) -> Logged | None:
-        """The iteration that is being logged; collective. None outside of stock's log, and without a record.
+        """Returns the iteration being logged; None outside of stock's log or without a record. Collective.
 
         Args:
-            counted: bytes of activations that were counted on this rank, 0 where none were.
+            counted: activation bytes counted on this rank; 0 if not counted.
         """
         if not self._within:
             return None
@@ -176,12 +179,12 @@ class RunLog:
         )
 
     def _due(self) -> bool:
-        """Whether stock logs the iteration that begins: at its interval, and a job's first."""
+        """Returns whether stock logs the next iteration: at its interval, and a job's first."""
         return not self._calls or self._iteration() % self._interval == 0
 
 
 def reduced(values: Sequence[float], how: Any) -> list[float]:
-    """``values`` over all ranks of the job, in one small message."""
+    """Reduces ``values`` over all ranks of the job in one small message."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
     dist.all_reduce(tensor, how)
     return [float(value) for value in tensor.tolist()]
