@@ -1,8 +1,8 @@
-"""Adam for the CPU stand-in, which counts its steps where the GPU libraries' Adam does.
+"""Adam for the CPU stand-in. It stores the number of steps where the GPU libraries' Adam does.
 
-Transformer Engine's and Apex's Adam keep one count of steps in each parameter group, torch's keeps a tensor for each
-parameter. With torch's, stock's distributed optimizer cannot resume (``docs/upstream.md`` says why), and checkpoints
-would take another path through stock than on machines with a GPU.
+Adam of Transformer Engine and Apex stores one number of steps per parameter group; torch stores a tensor per parameter.
+With torch's Adam, stock's distributed optimizer cannot resume (``docs/upstream.md`` says why), and checkpoints would
+take another code path through stock than on machines with a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class _StepInGroup(torch.optim.Optimizer):
-    """Mixin for torch's optimizers: the same update to the bit, with ``step`` in the parameter groups."""
+    """Mixin for torch's optimizers: bitwise the same update, with ``step`` in the parameter groups."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -28,7 +28,7 @@ class _StepInGroup(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for values in filter(None, state["state"].values()):
-            values.setdefault("step", torch.tensor(0.0))  # torch reads it while it fills in missing defaults
+            values.setdefault("step", torch.tensor(0.0))  # torch reads it when it fills in missing defaults
         super().__setstate__(state)
         self._forget_steps()
 
@@ -49,7 +49,7 @@ def adam(*args: Any, adam_w_mode: bool = True, **kwargs: Any) -> torch.optim.Opt
 
 
 def enable() -> None:
-    """Makes Megatron use :func:`adam`, and save it in checkpoints, as it does Apex's."""
+    """Makes Megatron use :func:`adam` and save it in checkpoints like Apex's Adam."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,6 +1,6 @@
-"""A CPU stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and the CPU for tensors.
+"""CPU stand-in for CUDA: stock Megatron trains without a GPU, with gloo for messages and tensors on the CPU.
 
-For tests, for the demo and for a laptop. It refuses to start where CUDA exists.
+It is for tests, the demo, and laptops. It refuses to start if CUDA exists.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from megatron.schedules.integration.cpu import adam, gloo_at_exit, te_python
 
 
 def needed() -> bool:
-    """Whether this machine has no CUDA device."""
+    """Returns whether this machine has no CUDA device."""
     return not torch.cuda.is_available()
 
 
 def enabled() -> bool:
-    """Whether this process has the stand-in."""
+    """Returns whether this process uses the stand-in."""
     return torch.cuda.current_device is _TORCH_CUDA["current_device"]
 
 
 def enable() -> None:
-    """Replaces what Megatron uses of ``torch.cuda`` by its CPU equivalent, for the rest of the process; once.
+    """Replaces the parts of ``torch.cuda`` that Megatron uses by CPU equivalents, for the rest of the process; once.
 
     Raises:
         RuntimeError: CUDA is available, or Megatron was imported before and has kernels to compile for CUDA.
@@ -45,9 +45,9 @@ def enable() -> None:
             "call megatron.schedules.without_gpu() before Megatron is imported, or set TORCHDYNAMO_DISABLE=1"
         )
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when Megatron decorates its kernels, which would be CUDA kernels
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for some options
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it for some options
     engine = te_python.enable() if te_python.is_here() else ""
-    # Before anything is replaced: at import torch's compiler records torch's own functions.
+    # Imported before anything is replaced: torch's compiler records torch's own functions at import.
     import megatron.training  # noqa: F401
 
     for name, replacement in (_TORCH_CUDA | _TORCH_CUDA_RANDOM).items():
@@ -68,7 +68,7 @@ def enable() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Whether Megatron or Transformer Engine is the caller: torch itself must see that there is no CUDA."""
+    """Returns whether Megatron or Transformer Engine is the caller. Torch itself must see that there is no CUDA."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     asked = isinstance(name, str) and name.startswith(("megatron.", f"{te_python.PACKAGE}."))
     return asked and not name.startswith("megatron.schedules.")
@@ -82,7 +82,7 @@ def _zero(*args: Any, **kwargs: Any) -> int:
 
 
 class _Stream:
-    """A stream without work: what runs on the CPU is done when the call returns."""
+    """Stream without work: work on the CPU is done when the call returns."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -167,7 +167,7 @@ _TORCH_CUDA_RANDOM: dict[str, Callable[..., Any]] = {
 
 
 def _replace_in_megatron() -> None:
-    """Replaces what in Megatron bypasses ``torch.cuda``'s functions, or needs what a GPU machine has."""
+    """Replaces code in Megatron that bypasses ``torch.cuda``'s functions or requires a GPU machine."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import torch_norm
@@ -176,7 +176,7 @@ def _replace_in_megatron() -> None:
     from megatron.schedules.integration.compiled_helpers import came_compiled
 
     def moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Stock moves a tensor from the GPU; one that is on the CPU must come out in the same form.
+        # Stock moves a tensor from the GPU. A tensor on the CPU must be returned in the same form.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
@@ -190,7 +190,7 @@ def _replace_in_megatron() -> None:
     def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> Any:
         if not config.sequence_parallel:
             return stock_norm(cls, config, hidden_size, eps, **rest)
-        # Only Apex's and Transformer Engine's norms, both for GPUs, mark their parameters for sequence parallelism.
+        # Only the norms of Apex and Transformer Engine, both for GPUs, mark their parameters for sequence parallelism.
         plain = copy.copy(config)
         plain.sequence_parallel = False
         built = stock_norm(cls, plain, hidden_size, eps, **rest)
@@ -207,24 +207,24 @@ def _replace_in_megatron() -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Returns the CPU in place of a CUDA device; other values as they are."""
+    """Returns the CPU for a CUDA device; other values unchanged."""
     name = value.type if isinstance(value, torch.device) else value
     return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
 
 
-# For random numbers that a machine with a GPU draws on the CPU; the default generator here stands for the GPU's.
+# Generator for random numbers that a GPU machine draws on the CPU. The default generator here replaces the GPU's.
 _HOST_NUMBERS = torch.Generator()
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Every torch call that names a CUDA device gets the CPU instead."""
+    """Replaces the CUDA device by the CPU in every torch call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.random_ and kwargs.get("generator", self) is None:
-            # A data loader draws a seed, which must not change the random numbers of dropout.
+            # A data loader draws a seed. This must not change the random numbers of dropout.
             kwargs = {**kwargs, "generator": _HOST_NUMBERS}
         if func is torch.Tensor.type:
             return _type(func, args, kwargs)
@@ -238,7 +238,7 @@ class OnTheCpu(TorchFunctionMode):
 
 
 def _in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``apply`` of a Python autograd function's node with the mode, which torch leaves in a backward."""
+    """Wraps ``apply`` of a Python autograd function's node to use the mode, which torch disables in a backward."""
 
     def applied(*args: Any) -> Any:
         if torch._C._len_torch_function_stack():
@@ -250,7 +250,7 @@ def _in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the CUDA type that the optimizer looks for; keeps ``tensor.type("torch.cuda...")`` on the CPU."""
+    """Returns the CUDA type that the optimizer expects; keeps ``tensor.type("torch.cuda...")`` on the CPU."""
     if len(args) == 1 and not kwargs:
         return str(func(args[0])).replace("torch.", "torch.cuda.")
     wanted = args[1]

@@ -1,8 +1,9 @@
-"""Stands for ``transformer_engine_torch``, the compiled half of Transformer Engine, on a CPU.
+"""Replaces ``transformer_engine_torch``, the compiled half of Transformer Engine, on a CPU.
 
-:mod:`.te_python` has Transformer Engine's Python load this file in place of its shared library. Products of matrices
-are here, the other kernels in :mod:`.te_kernels` and :mod:`.te_quantized`. Follows ``pytorch/csrc/extensions/`` of
-Transformer Engine 2.18. A name that is not here raises :class:`.te_types.MissingError` where it is called.
+:mod:`.te_python` makes Transformer Engine's Python load this file in place of its shared library. This file has the
+matrix products; the other kernels are in :mod:`.te_kernels` and :mod:`.te_quantized`. Based on
+``pytorch/csrc/extensions/`` of Transformer Engine 2.18. A missing name raises :class:`.te_types.MissingError` when it
+is called.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatron.schedules.integration.cpu import te_kernels, te_quantized
 from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
 
-# Members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
+# Enum members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
 _ENUMS: dict[str, tuple[str, ...]] = {
     "FP8FwdTensors": tuple(f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")),
     "FP8BwdTensors": tuple(f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT")),
@@ -45,7 +46,7 @@ def product(
     comm_type: Any = None, extra_output: Tensor | None = None, bulk_overlap: bool = False, alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:  # fmt: skip
-    """``op(B) @ op(A)`` in fp32, since cuBLAS has columns where torch has rows; ``generic_gemm`` of the library."""
+    """Computes ``op(B) @ op(A)`` in fp32: cuBLAS has columns where torch has rows. Replaces ``generic_gemm``."""
     if comm_overlap is not None:
         raise MissingError("generic_gemm with Userbuffers")
     left, right = _operand(a, not trans_a), _operand(b, trans_b)
@@ -83,7 +84,7 @@ def grouped_product(
     pre_gelu_out: Sequence[Tensor], grad: bool, workspaces: Any, workspace_size: int, accumulate: bool,
     use_split_accumulator: bool, sm_count: int,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """One :func:`product` after another, ``te_general_grouped_gemm`` of the library; returns bias gradients."""
+    """Runs :func:`product` for each group and returns bias gradients. Replaces ``te_general_grouped_gemm``."""
     assert not any(each.numel() for each in pre_gelu_out), "no GELU in grouped products"
     outs = list(out)
     if single_output:  # the results are parts of one tensor
@@ -121,7 +122,7 @@ def _multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any])
 
 
 def _fused_multi_quantize(tensors: Sequence[Tensor], outputs: None, quantizers: Sequence[Any], dtype: Any) -> Any:
-    """The name and arguments that 2.3 has."""
+    """Name and arguments of this function in 2.3."""
     return _multi_tensor_quantize(tensors, quantizers)
 
 
@@ -138,7 +139,7 @@ def _unpad_rows(tensor: Tensor, out: Tensor, padded: Sequence[int], rows: Sequen
 
 
 def _fused_attention(*parameters: Any, **_: Any) -> Any:
-    """No kernel; from 2.20 on, where all parameters come in one, with the reason."""
+    """Returns no kernel; from 2.20 on, which passes all parameters in one, also the reason."""
     none = globals()["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
     return (none, "no GPU") if len(parameters) == 1 else none
 
@@ -186,7 +187,10 @@ def _enum(name: str, python: str) -> Any:
 
 
 def _members() -> dict[str, Any]:
-    """All names of the compiled half that are here; enums have the members that Transformer Engine's Python names."""
+    """Returns all implemented names of the compiled half.
+
+    Enums have the members that Transformer Engine's Python names.
+    """
     package = sys.modules.get("transformer_engine")
     files = [] if package is None else Path(package.__path__[0], "pytorch").rglob("*.py")
     python = "\n".join(path.read_text() for path in files)
@@ -199,7 +203,10 @@ def _missing(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A class that raises when it is called: Transformer Engine's Python may name it as a base or an annotation too."""
+    """Returns a class that raises when it is called.
+
+    Transformer Engine's Python may also use it as a base or an annotation.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
     return globals().setdefault(name, type(name, (), {"__init__": _missing}))

@@ -1,7 +1,7 @@
 """Norms, activations, softmax and optimizer steps of Transformer Engine's compiled half, in plain torch.
 
-Every function has the name and the parameters that Transformer Engine's Python calls it with. Sums are torch's, in
-fp32: results are close to a GPU's and not the same bits.
+Every function has the name and parameters that Transformer Engine's Python uses. Sums are torch's, in fp32, so results
+are close to a GPU's but not bitwise equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.schedules.integration.cpu.te_types import torch_dtype
 
 
 def delivered(result: Tensor, into: Any, quantizer: Any) -> Any:
-    """Returns what a kernel returns: ``result`` quantized, written to ``into``, or as it is."""
+    """Returns a kernel's result: ``result`` quantized, written to ``into``, or unchanged."""
     if quantizer is not None:
         return quantizer(result) if into is None else quantizer.update_quantized(result, into)
     return result if into is None else into.copy_(result.view_as(into))
@@ -34,7 +34,7 @@ def layernorm_fwd(
     input: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ln_out: Any, quantizer: Any, otype: Any,
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Any]:  # fmt: skip
-    """LayerNorm; returns output, mean and reciprocal standard deviation."""
+    """Computes LayerNorm; returns output, mean and reciprocal standard deviation."""
     x = input.float()
     mu = x.mean(dim=-1)
     rsigma = torch.rsqrt(x.var(dim=-1, unbiased=False) + eps)
@@ -59,7 +59,7 @@ def rmsnorm_fwd(
     input: Tensor, weight: Tensor, eps: float, ln_out: Any, quantizer: Any, otype: Any, sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:  # fmt: skip
-    """RMSNorm; returns output, no mean, and the reciprocal root mean square."""
+    """Computes RMSNorm; returns output, None for the mean, and the reciprocal root mean square."""
     x = input.float()
     rsigma = torch.rsqrt(x.square().mean(dim=-1) + eps)
     y = x * rsigma[..., None] * _gamma(weight, zero_centered_gamma)
@@ -85,7 +85,7 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU by the tanh approximation."""
+    """GELU with the tanh approximation."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -177,7 +177,7 @@ SOFTMAX: dict[str, Callable[..., Any]] = {
 def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, lists: Any, per_tensor: bool = False, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norm of all tensors together, and with ``per_tensor`` that of each."""
+    """Returns the norm of all tensors together, and with ``per_tensor`` the norm of each."""
     each = [tensor.float().norm() * scale for tensor in lists[0]]
     norms = torch.stack(each) if each else torch.zeros(1)
     return norms.norm().view(1), norms if per_tensor else torch.zeros(0)
@@ -186,12 +186,12 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop: Tensor, lists: Any, inverse_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms of gradients that are still to be divided by the loss scale."""
+    """Returns the norms of gradients that are not yet divided by the loss scale."""
     return multi_tensor_l2norm(chunk_size, noop, lists, per_tensor, float(inverse_scale))
 
 
 def multi_tensor_scale(chunk_size: int, noop: Tensor, lists: Any, scale: float | Tensor) -> None:
-    """Writes scaled copies, and sets ``noop`` where a number is not finite."""
+    """Writes scaled copies, and sets ``noop`` if a number is not finite."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source.float() * scale)
         if not torch.isfinite(source).all():
@@ -202,7 +202,7 @@ def multi_tensor_adam(
     chunk_size: int, noop: Tensor, lists: Any, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int,
     bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Adam, or AdamW with mode 1. A fifth list holds fp32 main weights."""
+    """Runs a step of Adam, or of AdamW with mode 1. A fifth list contains fp32 main weights."""
     if noop.item():
         return
     one, two = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)

@@ -1,8 +1,8 @@
-"""Lets Transformer Engine's own Python run without a GPU, over plain torch in place of its compiled half.
+"""Runs Transformer Engine's Python code without a GPU, with plain torch in place of its compiled half.
 
-The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. Where that
-wheel can be imported, its linears, norms, unfused attention and FP8 recipes then run on a CPU: for tests and demos,
-since each product is one of fp32. A GPU's kernels, streams, fused attention and Userbuffers are not covered.
+The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
+wheel can be imported, its linears, norms, unfused attention and FP8 recipes run on a CPU. This is for tests and demos,
+because every product is computed in fp32. A GPU's kernels, streams, fused attention and Userbuffers are not covered.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ CAPABILITY_VARIABLE = "PIPELINE_STANDIN_CAPABILITY"
 
 
 def is_here() -> bool:
-    """Whether the wheel can be imported."""
+    """Returns whether the wheel can be imported."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def capability() -> tuple[int, int]:
-    """Compute capability that the CPU stand-in gives: an A100's, or that of the environment variable."""
+    """Compute capability of the CPU stand-in: an A100's, or the value of the environment variable."""
     major, _, minor = os.environ.get(CAPABILITY_VARIABLE, "8.0").partition(".")
     return int(major), int(minor or 0)
 
 
 def enable() -> str:
-    """Imports Transformer Engine; to be called before Megatron is imported.
+    """Imports Transformer Engine. Call it before Megatron is imported.
 
     Returns:
-        One line for the log: the version, or why it cannot be used.
+        One log line: the version, or the reason why it cannot be used.
     """
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # has its Python load no shared library of CUDA's
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its Python then loads no CUDA shared library
     os.environ["NVTE_RELEASE_BUILD"] = os.environ["NVTE_TORCH_COMPILE"] = "0"
     finder = _CompiledHalf()
     sys.meta_path.insert(0, finder)
@@ -67,7 +67,7 @@ def enable() -> str:
 
 
 def replace_in_torch() -> None:
-    """Gives Transformer Engine's Python CPU tensors where it names a GPU, in a backward too."""
+    """Gives Transformer Engine's Python CPU tensors where it requests a GPU, also in a backward."""
     for module in list(sys.modules.values()):
         if str(getattr(module, "__name__", "")).startswith(f"{PACKAGE}.") and hasattr(module, "canonicalize_device"):
             vars(module)["canonicalize_device"] = lambda device=None: torch.device("cpu")
@@ -78,13 +78,13 @@ def replace_in_torch() -> None:
     torch.distributed.distributed_c10d._coalescing_manager = _one_by_one
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.is_cuda = property(lambda self: _asked_by_it())  # type: ignore[assignment]
-    # Not by a TorchFunctionMode: in a backward torch has none.
+    # A TorchFunctionMode does not work here, because torch disables it in a backward.
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
 class _Done:
-    """Waits for collectives that have ended."""
+    """Handle of collectives that have ended."""
 
     def wait(self) -> None:
         """Does nothing."""
@@ -92,7 +92,7 @@ class _Done:
 
 @contextmanager
 def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Done]:
-    """Runs collectives at once that a GPU would join into one: gloo cannot."""
+    """Runs collectives one by one that a GPU would join into one, because gloo cannot join them."""
     yield _Done()
 
 
@@ -111,10 +111,10 @@ def _on_cpu(make: Any) -> Any:
 
 
 class _CompiledHalf(importlib.abc.MetaPathFinder):
-    """Has ``transformer_engine.common`` find ``te_extension.py`` where it looks for the shared library."""
+    """Makes ``transformer_engine.common`` find ``te_extension.py`` in place of the shared library."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """The usual loader of ``transformer_engine.common``, which changes it once it has run."""
+        """Returns the usual loader of ``transformer_engine.common``, extended to change the module after it has run."""
         if name != f"{PACKAGE}.common":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -124,7 +124,7 @@ class _CompiledHalf(importlib.abc.MetaPathFinder):
         def exec_module(module: Any) -> None:
             run(module)
             module._get_shared_object_file = lambda library: _COMPILED
-            module.is_package_installed = lambda package: False  # 2.3 asks pip, which takes seconds
+            module.is_package_installed = lambda package: False  # 2.3 calls pip, which takes seconds
             module.get_te_path = _AnyFolder
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -132,18 +132,18 @@ class _CompiledHalf(importlib.abc.MetaPathFinder):
 
 
 class _AnyFolder:
-    """Where 2.3 looks for the shared library: has it in every folder."""
+    """Folder in which 2.3 looks for the shared library; every folder contains it."""
 
     def __truediv__(self, name: str) -> _AnyFolder:
         return self
 
     def glob(self, pattern: str) -> Iterator[Path]:
-        """One file, whatever is looked for."""
+        """Yields one file for any pattern."""
         return iter([_COMPILED])
 
 
 def _dataclass(*args: Any, **settings: Any) -> Any:
-    """Pydantic's data class, as far as recipes need it: it ignores arguments that it does not know."""
+    """Replaces Pydantic's data class as far as recipes need it: it ignores unknown arguments."""
     if not args:
         return functools.partial(_dataclass, **settings)
     made: Any = dataclasses.dataclass(*args, **settings)
@@ -158,7 +158,7 @@ def _dataclass(*args: Any, **settings: Any) -> Any:
 
 @contextmanager
 def _optional_packages() -> Iterator[None]:
-    """While its Python is imported, empty modules stand for packages that it names and its linears do not use."""
+    """Provides empty modules, during the import, for packages that the linears do not use."""
     stood_for: dict[str, Any] = {}
     for name in ("onnx", "onnxscript", "einops"):
         if importlib.util.find_spec(name) is None:

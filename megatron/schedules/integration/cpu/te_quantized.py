@@ -1,8 +1,7 @@
 """FP8 tensors of Transformer Engine's compiled half, in plain torch: per-tensor scales, MXFP8 and blockwise.
 
-Follows ``pytorch/csrc/quantizer.cpp``: which copies a tensor has (by rows, by columns), and how each lies in memory. A
-product of matrices reads the copy that a GPU's kernels would read, so a copy that was freed too early is missed here
-too.
+Follows ``pytorch/csrc/quantizer.cpp``: the copies of a tensor (by rows, by columns) and their memory layout. A product
+of matrices reads the copy that a GPU's kernels would read, so a copy that was freed too early is an error here too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_s
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """Returns ``tensor`` quantized, written to ``output`` where there is one."""
+    """Returns ``tensor`` quantized, written to ``output`` if given."""
     if noop is not None and noop.item():
         return output
     x = tensor.detach().contiguous()
@@ -39,7 +38,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> Any:
-    """Returns a quantized tensor of zeros; the quantizer takes no note of it."""
+    """Returns a quantized tensor of zeros, without changing the quantizer."""
     untouched = quantizer.copy()
     if hasattr(untouched, "amax"):
         untouched.amax = untouched.amax.clone()
@@ -49,13 +48,13 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> 
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    """Returns the values, from the copy by rows where there is one."""
+    """Returns the values, from the copy by rows if there is one."""
     by_rows = tensor._data if _by_tensor(tensor) else tensor._rowwise_data
     return matrix(tensor, columnwise=by_rows is None).to(torch_dtype(dtype))
 
 
 def matrix(tensor: Any, columnwise: bool) -> Tensor:
-    """Returns what a product reads of a quantized tensor, fp32 in its logical shape: one of its two copies."""
+    """Returns the copy of a quantized tensor that a product reads, in fp32 and in its logical shape."""
     dtype = torch_dtype(getattr(tensor, "_fp8_dtype", None))
     if _by_tensor(tensor):
         if columnwise and _has_transposes():
@@ -93,7 +92,7 @@ def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
 def update_scales(
     amaxes: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:
-    """Delayed scaling: moves all histories on by one step and computes the scales (``delayed_scaling.cu``)."""
+    """Delayed scaling: advances all histories by one step and computes the scales (``delayed_scaling.cu``)."""
     largest, at = _MAX[torch_dtype(dtype)] / 2**margin, 0
     for history, scale in zip(histories, scales, strict=True):
         for i in range(scale.numel()):
@@ -115,7 +114,7 @@ def _by_tensor(tensor: Any) -> bool:
 
 
 def _has_transposes() -> bool:
-    """Whether products take per-tensor FP8 only by rows, as GPUs before Blackwell do."""
+    """Returns whether products accept per-tensor FP8 only by rows, as on GPUs before Blackwell."""
     return torch.cuda.get_device_capability() < (10, 0)
 
 
@@ -134,7 +133,7 @@ def _scale_for(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _made(quantizer: Any, kind: str, x: Tensor, parts: dict[str, Any]) -> Any:
-    """Returns a tensor of Transformer Engine's Python, or the smaller object that it uses inside its own modules."""
+    """Returns a tensor of Transformer Engine's Python, or the smaller object that its own modules use."""
     module = sys.modules[type(quantizer).__module__]
     whole = getattr(module, kind)
     parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
@@ -191,7 +190,7 @@ def _blocked(x: Tensor, quantizer: Any, output: Any, kind: str, copies: dict[str
 
 
 def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
-    """MXFP8: 32 numbers share an exponent, along rows in the one copy and along columns in the other."""
+    """MXFP8: 32 numbers share an exponent, along rows in one copy and along columns in the other."""
     dtype, flat = torch_dtype(quantizer.dtype), x.view(-1, x.shape[-1])
     copies: dict[str, Any] = dict.fromkeys(_COPIES)
     for side, columnwise in (("rowwise", False), ("columnwise", True)):
@@ -213,7 +212,7 @@ def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _blockwise_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
-    """Blockwise: 128 numbers of a row share a scale, or 128 x 128 of a weight; the copy by columns is transposed."""
+    """Blockwise: 128 numbers of a row share a scale, or 128 x 128 of a weight. The copy by columns is transposed."""
     if getattr(quantizer, "all_gather_usage", False):
         raise MissingError("quantize with Float8BlockQuantizer in the compact format")
     dtype, flat = torch_dtype(quantizer.dtype), x.view(-1, x.shape[-1])
@@ -232,7 +231,7 @@ def _blockwise_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _block_maxima(lines: Tensor, squares: bool) -> Tensor:
-    """The largest magnitude of each block: (rows, blocks of a row), or with ``squares`` of 128 rows together."""
+    """Largest magnitude of each block: (rows, blocks of a row), or with ``squares`` of 128 rows together."""
     m, k = lines.shape
     down = math.ceil(m / _BLOCK) * _BLOCK if squares else m
     across = math.ceil(k / _BLOCK) * _BLOCK
@@ -243,7 +242,7 @@ def _block_maxima(lines: Tensor, squares: bool) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
-    """Each element's scale from each block's."""
+    """Expands the scale of each block to its elements."""
     if squares:
         scale = scale.repeat_interleave(_BLOCK, 0)
     return scale.repeat_interleave(_BLOCK, 1)[: shape[0], : shape[1]]

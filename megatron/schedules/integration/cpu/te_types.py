@@ -1,4 +1,4 @@
-"""Data types of Transformer Engine's compiled half, and the error for what its CPU form lacks."""
+"""Data types of Transformer Engine's compiled half, and the error for parts that its CPU form lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class MissingError(NotImplementedError):
-    """Something of the compiled half that the CPU form lacks."""
+    """The CPU form lacks this part of the compiled half."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -45,5 +45,5 @@ _TORCH = {
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Returns torch's data type for one of Transformer Engine's, which is an enum of its Python's own from 2.14 on."""
+    """Returns torch's data type for one of Transformer Engine's, which is an enum of its own Python from 2.14 on."""
     return dtype if isinstance(dtype, torch.dtype) else _TORCH[DType(int(dtype))]

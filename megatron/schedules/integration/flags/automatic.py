@@ -21,7 +21,7 @@ _RESERVED = 0.1
 def choices(spec: JobSpec) -> Iterator[JobSpec]:
     """Yields the job with all choices that ``auto`` may make, then with fewer, and last as its flags say. All differ.
 
-    Recompute and other layer partitions do not change results, bit by bit.
+    Recompute and other layer partitions leave results bitwise equal.
     """
     settings, stock = spec.settings, spec.layers
     known = spec.model is not None

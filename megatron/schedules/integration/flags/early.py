@@ -24,7 +24,9 @@ _ELSEWHERE = ("use_checkpoint_args",)
 
 
 def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
-    """Runs every check of our flags that does not need Megatron. All checks run again after Megatron has parsed its flags.
+    """Runs every check of our flags that does not need Megatron.
+
+    All checks run again after Megatron has parsed its flags.
 
     If something cannot work, exits with status 2 and one line.
 

@@ -147,7 +147,9 @@ def _out_of_order(schedule: Schedule) -> bool:
 
 
 def _words(job: _Job) -> str:
-    """Refuses a padded vocabulary size (for example from a checkpoint) that does not divide evenly over pipeline ranks.
+    """Refuses a padded vocabulary size that does not divide evenly over pipeline ranks.
+
+    It may come from a checkpoint.
     """
     words = job.spec.vocabulary
     if not _VOCABULARY.holds(job) or words is None or job.spec.divisible(words) == words:

@@ -46,7 +46,7 @@ class Planner:
         self.first = schedule
         self._first_programs = self._proved(schedule.microbatches, forward_only=False)
         self._assumed, self._explanation = job.assumed, job.explanation
-        self.messages = tuple(program.messages_held for program in self._first_programs)  # largest number at the same time, by rank
+        self.messages = tuple(program.messages_held for program in self._first_programs)  # maximum, by rank
 
     @property
     def placement(self) -> Placement:
@@ -108,7 +108,7 @@ class Planner:
 
     @property
     def digest(self) -> str:
-        """Digest of the first plan and of the costs that determine the order of its messages."""
+        """Digest of the first plan and of the costs that determine the position of its messages."""
         return digest(to_csv(self.first), self.placement, self._request)
 
     @property

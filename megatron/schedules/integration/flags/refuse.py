@@ -35,7 +35,7 @@ def refuse(message: str) -> NoReturn:
 def _said_by_another() -> bool:
     """Waits until the lower ranks have printed the reason and ended; returns False if they continue."""
     lower = _lower_ranks()
-    # The first rank of this machine, if rank 0 of the job runs on another machine.
+    # This may be the first rank on this machine while rank 0 of the job runs on another machine.
     local = next((os.environ[name] for name in _ON_THIS_MACHINE if name in os.environ), "0")
     elsewhere = not lower and local == "0"
     end = time.monotonic() + _PATIENCE + len(lower)  # not all at the same time

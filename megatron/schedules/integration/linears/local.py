@@ -1,9 +1,9 @@
-"""Makes the backward of Megatron's local tensor-parallel linears splittable into I and W.
+"""Splits the backward of Megatron's local tensor-parallel linears into I and W.
 
 Hook: ``_forward_impl`` of each ``ColumnParallelLinear`` and ``RowParallelLinear`` instance. Stock computes input and
-weight gradient in one autograd Function that adds to ``main_grad``, so nothing outside can separate them.
+weight gradient in one autograd Function that adds to ``main_grad``, so outside code cannot separate them.
 
-These are never split; stock's Function computes the weight gradient in I:
+The following are never split; stock's Function computes the weight gradient in I:
 
 - output layers: see :mod:`.output_layers`;
 - frozen weights, which have no weight gradient;
@@ -11,10 +11,10 @@ These are never split; stock's Function computes the weight gradient in I:
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
   own communication, tied to stock's backward;
 - a ``weight`` argument that is not a leaf: its gradient continues beyond W;
-- subclasses with a ``_forward_impl`` of their own.
+- subclasses with their own ``_forward_impl``.
 
-The communication of expert linears (``explicit_expert_comm``) is outside ``_forward_impl``. Stock's local linears have
-no fp8 form. Read in megatron-core 0.19.2, ``tensor_parallel/layers.py``.
+The communication of expert linears (``explicit_expert_comm``) is outside ``_forward_impl``. Stock's local linears do
+not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _LINEARS = (stock.ColumnParallelLinear, stock.RowParallelLinear)
 def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     """Makes the local linears in ``model_chunk`` defer their weight gradients to ``store`` in split backwards.
 
-    A forward with ``store.current`` set and gradients enabled will be split; every other forward is stock's. A second
-    call binds the linears to the newer store. Parameters, state dicts and hooks do not change.
+    A forward with ``store.current`` set and gradients enabled gets a split backward; every other forward is stock's. A
+    second call binds the linears to the newer store. Parameters, state dicts and hooks do not change.
 
     Args:
         model_chunk: a model or chunk, wrapped (``Float16Module``, ``DistributedDataParallel``) or not.
-        store: where the weight gradients wait for their W.
+        store: queue in which the weight gradients wait for their W.
 
     Returns:
         The number of linears now bound to ``store``.
@@ -69,7 +69,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
 
 
 def is_split(linear: torch.nn.Module) -> bool:
-    """Whether :func:`split_linears` has bound this linear to a store."""
+    """Returns whether :func:`split_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("_forward_impl"), _ForwardImpl)
 
 
@@ -84,7 +84,7 @@ class _ForwardImpl:
 
     def __call__(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         key = self._store.current
-        # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
+        # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if torch.is_grad_enabled():
             split = self._split(key, input, weight, *args, **kwargs) if self._splits and key is not None else None
             if split is not None:
@@ -109,7 +109,7 @@ class _ForwardImpl:
         tp_group: ProcessGroup | None = None,
         gtp_remat_size: int = 1,
     ) -> Tensor | None:
-        """Runs the linear with a split backward; None where it must stay whole. Parameters are stock's."""
+        """Runs the linear with a split backward; returns None if it must not be split. Parameters are stock's."""
         splittable = (
             weight.requires_grad
             and weight.is_leaf
@@ -135,16 +135,18 @@ class _ForwardImpl:
             row_parallel=isinstance(self._module, stock.RowParallelLinear),
             gathered_over=_scattered_over(self._module),
         )
-        # The Function gets no parameter that requires grad, so that I does not touch the parameters and their hooks.
-        # If the input needs no gradient either (all before is frozen), autograd needs another reason to come here.
+        # The Function gets no parameter that requires grad, so that I does not touch the parameters and their hooks. If
+        # the input needs no gradient either (everything before is frozen), autograd needs another reason to call the
+        # backward.
         anchor = None if input.requires_grad else torch.empty(0, device=input.device, requires_grad=True)
         return _SplitLinear.apply(input, anchor, weight.detach(), None if bias is None else bias.detach(), call)
 
 
 def _hookable(weight: Any) -> Tensor:
-    """Returns what a whole linear may save in place of ``weight`` under saved-tensor hooks, which drop attributes.
+    """Returns the tensor that an unsplit linear may save for ``weight`` under saved-tensor hooks.
 
-    Stock's backward then finds ``main_grad``, and a dummy gradient still fires the weight's own hooks.
+    The hooks drop attributes. With this tensor stock's backward still finds ``main_grad``, and a dummy gradient still
+    fires the weight's own hooks.
     """
     alias: Any = _Alias.apply(weight)
     alias.main_grad = weight.main_grad
@@ -152,7 +154,7 @@ def _hookable(weight: Any) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The same weight; gets stock's dummy gradient where its user gives none."""
+    """Alias of a weight. It receives stock's dummy gradient if its user returns none."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -166,15 +168,15 @@ class _Alias(torch.autograd.Function):
 
 
 def _scattered_over(linear: Any) -> ProcessGroup | None:
-    """Returns the ranks over which stock reduces and scatters the rows of the linear's output, if it does."""
+    """Ranks over which stock reduces and scatters the rows of the linear's output; None if it does not."""
     scatters = isinstance(linear, stock.RowParallelLinear) and linear.sequence_parallel
     return linear.tp_group if scatters and not linear.explicit_expert_comm and linear.tp_group.size() > 1 else None
 
 
 class _Call(NamedTuple):
-    """What one use of a linear passes from its forward to its I and W.
+    """Values that one use of a linear passes from its forward to its I and W.
 
-    ``gathered_over`` are the ranks whose rows of the output's gradient are gathered before it gets here.
+    ``gathered_over`` are the ranks whose rows of the output's gradient are gathered before the linear's backward.
     """
 
     store: WeightGradients
@@ -190,7 +192,7 @@ class _Call(NamedTuple):
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Stock's linear with a backward that is only I and defers W to the store.
+    """Stock's linear with a backward that computes only I and defers W to the store.
 
     Shapes: input (s, b, h_in), or (s / tp, b, h_in) under sequence parallelism; output (s, b, h_out). Two dimensions,
     (tokens, h), work too.
@@ -206,7 +208,7 @@ class _SplitLinear(torch.autograd.Function):
         total_input = input
         if call.sequence_parallel:
             assert call.group is not None
-            # Stock's shared buffer: the next linear may overwrite the gathered input, which is not saved.
+            # Stock's shared buffer: the next linear may overwrite the gathered input, because it is not saved.
             total_input = get_global_memory_buffer().get_tensor(_gathered_shape(input, call.group), input.dtype, "mpu")
             stock.dist_all_gather_func(total_input, input, group=call.group)
         output = _product(total_input, weight.t())
@@ -219,7 +221,7 @@ class _SplitLinear(torch.autograd.Function):
         call: _Call = ctx.call
         grad_input = None
         if ctx.needs_input_grad[0]:
-            # This rank's own must live until it is reduced.
+            # This rank's own gradient must stay allocated until it is reduced.
             own = _product(grad_output, weight)
             grad_input, reducing = _reduced(own, input, call)
             if reducing is not None:
@@ -232,12 +234,12 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Computes ``rows @ matrix`` as one product of two matrices, whatever the strides of ``rows``.
+    """Computes ``rows @ matrix`` as one product of two matrices, for any strides of ``rows``.
 
-    ``torch.matmul`` does the same for a ``matrix`` that requires a gradient, as stock's weight does. For a detached one
-    it looks at the strides, and may multiply row by row where ``rows`` are a slice of a wider tensor, as in
-    multi-latent attention, or have a batch of one. It uses ``_unsafe_view`` too: an ordinary view that leaves an
-    autograd Function could not be changed in place, as the logits are.
+    ``torch.matmul`` does the same for a ``matrix`` that requires a gradient, as stock's weight does. For a detached
+    matrix it depends on the strides: it may multiply row by row if ``rows`` are a slice of a wider tensor, as in
+    multi-latent attention, or have a batch of one. The product uses ``_unsafe_view`` too: an ordinary view that leaves
+    an autograd Function could not be changed in place, as the logits are.
     """
     product = rows.flatten(0, -2).mm(matrix)
     return torch.ops.aten._unsafe_view(product, [*rows.shape[:-1], matrix.size(1)])
@@ -250,7 +252,7 @@ def _gathered_shape(input: Tensor, group: ProcessGroup) -> list[int]:
 def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, Any]:
     """Sums the input gradient over the tensor-parallel ranks, and scatters it if the input was gathered.
 
-    Returns it with the communication to wait for, or None.
+    Returns the gradient with the communication to wait for, or None.
     """
     if call.sequence_parallel:
         assert not call.allreduce
@@ -262,11 +264,11 @@ def _reduced(grad_input: Tensor, input: Tensor, call: _Call) -> tuple[Tensor, An
 
 
 class _WeightGradient:
-    """The W of one use of a linear: the closure that waits in the store."""
+    """W of one use of a linear: the closure that waits in the store."""
 
     def __init__(self, call: _Call, input: Tensor, grad_output: Tensor) -> None:
         self._call = call
-        self._dtype = input.dtype if call.fusion else None  # a tensor's attribute costs where functions are overridden
+        self._dtype = input.dtype if call.fusion else None  # a tensor attribute is slow if functions are overridden
         self.product = Product(
             self._compute,
             input,
@@ -275,11 +277,11 @@ class _WeightGradient:
             gathered_over=call.gathered_over,
             ahead=call.row_parallel and call.fusion,
         )
-        # Inside backward, where custom_bwd has restored the forward's autocast state.
+        # This runs inside backward, where custom_bwd has restored the forward's autocast state.
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
     def _compute(self, input: Tensor, grad_output: Tensor) -> list[Tensor | None]:
-        """Returns the gradients; None for a weight whose ``main_grad`` has it."""
+        """Returns the gradients; None for a weight whose gradient is already in ``main_grad``."""
         call = self._call
         grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         with self._as_in_forward():
@@ -291,7 +293,7 @@ class _WeightGradient:
         return gradients
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
-        """Restores the forward's autocast state. W begins with none; I has that of its own backward."""
+        """Restores the forward's autocast state. W begins without one; I has the state of its own backward."""
         if self._autocast is None and not self.product.ahead:
             return nullcontext()
         return torch.autocast("cuda", dtype=self._autocast, enabled=self._autocast is not None)
@@ -304,7 +306,7 @@ class _WeightGradient:
 
 
 def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> None:
-    """Adds the weight gradient to ``weight.main_grad`` in the product itself: gradient accumulation fusion."""
+    """Adds the weight gradient to ``weight.main_grad`` inside the product (gradient accumulation fusion)."""
     kernels = stock.fused_weight_gradient_mlp_cuda
     main_grad = weight.main_grad
     if main_grad.dtype == torch.float32:
@@ -316,10 +318,10 @@ def add_to_main_grad(weight: Any, total_input: Tensor, grad_output: Tensor) -> N
 
 
 def fused_gradient(weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """Returns what stock's backward gives autograd for a weight whose gradient was just added to ``main_grad``.
+    """Returns what stock's backward gives autograd for a weight whose gradient is already in ``main_grad``.
 
-    Under Megatron's data parallelism that is a tensor of ``dtype`` that only fires the hooks (zeros where
-    ``zero_out_wgrad`` has it added), otherwise None.
+    Under Megatron's data parallelism this is a tensor of ``dtype`` that only fires the hooks; it is zero if
+    ``zero_out_wgrad`` adds it. Otherwise it is None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,15 +1,16 @@
-"""The product of a W under tensor parallelism, whose operands wait from I to W as this rank's rows only.
+"""Product of a W under tensor parallelism. Between I and W only this rank's rows of its operands are stored.
 
-Under sequence parallelism one of its two operands is gathered: the input of a column parallel linear, the output's
-gradient of a row parallel one. Gathered, it would take as much memory from I to W as all else that the layer holds. So
-only this rank's rows are kept, and W gathers the rest; the store starts that behind the W before.
+Under sequence parallelism one of the two operands is gathered: the input of a column parallel linear, or the output's
+gradient of a row parallel one. The gathered operand would use as much memory from I to W as everything else that the
+layer stores. So only this rank's rows are stored, and W gathers the rest. The store starts this communication during
+the previous W.
 
-The input gradient of a column parallel linear is reduced over the tensor-parallel ranks. A whole backward hides that
-behind the linear's own weight gradient. I hides it behind the weight gradient of the row parallel linear just before it
-in the backward, which needs nothing from other ranks while the rows that I gathered are still there. I takes longer by
-the product, and W shorter. This is done under gradient accumulation fusion only, where the product adds to
-``main_grad``; elsewhere its result would have to wait. Parameters get their gradients, and their hooks fire, in W.
-Before Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as in a whole backward.
+The input gradient of a column parallel linear is reduced over the tensor-parallel ranks. An unsplit backward overlaps
+that with the linear's own weight gradient. I overlaps it with the weight gradient of the previous row parallel linear
+in the backward, which needs nothing from other ranks while the rows that I gathered are still allocated. I is longer by
+this product, and W shorter. This requires gradient accumulation fusion, where the product adds to ``main_grad``;
+otherwise its result would have to be stored. Parameters get their gradients, and their hooks fire, in W. Before
+Blackwell the reduction starts first only with CUDA_DEVICE_MAX_CONNECTIONS=1, as in an unsplit backward.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from megatron.schedules.runtime.weight_gradients import Closure, Key, WeightGrad
 
 
 class Product:
-    """Computes one W's gradients from an input and an output's gradient, one of which may have to be gathered first.
+    """Computes one W's gradients from an input and an output's gradient. One of them may have to be gathered first.
 
     Args:
-        compute: returns the gradients, from input and output's gradient; called once.
-        input: the rows of all ranks, or with ``over`` those of this rank.
-        grad_output: the rows of all ranks.
-        over: the tensor-parallel ranks whose rows of ``input`` W gathers, if any.
-        gathered_over: those whose rows of ``grad_output`` I has gathered, if any.
-        ahead: whether this may be computed in I: a row parallel linear that adds to ``main_grad``.
-        gather: starts gathering rows over ranks; returns the result and what to wait for before it is read, or None.
+        compute: returns the gradients from the input and the output's gradient; called once.
+        input: rows of all ranks, or with ``over`` the rows of this rank.
+        grad_output: rows of all ranks.
+        over: tensor-parallel ranks whose rows of ``input`` W gathers, if any.
+        gathered_over: ranks whose rows of ``grad_output`` I has gathered, if any.
+        ahead: whether the product may be computed in I: for a row parallel linear that adds to ``main_grad``.
+        gather: starts gathering rows over ranks; returns the result and the communication to wait for, or None.
 
     Attributes:
         ahead: as above.
@@ -55,7 +56,7 @@ class Product:
         self._gather = gather or gathered
         self._compute: Callable[[Any, Any], Any] | None = compute
         self._operands = [input, grad_output]
-        # Which operand is this rank's part only, and of which ranks.
+        # Index of the operand of which only this rank's part is stored, and the ranks to gather it from.
         self._in_parts = (0, over) if over is not None else None
         self._gathering: Any = None
         self._gathered_over, self._result = gathered_over, None
@@ -65,18 +66,18 @@ class Product:
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors that the waiting operands consist of."""
+        """Tensors of the operands that are stored until W."""
         return [tensor for operand in self._operands for tensor in memory_of(operand)]
 
     def gather(self) -> None:
-        """Starts gathering the operand of which this rank has a part, if there is one."""
+        """Starts gathering the operand of which this rank has only a part, if there is one."""
         if self._in_parts is None:
             return
         which, group = self._in_parts
         self._operands[which], self._gathering = self._gather(self._operands[which], group)
 
     def settle(self, ahead: bool) -> list[Tensor]:
-        """Computes ahead of W, or else frees what I has gathered; returns the tensors held from then on."""
+        """Computes the product ahead of W, or frees the rows that I gathered; returns the tensors still stored."""
         if ahead:
             self._result = self._computed()
         else:
@@ -89,7 +90,7 @@ class Product:
             self._in_parts = (1, self._gathered_over)
 
     def result(self) -> Any:
-        """Returns the gradients, once: nothing is kept."""
+        """Returns the gradients once, without keeping them."""
         if self._compute is not None:
             return self._computed()
         result, self._result = self._result, None
@@ -105,7 +106,7 @@ class Product:
 
 
 def memory_of(operand: Any) -> list[Tensor]:
-    """The plain tensors that ``operand`` consists of: itself, or those in a quantized or grouped one, or in a list."""
+    """Plain tensors in ``operand``: itself, or the tensors of a quantized or grouped operand, or of a list."""
     if type(operand) is Tensor:
         return [operand]
     if isinstance(operand, (list, tuple)):
@@ -114,15 +115,15 @@ def memory_of(operand: Any) -> list[Tensor]:
 
 
 def gathered(part: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
-    """Begin to gather the rows of all ranks; returns them, and what to wait for before they are read."""
+    """Starts gathering the rows of all ranks; returns them and the communication to wait for before reading them."""
     part = part.contiguous()
-    # A buffer of its own: it is filled while another W still reads what it gathered.
+    # Not a shared buffer: it is filled while another W still reads its gathered rows.
     whole = torch.empty((part.size(0) * group.size(), *part.shape[1:]), dtype=part.dtype, device=part.device)
     return whole, torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
 
 
 def part_of(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns this rank's rows of what was gathered over ``group``, in memory of their own."""
+    """Returns a copy of this rank's rows of ``whole``, which was gathered over ``group``."""
     return whole.chunk(group.size())[group.rank()].clone(memory_format=torch.contiguous_format)
 
 

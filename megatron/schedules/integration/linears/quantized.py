@@ -1,8 +1,8 @@
-"""Transformer Engine's FP8 operands between I and W: one copy of each, and gathers of them.
+"""Transformer Engine's FP8 operands between I and W: frees one copy of each, and gathers them.
 
-A quantized tensor of Transformer Engine's has its numbers by rows, by columns or both. W multiplies columns. With one
+A quantized tensor of Transformer Engine has its numbers by rows, by columns, or both. W multiplies columns. With one
 scale for the whole tensor, columns can be made from rows, and on Blackwell rows serve for both. With a scale for each
-block the two copies are different numbers. Transformer Engine gathers rows where there is one scale, else columns.
+block the two copies are different numbers. Transformer Engine gathers rows if there is one scale, otherwise columns.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from megatron.schedules.integration.linears.te_version import te_version
 
 
 def is_quantized(operand: Any) -> bool:
-    """Whether ``operand`` is a quantized tensor, or the smaller object that modules use for one.
+    """Returns whether ``operand`` is a quantized tensor, or the smaller object that modules use for one.
 
-    Groups of experts' tensors in one (from 2.17 on) and those that its debugging tools look into are left as they are.
+    False for grouped tensors of experts (from 2.17 on) and for tensors that its debugging tools inspect; they are
+    unchanged.
     """
     return hasattr(operand, "update_usage") and (hasattr(operand, "_data") or hasattr(operand, "_rowwise_data"))
 
 
 def keep_columns(operand: Any) -> None:
-    """Free the copy by rows, and make that by columns where it is not there; plain tensors stay as they are.
+    """Frees the copy by rows, after making the copy by columns if it is missing. Plain tensors do not change.
 
     Args:
         operand: a tensor of any kind, or a list of them.
@@ -44,24 +45,27 @@ def keep_columns(operand: Any) -> None:
 
 
 def keep_rows(operand: Any) -> None:
-    """Free the copy by columns; plain tensors stay as they are."""
+    """Frees the copy by columns. Plain tensors do not change."""
     if is_quantized(operand):
         operand.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
 def gathered_by_columns(operand: Any) -> bool:
-    """Whether a gather takes the copy by columns, as it does where blocks have scales."""
+    """Returns whether a gather uses the copy by columns, as it does for block scales."""
     return is_quantized(operand) and not hasattr(operand, "_transpose_invalid")
 
 
 def gathered_in_i_alone(quantizer: Any) -> bool:
-    """Whether what ``quantizer`` makes cannot be gathered in W: before 2.16 blockwise tensors have a format for it."""
+    """Returns whether tensors of ``quantizer`` cannot be gathered in W.
+
+    Before 2.16 blockwise tensors have a special format.
+    """
     blockwise = type(quantizer).__name__ == "Float8BlockQuantizer"
     return blockwise and Version(te_version()) < Version("2.16")
 
 
 def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
-    """Begin to gather the rows of all ranks; returns them, and what to wait for before they are read, or None."""
+    """Starts gathering the rows of all ranks; returns them and the communication to wait for, or None."""
     if not is_quantized(part):
         return gathered(part, group)
     columns = gathered_by_columns(part)
@@ -73,7 +77,7 @@ def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def autocast_now() -> Callable[[], AbstractContextManager[None]]:
-    """Note whether and how linears quantize at this moment; what is returned has them do so again."""
+    """Records the current quantization settings of linears; returns a function that restores them."""
     state = getattr(sys.modules.get("transformer_engine.pytorch.fp8"), "FP8GlobalStateManager", None)
     if state is None or not state.is_fp8_enabled():
         return nullcontext

@@ -1,4 +1,4 @@
-"""The version of Transformer Engine here, and whether its linears can be split."""
+"""Version of Transformer Engine, and a check that its linears can be split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OLDEST = "2.3"
 
 
 def te_fault() -> str | None:
-    """Returns why Transformer Engine's linears cannot be split here, without a full stop; None where they can.
+    """Returns the reason why Transformer Engine's linears cannot be split, without a full stop; None if they can.
 
     Raises:
-        TooEarlyError: this is known only once it is imported.
+        TooEarlyError: Transformer Engine is not imported yet.
     """
     if not is_there(TRANSFORMER_ENGINE):
         return "Transformer Engine is not installed"
@@ -28,7 +28,7 @@ def te_fault() -> str | None:
         raise
     except ModuleNotFoundError:
         return "Transformer Engine is not installed"
-    except Exception as error:  # it loads shared libraries and asks for devices, which fail in many ways
+    except Exception as error:  # it loads shared libraries and queries devices, which can fail in many ways
         return f"Transformer Engine cannot be imported here, which ends in {type(error).__name__}"
     for name in LINEARS:
         linear = getattr(engine, name, None)
@@ -41,5 +41,5 @@ def te_fault() -> str | None:
 
 
 def te_version() -> str:
-    """Returns the version that is imported."""
+    """Returns the imported version."""
     return str(getattr(sys.modules.get("transformer_engine"), "__version__", "of unknown version"))

@@ -1,31 +1,36 @@
-"""Makes the backward of Transformer Engine's linears splittable into I and W.
+"""Splits the backward of Transformer Engine's linears into I and W.
 
-Hook: ``forward`` of each ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` instance, Megatron's subclasses
-included. The backward of a module whose ``wgrad_store`` delays passes the operands and the product to that store. But
-that is one queue a module, emptied in the order in which it was filled, and its gradients bypass the parameters' hooks.
-So during one forward the module gets
+Hook: ``forward`` of each ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` instance, including Megatron's
+subclasses. If a module's ``wgrad_store`` delays passes, its backward gives the operands and the product to that store.
+But that store is one first-in, first-out queue per module, and its gradients bypass the parameters' hooks. So during
+one forward the module gets
 
-- a ``wgrad_store`` of that call's own, which defers to our store under the (stage, microbatch) of the forward;
-- in place of each weight, and of each bias added in the product, a leaf of the same data without hooks: even a delayed
-  backward reports to the weights' hooks. The parameters themselves get their gradients in W.
+- its own ``wgrad_store`` for this call, which defers to our store under the (stage, microbatch) of the forward;
+- in place of each weight, and of each bias added in the product, a leaf with the same data and no hooks, because even a
+  delayed backward calls the weights' hooks. The parameters themselves get their gradients in W.
 
 The first microbatch of an iteration quantizes weights anew. Its W would also overwrite ``main_grad`` instead of adding
-to it, and lose what another W had added before. After each forward the autograd node is changed so that W adds.
+to it, and lose gradients that another W had added. After each forward the autograd node is changed so that W adds.
 
 FP8: an operand has a copy by rows and one by columns (:mod:`.quantized`). W reads columns, so the other copy is freed
-in I. Scales belong to the operand, and no later update changes them.
+in I. Scales belong to the operand, and later updates do not change them.
 
-These are never split; their gradients are computed in I: output layers (:mod:`.output_layers`); modules with a frozen
-weight; weights that are not plain parameters (primary FP8 weights, grouped in one, sharded over a rematerialisation
-group), are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``); modules whose
-``forward`` was already replaced. A norm's gradients come in I too. Megatron does not build ``LayerNormMLP``.
+The following are never split; their gradients are computed in I:
 
-Under sequence parallelism a column parallel backward gathers its input, for the weight gradient that it does not
-compute. A flag on the autograd node, or on an object of it, says so. It is cleared after each forward, and W gathers
-the input once, a quantized one by Transformer Engine's own function. Without such a flag the backward gathers, and only
-this rank's part is kept if it is not quantized.
+- output layers (:mod:`.output_layers`);
+- modules with a frozen weight;
+- weights that are not plain parameters: primary FP8 weights, grouped in one, or sharded over a rematerialisation group;
+- weights that are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``);
+- modules whose ``forward`` was already replaced.
 
-Read in Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
+A norm's gradients are computed in I too. Megatron does not build ``LayerNormMLP``.
+
+Under sequence parallelism a column parallel backward gathers its input for the weight gradient, although it does not
+compute that gradient. A flag on the autograd node, or on an object of the node, controls this. The flag is cleared
+after each forward, and W gathers the input once, a quantized input with Transformer Engine's own function. Without such
+a flag the backward gathers, and only this rank's part is stored if it is not quantized.
+
+Based on Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
 """
 
@@ -50,22 +55,23 @@ from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, t
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
-# Attributes of an instance that are read or replaced, besides its parameters.
+# Instance attributes that are read or replaced, besides the parameters.
 _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence_parallel", "parallel_mode", "tp_size")
-# That a backward is to gather its input: ``Linear``'s flag and ``LayerNormLinear``'s; and what else may rely on it.
+# Flags that make a backward gather its input (``Linear``'s and ``LayerNormLinear``'s), and settings that may rely on
+# the gathered input.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
 _RELY_ON_IT = ("debug", "ub_bulk_dgrad")
-# Autograd nodes after which a linear's own is looked for: it may add a bias, and cast or reshape the result.
+# Number of autograd nodes to search for a linear's own: it may add a bias, and cast or reshape the result.
 _STEPS_AFTER = 4
 
 
 def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     """Makes Transformer Engine's linears in ``model_chunk`` defer their weight gradients to ``store``.
 
-    As :func:`.local.split_linears` for local ones.
+    Works like :func:`.local.split_linears` for local linears.
 
     Raises:
-        RuntimeError: the linears lack an attribute that this relies on: an unknown version of Transformer Engine.
+        RuntimeError: the linears lack a required attribute: this version of Transformer Engine is unknown.
     """
     engine = sys.modules.get(ENGINE)
     if engine is None:
@@ -91,12 +97,12 @@ def split_te_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> in
 
 
 def is_split(linear: torch.nn.Module) -> bool:
-    """Whether :func:`split_te_linears` has bound this linear to a store."""
+    """Returns whether :func:`split_te_linears` has bound this linear to a store."""
     return isinstance(linear.__dict__.get("forward"), _Forward)
 
 
 class _Forward:
-    """Replaces one linear's ``forward``; for a split it gives the module a store and leaves of the call."""
+    """Replaces one linear's ``forward``. For a split backward it gives the module the call's store and leaves."""
 
     def __init__(self, module: torch.nn.Module, store: WeightGradients) -> None:
         self._module = module
@@ -105,14 +111,14 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, key = self._module, self._store.current
         whole = type(module).forward
-        # Without gradients (evaluation, or the first run of a recomputed block) there is nothing to split.
+        # Without gradients there is nothing to split: evaluation, or the first run of a recomputed block.
         if not torch.is_grad_enabled():
             return whole(module, *args, **kwargs)
         weights, biases = _parameters(module)
         if key is None or not _splittable(weights, biases):
             return _adding(whole(module, *args, **kwargs))
         call = _Call(module, self._store, key, weights, biases)
-        # The hooks live as long as the accumulators, which the graph holds once the forward has run.
+        # The hooks live as long as the accumulators, which the graph references after the forward.
         accumulators = call.listen()
         with _in_place(module, call):
             output = whole(module, *args, **kwargs)
@@ -123,7 +129,10 @@ class _Forward:
 
 
 def _holders(output: Any) -> tuple[Any, Any]:
-    """Where the backward of this call reads settings: the autograd node; for Linear, from 2.16 on, an object of its."""
+    """Objects from which this call's backward reads settings.
+
+    These are the autograd node and, for Linear from 2.16 on, an object of the node.
+    """
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     for _ in range(_STEPS_AFTER):
         holders = node, getattr(node, "backward_objects", None)
@@ -138,7 +147,7 @@ def _holders(output: Any) -> tuple[Any, Any]:
 
 
 def _adding(output: Any) -> Any:
-    """Have the weight gradient of this call added to ``main_grad``, be it the first microbatch's or not."""
+    """Makes this call add its weight gradient to ``main_grad``, also for the first microbatch."""
     if (output[0] if isinstance(output, tuple) else output).requires_grad:
         for holder in _holders(output):
             if getattr(holder, "is_first_microbatch", None):
@@ -147,7 +156,7 @@ def _adding(output: Any) -> Any:
 
 
 def _leave_input_in_parts(output: Any) -> None:
-    """Keep the backward of this call from gathering its input, which its W gathers for itself."""
+    """Keeps this call's backward from gathering its input, because W gathers it."""
     for holder in _holders(output):
         if quantized.gathered_in_i_alone(getattr(holder, "input_quantizer", None)):
             continue
@@ -158,9 +167,9 @@ def _leave_input_in_parts(output: Any) -> None:
 
 
 def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the weights, and the trainable biases whose gradients come with theirs, by name."""
+    """Returns, by name, the weights and the trainable biases whose gradients are computed with theirs."""
     named = {name: p for name, p in module._parameters.items() if p is not None and _PARAMETER.fullmatch(name)}
-    # Autograd computes the gradient of a bias that is returned, or added after a reduction, in I.
+    # If a bias is returned, or added after a reduction, autograd computes its gradient in I.
     fused = module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
     weights = {name: p for name, p in named.items() if name.startswith("weight")}
     return weights, {n: p for n, p in named.items() if fused and n not in weights and p.requires_grad}
@@ -202,11 +211,11 @@ class _Call:
         self.leaves: dict[str, Any] = {n: p.detach().requires_grad_() for n, p in (weights | biases).items()}
         if self.fused:
             for name, weight in weights.items():
-                # Without ``grad_added_to_main_grad``, so that the backward makes no dummy for it.
+                # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
                 self.leaves[name].main_grad = weight.main_grad  # type: ignore[attr-defined]
         parallel = module.parallel_mode if module.tp_size > 1 else None
         self.column_parallel, self.row_parallel = parallel == "column", parallel == "row"
-        # The ranks over which the backward gathers the rows of the input or of the output's gradient.
+        # Ranks over which the backward gathers the rows of the input or of the output's gradient.
         gathers = module.sequence_parallel
         self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
@@ -214,7 +223,7 @@ class _Call:
         self._deferred = False
 
     def listen(self) -> list[Any]:
-        """Has :meth:`_arrived` called after the backward, whatever that gives the weights; keep the result alive."""
+        """Makes :meth:`_arrived` run after every backward, for any gradients of the weights. Keep the result alive."""
         accumulators = []
         for name in self.weights:
             leaf = self.leaves[name]
@@ -231,20 +240,20 @@ class _Call:
             )
 
     def delay_wgrad_compute(self) -> bool:
-        """Tells Transformer Engine, in forward and in backward, to call :meth:`put`."""
+        """Tells Transformer Engine, in forward and backward, to call :meth:`put`."""
         return True
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """Takes from Transformer Engine's backward the weight gradient that it did not compute.
+        """Receives the deferred weight gradient from Transformer Engine's backward.
 
         Args:
-            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out); for ``GroupedLinear`` a
-                list of each, one an expert, and the list of the weight gradients to write.
-            func: computes from them; returns the weight gradient and the bias gradient, and perhaps more. For
-                ``GroupedLinear`` the first is nothing, and the second a list.
+            tensor_list: the input (tokens, h_in) and the output's gradient (tokens, h_out). For ``GroupedLinear`` a
+                list of each, one tensor per expert, and the list of the weight gradients to write.
+            func: computes from them the weight gradient and the bias gradient, and may return more. For
+                ``GroupedLinear`` the first is empty, and the second a list.
         """
         if self.column_parallel:
-            # The input's gradient is on its way to the other ranks and is waited for after this.
+            # The input's gradient is being sent to the other ranks; the wait for it follows.
             self._store.compute_ahead(self._key)
         work = _WeightGradient(self, tensor_list, func)
         self._deferred = True
@@ -253,7 +262,10 @@ class _Call:
 
 
 def _part_of(input: Any, grad_output: Any, group: Any) -> tuple[Any, Any]:
-    """This rank's part of ``input`` and the ranks to gather it from; None where it stays gathered. Its rows tell."""
+    """Returns this rank's part of ``input`` and the ranks to gather it from; None if it stays gathered.
+
+    The number of rows decides.
+    """
     rows, whole = (math.prod(operand.size()[:-1]) for operand in (input, grad_output))
     if rows * group.size() == whole:
         return input, group
@@ -275,7 +287,7 @@ class _WeightGradient:
         self._outputs: list[Tensor] | None = outputs[0] if outputs else None
         self._shapes: list[tuple[Any, ...]] = []
         if self._outputs and not call.fused:
-            # Empty memory of the size of the weights, which should not be held from I to W.
+            # Uninitialised memory of the weights' size, which should not stay allocated from I to W.
             self._shapes = [(out.shape, out.dtype, out.device) for out in self._outputs]
             self._outputs = []
         single, over = not outputs, None
@@ -298,10 +310,10 @@ class _WeightGradient:
         )
 
     def _compute(self, input: Any, grad_output: Any) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Returns the gradients of the weights, and those of the biases that are computed here."""
+        """Returns the gradients of the weights, and of the biases that are computed here."""
         func = self._func
-        del self._func  # which knows the backward that it comes from
-        quantized.keep_columns(input)  # which may have been gathered by rows
+        del self._func  # it references the backward that it comes from
+        quantized.keep_columns(input)  # may have been gathered by rows
         if self._outputs is None:
             weight_gradient, bias_gradient, *_ = func(input, grad_output)
             return [weight_gradient], [bias_gradient]
@@ -317,7 +329,7 @@ class _WeightGradient:
         return [*gradients, *(self._bias_gradient(name, bias_gradients) for name in call.biases)]
 
     def _bias_gradient(self, name: str, computed: Sequence[Tensor | None]) -> Tensor | None:
-        """Returns the gradient from I, or else that from W, which is None or empty where I computed it."""
+        """Returns the gradient from I, or else the one from W, which is None or empty if I computed it."""
         early: Tensor | None = self._call.leaves[name].grad
         late = computed[int(name.removeprefix("bias") or 0)]
         if early is None and late is not None and late.numel():

@@ -1,4 +1,6 @@
-"""Bubble, peak memory and slowest stage of each logged iteration, measured on all ranks, for stock's log and writers.
+"""Bubble, peak memory and slowest stage of each logged iteration, for stock's log line and writers.
+
+They are measured on all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Logged(NamedTuple):
         planned_peak: the same from the model's arithmetic; None if its sizes are unknown.
         slowest_rank: pipeline rank of the slowest stage.
         slow: ranks that have become slow.
-        since: time at which these ranks were faster.
+        since: text that says when these ranks were faster.
     """
 
     measured: Iteration
