@@ -367,7 +367,7 @@ def after_the_pipeline(setting: Setting) -> float:
 
 
 def _choices(setting: Setting) -> list[StageCosts]:
-    """Returns the costs without memory saving, with full recompute and with full offload, if the method allows these."""
+    """Returns the costs without memory saving, with full recompute and with full offload, if allowed."""
     costs, placement = setting.costs, setting.placement
     every = (1.0,) * placement.stages
     choices = [costs.on(placement)]

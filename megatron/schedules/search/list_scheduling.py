@@ -1,7 +1,8 @@
 """List scheduling: assigns times to an order and runs later passes early on ranks that would idle.
 
-It uses plain loops over flat sequences, and no operation that differs between Python and numba. Named schedules run it
-in Python. The adaptive search and large plans run it compiled, on arrays. Both make the same choices.
+It is the planner's inner loop. It uses plain loops over flat sequences, and no operation that differs between Python
+and numba. Named schedules run it in Python. The adaptive search and large plans run it compiled, on arrays. Both make
+the same choices.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Space(NamedTuple):
         missing: number of tasks that each task still waits for.
         ready: earliest start of each task, as far as known.
         following, preceding: remaining order of each rank as a ring of its tasks and one node of its own.
-        events: heap of the times at which a rank may start its next pass, with that rank. Empty, it holds (NEVER, -1).
+        events: heap of the times at which a rank may start its next pass, with that rank. (NEVER, -1) is
+            its only entry before and after a run.
     """
 
     missing: MutableSequence[int]
@@ -85,7 +87,7 @@ class Policy(NamedTuple):
         lookahead: number of its remaining passes that the rank considers.
         defer_fillers: prefer a ready pass that others wait for to an earlier ready filler, if memory allows.
         patience: stay idle rather than start a pass that would delay an earlier one by more than this share of the
-            started pass's own duration. Only passes with a known start time count.
+            started pass's own duration. Only earlier passes whose ready time is known count.
         ends_only: keep the base order of each rank except in its cool-down, from its last forward on.
         noise: probability of skipping a pass that could start, so that a search sees other orders.
         seed: random seed of the noise, so that a plan is the same everywhere.
