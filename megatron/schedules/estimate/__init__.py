@@ -1,1 +1,1 @@
-"""What training would take on GPUs that are not at hand: arithmetic, a roofline, memory, and a search over settings."""
+"""Estimates of training on GPUs that you do not have: arithmetic, a roofline, memory, and a search over settings."""

@@ -1,8 +1,8 @@
-"""Activation memory of a microbatch on a tensor-parallel rank, in bytes a token, tensor by tensor.
+"""Activation memory of a microbatch on a tensor-parallel rank, in bytes per token, tensor by tensor.
 
-Counts what each operation saves for its backward as in arXiv 2205.05198, section 4, extended by grouped queries, rotary
-positions, gated MLPs, experts and split backwards. A linear keeps its input, and from I to W its output's gradient too;
-fused attention keeps its inputs and its output; a view keeps its whole base.
+Counts the tensors that each operation saves for its backward as in arXiv 2205.05198, section 4. Adds grouped queries,
+rotary positions, gated MLPs, experts and split backwards. A linear keeps its input, and from I to W its output's
+gradient too. Fused attention keeps its inputs and its output. A view keeps its whole base.
 ``tests/integration/test_dry_run_memory.py`` compares this with bytes counted in jobs on the CPU.
 """
 
@@ -18,18 +18,18 @@ _SINGLE = 4.0
 
 
 class Kept(NamedTuple):
-    """Bytes for a token.
+    """Bytes per token.
 
     Args:
-        forward: from F to I.
-        weights: from I to W.
+        forward: bytes from F to I.
+        weights: bytes from I to W.
     """
 
     forward: float = 0.0
     weights: float = 0.0
 
     def plus(self, other: Kept) -> Kept:
-        """Both together."""
+        """Sum of both."""
         return Kept(self.forward + other.forward, self.weights + other.weights)
 
 
@@ -39,17 +39,17 @@ Layer = Mapping[str, Kept]
 
 @dataclass(frozen=True)
 class Activations:
-    """A model, part by part.
+    """Activations of a model, part by part.
 
     Args:
         first: the embedding.
-        mask: attention mask that all layers of the first and of the last stage keep together.
+        mask: attention mask shared by all layers of the first stage, and by all layers of the last stage.
         layers: each decoder layer by its parts.
         last: final norm and output layer.
         norm: the final norm alone.
         ahead: one layer of multi-token prediction with its logits.
-        input: input of a decoder layer, which remains where the layer is recomputed.
-        words: under vocabulary parallelism, what each rank keeps for the output layer, and what all keep together.
+        input: input of a decoder layer, which stays allocated if the layer is recomputed.
+        words: under vocabulary parallelism, activations of the output layer on each rank, and on all ranks together.
     """
 
     first: Kept
@@ -88,7 +88,7 @@ def activations(build: Build) -> Activations:
 
 
 def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
-    """Sums up a layer, ``without`` the forward's share of parts that I recomputes."""
+    """Sums up a layer. ``without`` names parts that I recomputes, whose forward activations are left out."""
     found = Kept()
     for name, part in layer.items():
         found = found.plus(part._replace(forward=0.0) if name in without else part)
@@ -96,12 +96,12 @@ def whole(layer: Layer, without: Collection[str] = ()) -> Kept:
 
 
 def _between(build: Build) -> int:
-    """Ranks that the hidden states between linears are split over."""
+    """Number of ranks over which the hidden states between linears are split."""
     return build.tensor if build.sequence_parallel else 1
 
 
 def _mask(build: Build) -> float:
-    """Mask of the dropout after attention, the MLP or the embedding."""
+    """Bytes of the mask of the dropout after attention, the MLP or the embedding."""
     return _number_of_mask(build) if build.shape.masks[1] else 0.0
 
 
@@ -137,7 +137,10 @@ def _scores(build: Build) -> float:
 
 
 def _attention(build: Build) -> dict[str, Kept]:
-    """Queries, keys and values are views of one tensor, which is kept as long as any of them."""
+    """Bytes of each part of attention.
+
+    Queries, keys and values are views of one tensor, which stays allocated as long as any of them.
+    """
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
     together = queries + 2 * keys
     grouped = build.groups * build.head < queries
@@ -183,12 +186,12 @@ def _feed_forward(build: Build) -> dict[str, Kept]:
 
 
 def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> Kept:
-    """Activations between both linears of an MLP.
+    """Bytes of the activations between both linears of an MLP.
 
     Args:
         inner: width.
-        rows: of each token.
-        scaled: whether rows are weighted after the activation function.
+        rows: rows per token.
+        scaled: true if rows are weighted after the activation function.
     """
     wide = (2 if build.shape.gated else 1) * inner
     apart = 0.0

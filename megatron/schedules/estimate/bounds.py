@@ -11,7 +11,7 @@ from megatron.schedules.utils.errors import PlanError
 _PROCESSES = 10_000_000
 _WIDTH = 10_000_000
 _TOKENS = 1_000_000_000
-# Searches place layers one by one.
+# Searches assign layers one by one.
 MOST_LAYERS = 2000
 
 # (least, most). The most is far above any model's, yet planning stays fast. 0 is allowed where it means "none".
@@ -56,10 +56,10 @@ BOUNDS = {
 
 
 def within(name: str, value: int) -> int:
-    """Returns ``value``.
+    """Checks and returns ``value``.
 
     Raises:
-        PlanError: where it is out of the bounds of ``name``.
+        PlanError: if it is out of the bounds of ``name``.
     """
     least, most = BOUNDS[name]
     if value < least:

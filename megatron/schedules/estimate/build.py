@@ -10,9 +10,11 @@ class Latent(NamedTuple):
     """Multi-latent attention (arXiv 2405.04434).
 
     Args:
-        query: width that queries are compressed to; None where they are not.
-        key_value: width that keys and values are compressed to.
-        head, position, value: widths of one head's query without position, its position, and its value.
+        query: width of compressed queries; None if not compressed.
+        key_value: width of compressed keys and values.
+        head: width of one head's query without position.
+        position: width of its position.
+        value: width of its value.
     """
 
     query: int | None
@@ -24,14 +26,14 @@ class Latent(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in place of an MLP.
+    """Experts instead of an MLP.
 
     Args:
-        where: whether each layer has them.
+        where: for each layer, true if it has experts.
         inner: width of one expert.
-        chosen: experts of a token.
+        chosen: experts per token.
         number: experts on each device.
-        shared: width of the experts that all tokens go through.
+        shared: width of the experts that process all tokens.
     """
 
     where: tuple[bool, ...]
@@ -43,19 +45,23 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT.
+    """Sizes of a GPT.
 
     Args:
-        layers, hidden, heads, sequence, vocabulary: its sizes; the vocabulary as padded, 0 where it is not known.
-        width: of all heads together; ``hidden`` without it.
-        groups: of queries that share keys and values; as many as heads without it.
-        inner: width of the MLP; four times ``hidden`` without it.
-        gated: whether the MLP is gated, as SwiGLU.
-        fused: whether attention is one kernel, such as FlashAttention.
+        layers: decoder layers.
+        hidden: hidden size.
+        heads: attention heads.
+        sequence: tokens of a sample.
+        vocabulary: padded number of words; 0 if unknown.
+        width: width of all heads together; defaults to ``hidden``.
+        groups: groups of queries that share keys and values; defaults to the number of heads.
+        inner: width of the MLP; defaults to four times ``hidden``.
+        gated: true if the MLP is gated, as in SwiGLU.
+        fused: true if attention is one kernel, such as FlashAttention.
         latent: multi-latent attention, instead of ``width`` and ``groups``.
-        experts: of the layers that have them.
+        experts: experts of the layers that have them.
         ahead: layers of multi-token prediction.
-        masks: whether there is dropout of the scores, and after attention and MLP.
+        masks: dropout of the scores, and dropout after attention and MLP; true if used.
     """
 
     layers: int
@@ -79,26 +85,29 @@ class Build:
     """A model as built on its ranks.
 
     Args:
-        shape: its sizes.
+        shape: sizes of the model.
         head: width of one head's query, key and value; latent attention has its own.
         tensor: tensor-parallel ranks.
-        sequence_parallel: whether they also split the hidden states between linears.
+        sequence_parallel: true if these ranks also split the hidden states between linears.
         expert_tensor: tensor-parallel ranks of an expert.
-        experts: of a layer, on all devices.
-        biases, attention_biases: whether linears have one, and whether that into attention has one in any case.
-        two_norms: whether norms have a shift besides their scale: layer norm, not RMS norm.
-        head_norms: whether each head's queries and keys are normed.
-        shared_gate: whether shared experts have a gate.
-        positions: learned ones; 0 without.
-        rotary, fused_rotary: whether positions are rotary, and applied by one kernel.
-        given_mask: whether each microbatch brings an attention mask.
-        fused_activation: whether the activation function of an MLP is one kernel.
-        fused_loss: whether the loss keeps the logits in their own precision, not in single precision.
-        plain: whether torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
-            two tensors in single precision instead of its input.
-        samples: of a microbatch.
+        experts: experts of a layer, on all devices.
+        biases: true if linears have a bias.
+        attention_biases: true if the linear into attention has a bias in any case.
+        two_norms: true if norms have a shift besides their scale: layer norm, not RMS norm.
+        head_norms: true if each head's queries and keys are normed.
+        shared_gate: true if shared experts have a gate.
+        positions: number of learned positions; 0 without.
+        rotary: true if positions are rotary.
+        fused_rotary: true if one kernel applies rotary positions.
+        given_mask: true if each microbatch has an attention mask.
+        fused_activation: true if the activation function of an MLP is one kernel.
+        fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
+        plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
+            keeps two tensors in single precision instead of its input.
+        samples: samples of a microbatch.
         context: context-parallel ranks, which share the tokens of a sample.
-        number, residual: bytes of one number of activations, and of the residual stream.
+        number: bytes of one number of activations.
+        residual: bytes of one number of the residual stream.
     """
 
     shape: Shape
@@ -141,5 +150,5 @@ class Build:
 
     @property
     def where(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+        """For each layer, true if it has experts."""
         return self.shape.experts.where if self.shape.experts else (False,) * self.shape.layers

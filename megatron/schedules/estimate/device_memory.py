@@ -18,7 +18,7 @@ from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, Mod
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
-# Modules that Megatron can recompute alone, and their parts of a layer.
+# Modules that Megatron can recompute separately, and their parts of a layer.
 _MODULES: Mapping[str, tuple[str, ...]] = {"moe": ("router", "moe_act", "moe", "shared_experts")}
 
 
@@ -27,9 +27,9 @@ class Numbers:
     """Bytes of each parameter.
 
     Args:
-        weight, gradient, optimizer: of each sort.
+        weight, gradient, optimizer: bytes per parameter.
         shared_by: ranks that share the optimizer state of dense parameters, and of experts'.
-        on_host: part of the optimizer state on the host.
+        on_host: share of the optimizer state on the host.
     """
 
     weight: float
@@ -43,7 +43,7 @@ class Numbers:
         return self.optimizer * (count.dense / self.shared_by[0] + count.expert / self.shared_by[1])
 
     def held(self, count: Count) -> float:
-        """Bytes on one rank's device throughout."""
+        """Bytes that stay allocated on one rank's device."""
         return (self.weight + self.gradient) * count.all + (1 - self.on_host) * self.state(count)
 
 
@@ -52,9 +52,9 @@ class Recompute:
     """Megatron's own recompute, which runs in I.
 
     Args:
-        layers: whole layers of each stage, the first ones; None for all.
+        layers: number of layers of each stage, the first ones, that are recomputed whole; None for all.
         together: consecutive layers that keep one input.
-        modules: modules of all layers, by Megatron's names.
+        modules: recomputed modules of all layers, by Megatron's names.
     """
 
     layers: int | None = 0
@@ -76,11 +76,11 @@ def model_memory(
     """Memory of each part of ``build`` for one microbatch, for plans.
 
     Args:
-        build: the model as its ranks have it.
-        tokens: of a microbatch on one rank.
-        recompute: Megatron's own.
-        shared: whether vocabulary parallelism is on.
-        numbers: bytes of a parameter, where a plan makes room for them; else parameters count as 0.
+        build: the model as built on its ranks.
+        tokens: tokens of a microbatch on one rank.
+        recompute: Megatron's own recompute.
+        shared: true under vocabulary parallelism.
+        numbers: bytes per parameter, if the plan must reserve memory for parameters; otherwise they count as 0.
     """
     kept, sizes = activations(build), parameters(build)
 
@@ -117,8 +117,8 @@ class RankMemory(NamedTuple):
     """Memory of one pipeline rank in bytes, each sort at its peak.
 
     Args:
-        weights, gradients, optimizer, activations, messages: on the device.
-        host: on the host.
+        weights, gradients, optimizer, activations, messages: bytes on the device.
+        host: bytes on the host.
     """
 
     weights: float
@@ -145,12 +145,12 @@ class RankMemory(NamedTuple):
 
     @property
     def largest(self) -> str:
-        """The sort that takes most of the device."""
+        """The sort that uses most of the device."""
         return max(self.parts, key=lambda part: self.parts[part])
 
     @staticmethod
     def static_of(count: Count, numbers: Numbers, messages: float) -> RankMemory:
-        """Returns a rank of ``count`` parameters without activations, with so many bytes of messages."""
+        """Returns a rank with ``count`` parameters, no activations, and ``messages`` bytes of messages."""
         state = numbers.state(count)
         return RankMemory(
             weights=numbers.weight * count.all,

@@ -1,7 +1,7 @@
 """Searches parallel sizes, microbatch sizes and methods for the fastest setting that fits in memory.
 
-The search is exhaustive: settings are tried in the order of their lower bounds, until the next bound is above the best
-time found.
+The search is exhaustive: it tries settings in the order of their lower bounds, and stops when the next bound is above
+the best time found.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from megatron.schedules.utils.errors import PlanError
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MORE_GPUS = 2, 4, 8, 16
-# Of search for each adaptive plan, and for the fastest ones.
+# Search time of each adaptive plan, and of the fastest ones.
 _SEARCH_SECONDS, _FINAL_SECONDS = 0.5, 2.0
 
 
 @dataclass(frozen=True)
 class Question:
-    """The training run that settings are searched for.
+    """The training run to search settings for.
 
     Args:
         model, device: the model and the GPU.
         gpus: number of GPUs.
         global_batch: samples of an iteration.
-        correction: of the roofline, from a measured profile.
+        correction: correction of the roofline, from a measured profile.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class Question:
     correction: PassTimes = ONES
 
     def settings(self, method: Method) -> Iterator[Setting]:
-        """Yields all settings of ``method``, whether they fit or not."""
+        """Yields all settings of ``method``, including those that do not fit."""
         gpus, rest = divmod(self.gpus, self.model.args.context_parallel_size)
         for tensor in () if rest else _divisors(gpus):
             for pipeline in _divisors(gpus // tensor):
@@ -64,14 +64,14 @@ class Question:
 
 
 class Short(NamedTuple):
-    """The setting that needs least memory, where none fits.
+    """The setting with the least memory, if none fits.
 
     Args:
         setting: the setting.
-        rank: its fullest pipeline rank.
+        rank: pipeline rank with the most memory.
         held: memory of that rank; a lower bound unless ``planned``.
-        planned: whether there is a plan.
-        gpus: times as many GPUs with which one microbatch of some setting fits; None where 16 are not enough.
+        planned: true if there is a plan.
+        gpus: factor on the number of GPUs with which one microbatch of some setting fits; None if 16 is not enough.
     """
 
     setting: Setting
@@ -94,7 +94,7 @@ class Found:
         method: the method.
         best: settings that fit, the fastest first.
         tried: number of settings planned.
-        short: where none fits, the setting that needs least; None where there is no setting.
+        short: if none fits, the setting with the least memory; None if there is no setting.
     """
 
     method: Method
@@ -127,13 +127,13 @@ def search(question: Question, method: Method, top: int = 1) -> Found:
 
 
 def _longer(found: Estimate) -> Estimate:
-    """``found`` planned with a longer search, where that gains."""
+    """Plans ``found`` again with a longer search, if that can improve it."""
     longer = estimate(found.setting, search_seconds=_FINAL_SECONDS)
     return longer if longer.fits and longer.mfu > found.mfu else found
 
 
 def _short(question: Question, found: Found) -> Short | None:
-    """The setting of ``found``'s method that needs least, and how many more GPUs might make it fit."""
+    """Returns the setting of ``found``'s method with the least memory, and how many more GPUs might make it fit."""
     short = found.short
     if short is None:
         every = [(setting, *least_memory(setting)) for setting in question.settings(found.method)]
@@ -150,12 +150,12 @@ def _short(question: Question, found: Found) -> Short | None:
 
 
 def fastest(found: Sequence[Found]) -> list[Estimate]:
-    """All settings found, the fastest first."""
+    """Returns all settings found, the fastest first."""
     return sorted((each for of_method in found for each in of_method.best), key=lambda each: -each.mfu)
 
 
 def _by_promise(question: Question, method: Method) -> list[tuple[float, Setting]]:
-    """Lower bounds and settings with room for any schedule, the lowest bound first."""
+    """Returns lower bounds and settings that have memory for some schedule, the lowest bound first."""
     promising = [(least_seconds(setting), setting) for setting in question.settings(method)]
     return sorted((each for each in promising if each[0] < math.inf), key=lambda each: each[0])
 

@@ -1,4 +1,4 @@
-"""Estimates one setting's iteration: its time, its memory and its share of the GPUs' arithmetic (MFU)."""
+"""Estimates one setting's iteration: its time, its memory and its model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _STAND_IN = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 
 
 class Method(NamedTuple):
-    """A way to train, as the paper names it.
+    """A way to train, named as in the paper.
 
     Args:
-        name: in tables.
-        schedule: by our name.
-        chunks: stages a rank holds.
-        recompute: whether Megatron recomputes all layers.
+        name: name in tables.
+        schedule: name of the schedule in this package.
+        chunks: stages of a rank.
+        recompute: true if Megatron recomputes all layers.
         memory_limit: for ``adaptive``, a fraction of 1F1B's activation memory; None for all that fits the device.
-        shared: whether vocabulary parallelism is on.
-        may_recompute, may_offload: for ``adaptive``, whether the plan may recompute layers, or offload activations.
+        shared: true under vocabulary parallelism.
+        may_recompute, may_offload: for ``adaptive``, true if the plan may recompute layers, or offload activations.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Method(NamedTuple):
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan may recompute or offload layers."""
+        """True if the plan may recompute or offload layers."""
         return self.may_recompute or self.may_offload
 
     def sharing(self) -> Method:
-        """The same with vocabulary parallelism."""
+        """Returns the same method with vocabulary parallelism."""
         return self._replace(name=f"{self.name}, shared", shared=True)
 
 
@@ -89,10 +89,10 @@ SAVING = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A method, and parallel and microbatch sizes.
+    """A method, with parallel and microbatch sizes.
 
     Args:
-        method: the schedule, and whether activations are recomputed.
+        method: the schedule, with or without recompute.
         model, device: the model and the GPU.
         data, tensor, pipeline: parallel sizes.
         micro_batch: samples of a microbatch.
@@ -177,13 +177,13 @@ class Setting:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Decoder layers of each stage: even, the embedding and the output layer counting as a layer each."""
+        """Decoder layers of each stage: an even partition in which embedding and output layer count as a layer each."""
         stages = self.placement.stages
         return even(self.build.shape.layers, stages, (0, 0) if self.method.shared else (1, 1))
 
     @property
     def wrong(self) -> str:
-        """Reason why the setting cannot run; empty where it can."""
+        """Reason why the setting cannot run; empty if it can."""
         shape, sizes = self.model.whole.shape, sizes_of(self.args)
         if self.global_batch % (self.data * self.micro_batch):
             return "the batch does not divide into microbatches"
@@ -215,7 +215,7 @@ class Setting:
         return " ".join([*flags, *self._of_schedule()])
 
     def _of_schedule(self) -> Iterator[str]:
-        """Flags of this package."""
+        """Yields the flags of this package."""
         adaptive, offload = self.method.schedule == "adaptive", self.method.may_offload
         chunks = f":{self.method.chunks}" if adaptive else ""
         yield f"--pipeline-schedule {self.method.schedule}{chunks}"
@@ -243,12 +243,12 @@ class Estimate:
 
     Args:
         setting: the setting.
-        seconds: of an iteration.
-        mfu: share of the GPUs' peak arithmetic that the model uses, recompute not counted.
+        seconds: iteration time.
+        mfu: share of the GPUs' peak arithmetic that the model uses, without recompute.
         bubble: share of the pipeline's time in which an average rank is idle.
         ranks: memory of each pipeline rank.
         share: peak activation memory as a fraction of 1F1B's, as in a memory limit.
-        recomputed: share of the computing that is recompute passes (R).
+        recomputed: share of the computing time that is recompute passes (R).
     """
 
     setting: Setting
@@ -261,31 +261,31 @@ class Estimate:
 
     @property
     def memory(self) -> float:
-        """Bytes on the fullest GPU, :data:`RESERVED` included."""
+        """Bytes on the GPU with the most memory in use, :data:`RESERVED` included."""
         return RESERVED + max(rank.device for rank in self.ranks)
 
     @property
     def activations(self) -> float:
-        """Bytes of activations on the rank with most of them."""
+        """Bytes of activations on the rank with the most."""
         return max(rank.activations for rank in self.ranks)
 
     @property
     def host(self) -> float:
-        """Bytes on a node's host at most: as if all its GPUs held as much there as the fullest."""
+        """Upper bound of the bytes on a node's host: every GPU counts as much as the one with the most."""
         return self.setting.device.node * max(rank.host for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits the device's and the host's memory."""
+        """True if the setting fits the memory of the device and of the host."""
         device = self.setting.device
         return self.memory <= device.memory and self.host <= device.host_memory
 
 
 def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
-    """Plans the setting's schedule and reads off its figures.
+    """Plans the setting's schedule and computes its figures.
 
     Raises:
-        PlanError: where there is no plan, such as for a lack of memory.
+        PlanError: if there is no plan, such as for a lack of memory.
     """
     plan = make_plan(request_for(setting, search_seconds))
     seconds = plan.iteration_time + after_the_pipeline(setting)
@@ -316,7 +316,7 @@ def request_for(setting: Setting, search_seconds: float | None = None) -> Reques
 
 
 def least_seconds(setting: Setting) -> float:
-    """Lower bound of an iteration's seconds within the device's memory; infinite where nothing fits."""
+    """Lower bound of the iteration time in seconds, within the device's memory; infinite if nothing fits."""
     if least_memory(setting)[1].device > setting.device.memory - RESERVED:
         return math.inf
     found = _choices(setting)[-1]
@@ -325,7 +325,10 @@ def least_seconds(setting: Setting) -> float:
 
 
 def least_memory(setting: Setting) -> tuple[int, RankMemory]:
-    """The fullest pipeline rank with a single microbatch, and its memory: no schedule needs less."""
+    """Returns the pipeline rank with the most memory for a single microbatch, and that memory.
+
+    No schedule needs less.
+    """
     unit, placement = setting.memory.of_rank(setting.pipeline), setting.placement
     choices = [each.least_by_rank(placement) for each in _choices(setting)]
     least = [unit * min(each) for each in zip(*choices, strict=True)]
@@ -335,20 +338,23 @@ def least_memory(setting: Setting) -> tuple[int, RankMemory]:
 
 
 def mfu(setting: Setting, seconds: float) -> float:
-    """The model's arithmetic in an iteration over the GPUs' peak in ``seconds``."""
+    """Returns the model's arithmetic in an iteration over the GPUs' peak in ``seconds``."""
     work = setting.model.flops_a_token * setting.model.sequence * setting.global_batch
     return work / (seconds * setting.gpus * setting.device.matrix_flops)
 
 
 def memory_limit(setting: Setting) -> float:
-    """Memory limit of an adaptive plan, a fraction of 1F1B's: the method's, or what the device has left, at most 2."""
+    """Returns the memory limit of an adaptive plan, a fraction of 1F1B's.
+
+    It is the method's limit, or the memory left on the device, at most 2.
+    """
     if setting.method.memory_limit is not None:
         return setting.method.memory_limit
     return min(2.0, _room(setting))
 
 
 def after_the_pipeline(setting: Setting) -> float:
-    """Seconds of gradients' reduce-scatter, optimizer step and parameters' all-gather, without overlap."""
+    """Seconds of the gradients' reduce-scatter, the optimizer step and the parameters' all-gather, without overlap."""
     roofline = Roofline(setting.device)
     most = max(count.all for count in _sizes(setting))
     each = setting.trained.numbers
@@ -361,12 +367,12 @@ def after_the_pipeline(setting: Setting) -> float:
 
 
 def _choices(setting: Setting) -> list[StageCosts]:
-    """Costs with no layer saved, and, where the method may, with all recomputed, and all offloaded."""
+    """Returns the costs without memory saving, with full recompute and with full offload, if allowed."""
     costs, placement = setting.costs, setting.placement
     every = (1.0,) * placement.stages
     choices = [costs.on(placement)]
     choices += [costs.on(placement, Decisions(recomputed=every))] if setting.method.may_recompute else []
-    # Copies that take no time save as much memory.
+    # Copies that take no time save the same memory.
     free = replace(costs, copy=0.0)
     choices += [free.on(placement, Decisions(offloaded=every))] if setting.method.may_offload else []
     return choices

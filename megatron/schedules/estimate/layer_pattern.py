@@ -1,4 +1,4 @@
-"""Reads flags that pick layers, such as ``--moe-layer-freq``: a number, or a list as Python writes it, without eval."""
+"""Reads flags that select layers, such as ``--moe-layer-freq``: a number, or a list in Python syntax, without eval."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 from megatron.schedules.estimate.bounds import MOST_LAYERS
 
-_PATTERN = re.compile(r"[0-9\[\](),+*]+")  # what Megatron lets through
+_PATTERN = re.compile(r"[0-9\[\](),+*]+")  # characters that Megatron accepts
 _MOST_CHARACTERS = 10 * MOST_LAYERS
 EXPRESSION = "a whole number, or a list of zeros and ones such as [0]*1+[1]*31"
 
 
 def moe_freq_type(text: str) -> int | list[int]:
-    """Reads which layers have experts, as Megatron's parser takes it: one of so many from the first on, or a list."""
+    """Reads which layers have experts, as Megatron's parser does.
+
+    A number n means every n-th layer, from the first. Otherwise it is a list.
+    """
     found = _read(text)
     if isinstance(found, int) and not 1 <= found <= MOST_LAYERS:
         raise argparse.ArgumentTypeError(f"{found} is not from 1 to {MOST_LAYERS}")
@@ -36,8 +39,8 @@ def _read(text: str) -> int | list[int]:
     """Reads a number, or a list of zeros and ones.
 
     Raises:
-        ValueError: where ``text`` is no number.
-        argparse.ArgumentTypeError: where it is no such list, or a longer one.
+        ValueError: if ``text`` is no number.
+        argparse.ArgumentTypeError: if it is no such list, or a too long one.
     """
     if "[" not in text:
         return int(text)
@@ -57,11 +60,11 @@ def _read(text: str) -> int | list[int]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Evaluates whole numbers and lists, added and multiplied; no list is longer than the terms of the text allow.
+    """Evaluates integers and lists, added and multiplied. The text limits the length of a list.
 
     Raises:
-        TypeError: where ``node`` is anything else.
-        OverflowError: where a list would be too long.
+        TypeError: if ``node`` is anything else.
+        OverflowError: if a list would be too long.
     """
     match node:
         case ast.Constant(value=int(number)):

@@ -78,12 +78,12 @@ _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-leng
 
 
 def attribute(flag: str) -> str:
-    """Name of a flag's attribute."""
+    """Returns the attribute name of a flag."""
     return flag[2:].replace("-", "_")
 
 
 def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[str, str] | None = None) -> None:
-    """Adds ``flags`` to ``parser``; ``otherwise`` has the attributes of flags whose attribute has another name."""
+    """Adds ``flags`` to ``parser``. ``otherwise`` maps flags to attributes with other names."""
     for flag, (kind, default) in flags.items():
         options: dict[str, Any] = {"dest": (otherwise or {}).get(flag, attribute(flag)), "default": default}
         if kind is None:
@@ -95,11 +95,11 @@ def declare(parser: argparse.ArgumentParser, flags: Flags, otherwise: Mapping[st
 
 
 def shape(args: Any, vocabulary: int) -> Shape:
-    """Shape of the model in Megatron's ``args``, validated or not.
+    """Returns the shape of the model in Megatron's ``args``, validated or not.
 
     Args:
         args: an attribute for each of :data:`FLAGS`.
-        vocabulary: as padded; 0 where it is not known.
+        vocabulary: padded number of words; 0 if unknown.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
     # A gated MLP of two thirds the width has as many parameters; Megatron rounds down to whole tiles.
@@ -137,7 +137,7 @@ def shape(args: Any, vocabulary: int) -> Shape:
 
 
 def padded(words: int, args: Any) -> int:
-    """Vocabulary size as Megatron pads it for tensor-parallel ranks."""
+    """Returns the vocabulary size as Megatron pads it for tensor-parallel ranks."""
     multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-words // multiple) * multiple
 
@@ -149,10 +149,10 @@ def parse(text: str, name: str) -> argparse.Namespace:
 
     Args:
         text: flags, or a shell script with flags.
-        name: of the model or its file, for errors.
+        name: name of the model or its file, for errors.
 
     Raises:
-        PlanError: naming what is wrong.
+        PlanError: if the flags describe no model.
     """
     try:
         # As in a shell: a backslash continues a line.
@@ -177,7 +177,7 @@ def parse(text: str, name: str) -> argparse.Namespace:
 
 
 def _expanded(words: Sequence[str]) -> list[str]:
-    """Words of a script with arrays unwrapped and variables replaced by their last value or their default."""
+    """Returns the words of a script with arrays unwrapped, and with the last value or the default of each variable."""
     values: dict[str, str] = {}
     found: list[str] = []
     for word in words:

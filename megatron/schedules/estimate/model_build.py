@@ -29,8 +29,8 @@ def as_built(args: Any, shape: Shape) -> Build:
     """Returns how Megatron builds ``shape``.
 
     Args:
-        args: Megatron's, parsed but not validated.
-        shape: with the vocabulary as padded.
+        args: Megatron's arguments, parsed but not validated.
+        shape: sizes with the padded vocabulary.
     """
     head = args.kv_channels or args.hidden_size // args.num_attention_heads
     learned = args.position_embedding_type == "learned_absolute" and not args.use_rotary_position_embeddings
@@ -66,7 +66,7 @@ def as_built(args: Any, shape: Shape) -> Build:
 
 @dataclass(frozen=True)
 class StockRecompute:
-    """Megatron's own recompute: its four flags."""
+    """Megatron's own recompute, as its four flags."""
 
     granularity: str | None = None
     method: str | None = None
@@ -75,7 +75,7 @@ class StockRecompute:
 
     @property
     def kept(self) -> Recompute:
-        """The same for estimates of memory."""
+        """The same for memory estimates."""
         if self.granularity == "full":
             each = self.layers or 1
             return Recompute(layers=None, together=each) if self.method == "uniform" else Recompute(layers=each)
@@ -89,8 +89,8 @@ class TrainedModel:
     Args:
         build: how Megatron builds it.
         numbers: bytes of each parameter.
-        recompute: Megatron's own.
-        stand_in: whether the embedding and the output layer count as a layer each in an even partition.
+        recompute: Megatron's own recompute.
+        stand_in: true if the embedding and the output layer count as a layer each in an even partition.
     """
 
     build: Build
@@ -100,13 +100,13 @@ class TrainedModel:
 
     @property
     def message_bytes(self) -> float:
-        """One microbatch's hidden states on one rank."""
+        """Bytes of one microbatch's hidden states on one rank."""
         build = self.build
         return build.tokens * build.shape.hidden * build.number / (build.tensor if build.sequence_parallel else 1)
 
 
 def trained_model(args: Any, build: Build) -> TrainedModel:
-    """Returns ``build`` as Megatron's ``args`` train it; they need not be validated."""
+    """Returns ``build`` as trained with Megatron's ``args``, which need not be validated."""
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
     return TrainedModel(build, each, stock_recompute(args).kept, stand_in)
@@ -126,10 +126,10 @@ def with_model(
     Args:
         costs: times; a ``model`` in them is kept.
         model: the model as trained.
-        stages: of the plan, or the most where that is searched.
-        shared: whether all pipeline ranks share the vocabulary.
-        placed: whether the planner partitions the layers and makes room for their parameters.
-        profile: of the model, where there is one.
+        stages: stages of the plan, or the most of them if that number is searched.
+        shared: true under vocabulary parallelism.
+        placed: true if the planner partitions the layers and reserves memory for their parameters.
+        profile: measured profile of the model, if there is one.
     """
     build = model.build
     numbers = model.numbers if placed else None
@@ -139,7 +139,7 @@ def with_model(
     return replace(
         costs,
         model=replace(costs.model or loads(build), stand_in=model.stand_in),
-        # Measured times include it where it was on.
+        # Measured times include it if it was on.
         stock_recompute=again if profile is None or profile.facts.recompute is None else costs.stock_recompute,
         shared_vocabulary=shared,
         memory=kept,
@@ -159,8 +159,8 @@ def rank_memory(
     Args:
         model: the model as trained.
         schedule, on_stages: the plan and its costs.
-        request: of the plan; its costs have the model's memory.
-        messages: the most that each rank holds; :data:`MESSAGES` without it.
+        request: request of the plan; its costs include the model's memory.
+        messages: peak number of messages on each rank; defaults to :data:`MESSAGES`.
     """
     costs, placement = request.costs, schedule.placement
     counts = request.layers_on(placement)
@@ -171,11 +171,11 @@ def rank_memory(
 
 
 def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float) -> float:
-    """Part of the forward that I recomputes. Times given with ``--pipeline-costs`` do not include it.
+    """Share of the forward that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:
-        recompute: Megatron's own.
-        work: of a decoder layer.
+        recompute: Megatron's own recompute.
+        work: work of a decoder layer.
         layers_a_stage: decoder layers of a stage.
     """
     if recompute.layers != 0:
@@ -195,19 +195,19 @@ def number_bytes(args: Any) -> int:
 
 
 def numbers(args: Any) -> Numbers:
-    """Bytes of each parameter, its optimizer state not distributed."""
+    """Bytes of each parameter, without a distributed optimizer."""
     weight = float(number_bytes(args))
     return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
 
 
 def _gradient(args: Any) -> float:
-    """Single precision for bf16 and half precision for fp16, unless a flag says otherwise."""
+    """Bytes of a gradient: single precision for bf16 and half precision for fp16, unless a flag changes it."""
     half = bool(args.fp16) or (bool(args.bf16) and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"))
     return 2.0 if half and not args.accumulate_allreduce_grads_in_fp32 else 4.0
 
 
 def _state(args: Any, half: bool) -> float:
-    """A master copy of half-precision parameters, and moments."""
+    """Bytes of the optimizer state: a master copy of half-precision parameters, and moments."""
     if args.optimizer == "sgd":
         return (4.0 if half else 0.0) + (4.0 if args.sgd_momentum else 0.0)
     if args.use_precision_aware_optimizer:

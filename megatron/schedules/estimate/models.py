@@ -26,8 +26,8 @@ class Model:
     """A model.
 
     Args:
-        name: its own, or its file's.
-        flags: Megatron's; the last of equal ones counts.
+        name: its name, or the name of its file.
+        flags: Megatron's flags; the last of equal ones counts.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Model:
 
     @cached_property
     def args(self) -> argparse.Namespace:
-        """The flags as parsed, for one pipeline rank. The micro batch size is 1 unless they say otherwise.
+        """The parsed flags, for one pipeline rank. The micro batch size defaults to 1.
 
         Raises:
-            PlanError: where they describe no model.
+            PlanError: if they describe no model.
         """
         found = megatron_flags.parse(self.flags, self.name)
         found.micro_batch_size = found.micro_batch_size or 1
@@ -47,13 +47,13 @@ class Model:
         return found
 
     def trained(self, **changes: Any) -> argparse.Namespace:
-        """Returns the flags as parsed with ``changes``."""
+        """Returns the parsed flags with ``changes``."""
         found = copy.copy(self.args)
         vars(found).update(changes)
         return found
 
     def of_length(self, tokens: int) -> Model:
-        """Returns the same model with samples of so many tokens."""
+        """Returns the same model with samples of ``tokens`` tokens."""
         return Model(self.name, f"{self.flags} --seq-length {tokens} --max-position-embeddings {tokens}")
 
     @property
@@ -68,19 +68,22 @@ class Model:
 
     @property
     def parameters(self) -> float:
-        """Parameters of the whole model, the embedding counted once as in the names of the paper's models."""
+        """Parameters of the whole model. The embedding counts once, as in the model names of the paper."""
         found = parameters(self.whole)
         return sum(layer.all for layer in found.layers) + found.table.all + found.last.all
 
     @cached_property
     def flops_a_token(self) -> float:
-        """FLOPs of forward and backward without recompute, causal attention counted half as in Megatron's logs."""
+        """FLOPs per token of forward and backward without recompute.
+
+        Causal attention counts half, as in Megatron's logs.
+        """
         kinds = {experts: layer_work(self.whole, experts=experts).flops for experts in set(self.whole.where)}
         return 3 * (sum(kinds[each] for each in self.whole.where) + output_layer(self.whole).flops)
 
 
 def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
-    """Returns how Megatron builds the model of ``args``; ``shared``: padded for vocabulary parallelism."""
+    """Returns how Megatron builds the model of ``args``; with ``shared``, padded for vocabulary parallelism."""
     words = megatron_flags.padded(args.vocab_size, args)
     if shared:
         words = sizes_of(args).divisible(words, args.make_vocab_size_divisible_by)
@@ -88,7 +91,7 @@ def built(args: argparse.Namespace, *, shared: bool = False) -> Build:
 
 
 def gpt(name: str, layers: int, heads: int, hidden: int, sequence: int = 1024, vocabulary: int = 32_000) -> Model:
-    """Returns a GPT in bf16 with an untied output layer, as the paper's."""
+    """Returns a GPT in bf16 with an untied output layer, as in the paper."""
     return Model(
         name,
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
@@ -126,10 +129,10 @@ def find_model(model: str) -> Model:
     """Finds a model by its name or its file.
 
     Args:
-        model: a name or a path. Flags behind it are added, as in ``Llama-3-8B --seq-length 4096``.
+        model: a name or a path. Flags after it are added, as in ``Llama-3-8B --seq-length 4096``.
 
     Raises:
-        PlanError: where there is none, or its flags describe none.
+        PlanError: if there is none, or its flags describe none.
     """
     name, dashes, more = model.partition(" --")
     if name in MODELS and not more:
@@ -143,5 +146,5 @@ def find_model(model: str) -> Model:
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(MODELS)}"
         raise PlanError(f"{name!r} is neither a model known by name nor a file: {hint}", "model")
     found = Model(name, f"{flags}\n{dashes}{more}")
-    _ = found.args  # refuse it here
+    _ = found.args  # raises if the flags describe no model
     return found

@@ -1,4 +1,4 @@
-"""Parallel sizes of a job, and what is shared among its ranks."""
+"""Parallel sizes of a job, and the ranks that share its parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Sizes:
     Args:
         world: processes of the job.
         tensor, pipeline, context, expert, expert_tensor: ranks of each kind of parallelism.
-        has_experts: whether layers have any.
-        optimizer_instances: copies of a distributed optimizer's state; 0 where it is not distributed.
+        has_experts: true if layers have experts.
+        optimizer_instances: copies of a distributed optimizer's state; 0 if it is not distributed.
     """
 
     world: int
@@ -34,7 +34,7 @@ class Sizes:
 
     @property
     def least_world(self) -> int:
-        """The fewest processes on which every part of the model has its place."""
+        """Fewest processes on which all parts of the model fit."""
         experts = self.expert_tensor * self.expert if self.has_experts else 1
         return self.pipeline * math.lcm(self.tensor * self.context, experts)
 
@@ -48,11 +48,11 @@ class Sizes:
         return max(1, each // dense), max(1, each // experts)
 
     def divisible(self, words: int, multiple: int) -> int:
-        """The fewest words, from ``words`` on, that all tensor and pipeline ranks share evenly.
+        """Smallest vocabulary, at least ``words``, that all tensor and pipeline ranks share evenly.
 
         Args:
-            words: of the vocabulary as Megatron pads it.
-            multiple: to whose multiple Megatron pads the words of each tensor-parallel rank.
+            words: size of the vocabulary as Megatron pads it.
+            multiple: Megatron pads the words of each tensor-parallel rank to a multiple of this.
         """
         if words % (self.tensor * self.pipeline) == 0:
             return words
@@ -61,7 +61,7 @@ class Sizes:
 
 
 def sizes_of(args: Any, world: int = 0) -> Sizes:
-    """The sizes in Megatron's ``args``, parsed or validated, for a job of ``world`` processes."""
+    """Returns the sizes in Megatron's ``args``, parsed or validated, for a job of ``world`` processes."""
     return Sizes(
         world,
         args.pipeline_model_parallel_size,

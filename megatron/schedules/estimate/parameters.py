@@ -11,18 +11,18 @@ from megatron.schedules.estimate.work import Product, layer_work
 
 
 class Count(NamedTuple):
-    """Number of parameters: of routed experts, which have data-parallel ranks of their own, and of all else."""
+    """Number of parameters of routed experts, which have their own data-parallel ranks, and of everything else."""
 
     dense: float = 0.0
     expert: float = 0.0
 
     def plus(self, other: Count) -> Count:
-        """Both together."""
+        """Sum of both."""
         return Count(self.dense + other.dense, self.expert + other.expert)
 
     @property
     def all(self) -> float:
-        """Of both sorts."""
+        """Parameters of both sorts."""
         return self.dense + self.expert
 
 
@@ -31,9 +31,9 @@ class Parameters:
     """Parameters of a whole model.
 
     Args:
-        table: of the word embedding, and of the output layer.
+        table: parameters of the word embedding, and of the output layer.
         first: position embedding.
-        layers: of each decoder layer.
+        layers: each decoder layer.
         last: final norm.
         ahead: all layers of multi-token prediction with their own embedding.
     """
@@ -50,7 +50,7 @@ class Parameters:
         Args:
             counts: layers of each stage, in model order.
             rank_of: the rank of each stage.
-            shared: whether vocabulary parallelism is on.
+            shared: true under vocabulary parallelism.
         """
         found = [Count()] * (max(rank_of) + 1)
         begin = 0

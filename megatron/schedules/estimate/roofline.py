@@ -1,7 +1,7 @@
 """Time of each operation on a GPU by a roofline.
 
-Matrix products are bound by arithmetic in whole tiles, everything else by the bytes it moves. The three shares below
-are assumptions, the same for all methods; a measured cost profile corrects them, see :func:`corrections`.
+Matrix products are limited by arithmetic in whole tiles, everything else by the bytes it moves. The three shares below
+are assumptions, the same for all methods. A measured cost profile corrects them, see :func:`corrections`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Device:
     """A GPU in a cluster.
 
     Args:
-        name: as vendors call it.
-        matrix_flops: bf16 multiplications and additions a second, dense.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        link, network: bytes a second one way between GPUs of a node, and between nodes.
+        name: the vendor's name.
+        matrix_flops: dense bf16 multiplications and additions per second.
+        memory: bytes of memory.
+        memory_bandwidth: bytes per second.
+        link, network: bytes per second one way between GPUs of a node, and between nodes.
         node: GPUs of a node.
-        multiprocessors: of the GPU.
-        attention: parts of ``matrix_flops`` that FlashAttention reaches forward and backward.
-        host_link: bytes a second one way between GPU and host while all GPUs of the node copy both ways.
-        host_memory: bytes of a node.
+        multiprocessors: multiprocessors of the GPU.
+        attention: shares of ``matrix_flops`` that FlashAttention reaches forward and backward.
+        host_link: bytes per second one way between GPU and host while all GPUs of the node copy both ways.
+        host_memory: bytes of host memory of a node.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Roofline(Prices):
 
 
 def corrections(profile: Profile, device: Device, model: Model) -> PassTimes:
-    """Measured over estimated time of each pass of a layer, at the profile's setting.
+    """Returns measured over estimated time of each pass of a layer, at the profile's setting.
 
     Args:
-        profile: of this model's layers, or of a plain GPT of another width.
-        device: that it was measured on.
-        model: to correct.
+        profile: profile of this model's layers, or of a plain GPT of another width.
+        device: the device of the measurement.
+        model: the model to correct.
     """
     facts, tensor = profile.facts, profile.facts.tensor_parallel
     same = model.args.hidden_size == facts.hidden_size

@@ -1,4 +1,4 @@
-"""Time of a model's passes, from what they compute and move and the prices of a device.
+"""Time of a model's passes, from their arithmetic, the bytes they move, and the prices of a device.
 
 The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with a typical ratio of computing to moving.
 """
@@ -19,7 +19,7 @@ _MOVED_BY_LOGITS = 18.0, 6.0
 
 
 class PassTimes(NamedTuple):
-    """F, I and W."""
+    """Times of F, I and W."""
 
     forward: float
     input_grad: float
@@ -27,11 +27,11 @@ class PassTimes(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """All three."""
+        """Sum of all three."""
         return self.forward + self.input_grad + self.weight_grad
 
     def scaled(self, by: PassTimes) -> PassTimes:
-        """Each times its own factor."""
+        """Returns each time multiplied by its own factor."""
         return PassTimes(*(mine * factor for mine, factor in zip(self, by, strict=True)))
 
 
@@ -41,8 +41,9 @@ ONES = PassTimes(1.0, 1.0, 1.0)
 class Prices:
     """Time of each sort of work on a device.
 
-    Here on any GPU, in FLOPs: one does some 200 while its memory moves a byte. An A100 does 150 and an H100 300 (data
-    sheets).
+    This class describes any GPU, in FLOPs: it computes about 200 FLOPs while its memory moves a byte. An A100 computes
+        150
+    and an H100 300 (data sheets).
     """
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
@@ -54,7 +55,7 @@ class Prices:
         return flops
 
     def stream(self, size: float, kernels: int = 1) -> float:
-        """Time to read or write ``size`` bytes of memory by so many kernels."""
+        """Time to read or write ``size`` bytes of memory with ``kernels`` kernels."""
         return 200.0 * size
 
     def shared(self, size: float, ranks: int) -> float:
@@ -73,9 +74,9 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     """Time and memory of each part of ``build`` for one microbatch.
 
     Args:
-        build: the model as its ranks have it.
-        prices: of the device.
-        tokens: of a microbatch on one rank.
+        build: the model as built on its ranks.
+        prices: prices of the device.
+        tokens: tokens of a microbatch on one rank.
         correction: measured over estimated times of a decoder layer.
     """
     kept = activations(build)
@@ -100,7 +101,7 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
 
 
 def attention_shares(build: Build) -> tuple[float, float]:
-    """Shares of an average layer's F and I that are attention, of a sample that is one sequence."""
+    """Shares of attention in an average layer's F and I, for a sample that is one sequence."""
     scores, mean = layer_work(build).scores, loads(build).mean
     return scores / mean.forward, _backward(build) * scores / mean.input_grad
 
@@ -138,7 +139,7 @@ def _linear(product: Product, prices: Prices, tokens: float) -> PassTimes:
 
 
 def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
-    """Two all-gathers and two reduce-scatters each way (arXiv 2205.05198, section 4.2.2), and experts' tokens."""
+    """Time of experts' tokens and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
     found = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
     return found + (2 * prices.sent(work.routed * tokens) if work.routed else 0.0)
 

@@ -1,4 +1,4 @@
-"""Arithmetic and moved bytes of a model's parts for one token on one tensor-parallel rank."""
+"""Arithmetic and moved bytes of a model's parts, for one token on one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Product(NamedTuple):
 
     Args:
         inner, out: widths of its input and its output.
-        rows: of each token.
-        parts: separate products that share the rows: experts.
+        rows: rows per token.
+        parts: number of separate products that share the rows, such as experts.
     """
 
     inner: float
@@ -23,15 +23,15 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of a token, forward."""
+        """FLOPs per token, forward."""
         return 2.0 * self.rows * self.inner * self.out
 
 
 class Work(NamedTuple):
-    """A decoder layer, as in arXiv 2205.05198, appendix A.
+    """Work of a decoder layer, as in arXiv 2205.05198, appendix A.
 
     Args:
-        attention, mlp: their linears.
+        attention, mlp: linears of attention and of the MLP.
         scores: FLOPs of attention itself, forward.
         moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
         routed: bytes sent to experts on other ranks, one way.
@@ -45,11 +45,11 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs, forward."""
+        """FLOPs per token, forward."""
         return self.scores + sum(each.flops for each in (*self.attention, *self.mlp))
 
     def share(self, module: str) -> float:
-        """Part of the forward that ``module``, by Megatron's name, takes; 0 for small ones."""
+        """Share of the forward that ``module``, by Megatron's name, needs; 0 for small modules."""
         mlp = sum(each.flops for each in self.mlp)
         return {"core_attn": self.scores, "mlp": mlp, "moe": mlp}.get(module, 0.0) / self.flops
 
@@ -85,7 +85,7 @@ def _attention(build: Build) -> tuple[tuple[Product, ...], float]:
 
 
 def _latent(build: Build, latent: Latent) -> tuple[tuple[Product, ...], float]:
-    """Down-projections are whole on every tensor-parallel rank."""
+    """Linears of latent attention. Each tensor-parallel rank has the whole down-projections."""
     hidden, heads = build.shape.hidden, build.shape.heads / build.tensor
     queries, values = heads * (latent.head + latent.position), heads * latent.value
     if latent.query is None:
@@ -106,7 +106,7 @@ def _linears(build: Build, inner: float, tensor: int, rows: float = 1.0, parts: 
 
 
 def _experts(build: Build, found: Experts) -> tuple[tuple[Product, ...], float]:
-    """The linears, and their inner width for one token."""
+    """Linears of the experts, and their inner width for one token."""
     rows = found.chosen * build.expert_tensor / build.tensor
     linears = _linears(build, found.inner, build.expert_tensor, rows, max(1.0, found.number))
     if found.shared:

@@ -1,10 +1,10 @@
 """Aligns the clocks of all ranks, from the times of passes that wait for one another.
 
 Devices have no common clock. A pass starts at least one latency after the end of the pass on another rank that it waits
-for, and between most pairs of ranks some passes of an iteration wait for nothing else. So, as in time protocols, the
-least time from an end on one rank to a start on the other is the latency plus the difference of their clocks, and the
-least time the other way is the latency minus that difference. Half the sum is the latency, half the difference is the
-offset of one clock. This assumes that a message takes as long both ways.
+for. Between most pairs of ranks, some passes of an iteration wait for nothing else. So, as in time protocols, the least
+time from an end on one rank to a start on the other is the latency plus the difference of their clocks. The least time
+the other way is the latency minus that difference. Half the sum is the latency, half the difference is the offset of
+one clock. This assumes that messages take equally long both ways.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Aligned(NamedTuple):
     """An iteration on one clock.
 
     Args:
-        start, end: times of each rank's passes in the schedule's order; 0 is the first start of any.
-        shifts: added to each rank's times.
+        start, end: times of each rank's passes in the schedule's order; 0 is the first start on any rank.
+        shifts: offsets added to each rank's times.
     """
 
     start: Times
@@ -41,7 +41,7 @@ def aligned(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[
     """Puts an iteration on one clock, so that no pass starts before the passes that it waits for have ended.
 
     Args:
-        schedule: that was run.
+        schedule: the schedule that ran.
         start, end: times of each rank's passes in the schedule's order, by the rank's own clock.
     """
     found = shifts(schedule.ranks, gaps(schedule, start, end))
@@ -55,7 +55,7 @@ def _moved(rows: Sequence[Sequence[float]], by: Sequence[float]) -> Times:
 
 
 def gaps(schedule: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Gaps:
-    """Finds the gaps between all pairs of ranks of which one waits for the other; see :func:`aligned`."""
+    """Finds the gaps between all pairs of ranks where one waits for the other; see :func:`aligned`."""
     placement = schedule.placement
     places, needs = slots(placement, schedule.microbatches), awaited_elsewhere(schedule)
     ended = [0.0] * (len(KINDS) * placement.stages * schedule.microbatches)
@@ -82,10 +82,10 @@ def latencies(found: Sequence[Gaps]) -> Latencies:
 
 
 def shifts(ranks: int, found: Gaps) -> tuple[float, ...]:
-    """Finds what to add to each rank's times to put them on rank 0's clock.
+    """Returns the offsets that put each rank's times on rank 0's clock.
 
-    Pairs with the least latency are the most certain, so ranks are joined along those. Where messages of a pair always
-    waited for passes, half the difference is a guess: then later ranks are shifted until no pass starts before the
+    Pairs with the least latency are the most certain, so ranks are joined along those. If messages of a pair always
+    waited for passes, half the difference is only a guess. Later ranks are then shifted until no pass starts before the
     passes that it waits for have ended.
     """
     shift = _along_the_tightest(ranks, found)

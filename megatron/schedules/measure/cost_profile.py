@@ -1,4 +1,4 @@
-"""Cost profiles of one chunk, as ``tools/profile_passes.py`` writes them, and the reader of all cost files."""
+"""Cost profiles of one chunk, written by ``tools/profile_passes.py``, and the reader of all cost files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ class CostProfile:
         facts: the model and the device.
         layers: decoder layers of the chunk.
         seconds: median times of the chunk's F, I and W.
-        activation_bytes: from F to I.
-        weight_bytes: those of them that stay until W.
-        ends: the embedding, and the output layer with its loss; None where not measured.
-        copy_gbps: speed of copies; None where not measured.
-        recompute: the chunk's recompute: its time over F's, and its input over ``activation_bytes``; None where not
-            measured.
+        activation_bytes: bytes from F to I.
+        weight_bytes: the part of these that stays until W.
+        ends: loads of the embedding and of the output layer with its loss; None if not measured.
+        copy_gbps: speed of copies; None if not measured.
+        recompute: the chunk's recompute time over F's, and its input over ``activation_bytes``; None if not measured.
     """
 
     facts: Facts
@@ -62,12 +61,12 @@ class CostProfile:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
+        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 if not measured."""
         return self.activation_bytes / self.layers
 
     @property
     def model(self) -> ModelLoads | None:
-        """Measured layers, embedding and output layer; None where the latter two were not measured."""
+        """Measured layers, embedding and output layer; None if the latter two were not measured."""
         if self.ends is None:
             return None
         first, last = (Part(whole=end) for end in self.ends)
@@ -76,12 +75,12 @@ class CostProfile:
         return ModelLoads(first, (layer,) * self.facts.layers, last, kept_for_output=(0.0, last.held / 2))
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
+        """Milliseconds to copy the activations of half a rank's layers one way; None if not measured."""
         held = self.layer_bytes * self.facts.layers / (2 * ranks)
         return copy_time(self.copy_gbps, held, both_ways=both_ways)
 
     def costs(self, ranks: int) -> Costs:
-        """Costs in milliseconds for a pipeline of so many ranks, without P2P latency, which was not measured."""
+        """Costs in milliseconds for a pipeline of ``ranks`` ranks, without P2P latency, which was not measured."""
         scale = 1e3 * self.facts.layers / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in self.layer_seconds)
         share = self.weight_bytes / self.activation_bytes if self.activation_bytes else 1.0
@@ -94,7 +93,7 @@ class CostProfile:
         return replace(costs, recompute_time=time, layer_input=layer_input)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """``planned`` with measured bytes in place of estimated ones."""
+        """Returns ``planned`` with measured bytes instead of estimated ones."""
         if not self.layer_bytes:
             return planned
         return planned.measured(
@@ -179,12 +178,12 @@ def _costs(text: str) -> Profile | CustomCosts:
 
 def _profile(text: str) -> Profile:
     found = _READERS[check_version(text, *_READERS)](text)
-    found.costs(1)  # refuse costs that cannot be planned for
+    found.costs(1)  # reject costs that cannot be planned with
     return found
 
 
 def from_text(text: str) -> CostProfile:
-    """Reads a :class:`ChunkProfileForm`; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads a :class:`ChunkProfileForm`; raises :class:`.PlanError`, which begins with the field, for anything else."""
     form = decode(text, ChunkProfileForm)
     chunk, output, embedding, rates = form.chunk, form.output_layer, form.embedding, form.copy_gbps
     if chunk.layers > form.model.layers:

@@ -57,7 +57,7 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def of_memory(self) -> tuple[str, ...]:
-        """Given fields about memory, which a model's sizes determine too."""
+        """Fields in the file about memory, which a model's sizes determine too."""
         every = "stage_activations", "weight_share", "kept_share", "layer_input_share"
         return tuple(name for name in every if getattr(self, name) is not None)
 
@@ -76,7 +76,7 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def from_text(text: str) -> CustomCosts:
-    """Reads the file; raises :class:`.PlanError`, the field first."""
+    """Reads the file; raises :class:`.PlanError`, which begins with the field."""
     found = decode(text, CustomCosts)
     named = [name for name in ("forward", "input_grad", "weight_grad") if getattr(found, name) is not None]
     if named and len(named) < 3:
@@ -87,5 +87,5 @@ def from_text(text: str) -> CustomCosts:
         raise PlanError("$.stage_weights must have one that is above zero")
     if found.copy_time is None and (found.one_way or found.ranks_per_link > 1):
         raise PlanError(f"$.{'one_way' if found.one_way else 'ranks_per_link'} goes with copy_time, which is missing")
-    found.added_to(found.times or Costs())  # refuse costs that cannot be planned for
+    found.added_to(found.times or Costs())  # reject costs that cannot be planned with
     return found

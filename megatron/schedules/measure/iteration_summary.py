@@ -13,7 +13,7 @@ from megatron.schedules.schedule.simulator import Timeline
 
 
 class Slowest(NamedTuple):
-    """The stage that takes longest, and its time over the mean of all, less one."""
+    """The stage with the longest time, and its time over the mean of all stages, less one."""
 
     stage: int
     beyond_mean: float
@@ -33,7 +33,7 @@ class Iteration:
 
     @property
     def slowest(self) -> Slowest:
-        """The stage that takes longest."""
+        """The stage with the longest time."""
         most, mean = max(self.stages), sum(self.stages) / len(self.stages)
         return Slowest(self.stages.index(most), most / mean - 1 if mean else 0.0)
 
@@ -52,8 +52,8 @@ class RankTimes:
     """One rank's part in an iteration, in milliseconds.
 
     Args:
-        busy: time of its computing.
-        until_last: from the start of its program to the end of its last pass.
+        busy: its computing time.
+        until_last: time from the start of its program to the end of its last pass.
         stages: time of each stage's passes; 0 for stages of other ranks.
     """
 
@@ -73,14 +73,14 @@ def rank_times(spans: Sequence[tuple[Pass, float, float]], stages: int) -> RankT
 def measured_iteration(busy: float, ranks: int, until_last: float, stages: Sequence[float]) -> Iteration:
     """Sums up all ranks' :class:`RankTimes`.
 
-    Ranks have no common clock, but their programs begin nearly together, so the longest rank's own time is taken as the
-    iteration time.
+    Ranks have no common clock, but their programs begin at nearly the same time. So the time of the longest rank is
+    used as the iteration time.
 
     Args:
-        busy: sum over all ranks of all replicas.
+        busy: sum over all ranks of all replicas, milliseconds.
         ranks: number of those ranks.
-        until_last: the longest of them.
-        stages: the longest replica of each stage.
+        until_last: the longest of them, milliseconds.
+        stages: the longest replica of each stage, milliseconds.
     """
     return Iteration(1 - busy / (ranks * until_last) if until_last else 0.0, tuple(stages))
 

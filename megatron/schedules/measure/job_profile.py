@@ -1,4 +1,4 @@
-"""A job's own cost profile: times and memory of each stage, and the costs that follow for plans."""
+"""A job's own cost profile: measured times and memory of each stage, and the costs for plans computed from them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Measured(NamedTuple):
     """Times of passes of one kind on one stage, in milliseconds.
 
     Args:
-        median: of the slowest replica, for which all others wait.
-        low, high: 10th and 90th percentile, the extremes of all replicas.
+        median: median of the slowest replica, for which all others wait.
+        low, high: 10th and 90th percentile; the lowest and the highest of all replicas.
     """
 
     median: float
@@ -34,15 +34,15 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage, and one microbatch on it.
+    """Measurements of one stage and one microbatch.
 
     Args:
         layers: decoder layers.
-        times: by kind; O and L are the copies. I and W are always there, B where it ran.
-        halved: whether the backward was never split, and I and W are estimated parts of B.
-        held: bytes from F to I, recomputed and offloaded ones included.
-        sizes: bytes of each part of the activations that is visible by itself (:data:`.kinds.SEEN_BY`).
-        recomputed: part of its layers that R recomputes.
+        times: times by kind; O and L are the copies. I and W are always present, B if it ran.
+        halved: true if the backward was never split, so that I and W are estimated parts of B.
+        held: bytes from F to I, including recomputed and offloaded ones.
+        sizes: bytes of each part of the activations that can be measured separately (:data:`.kinds.SEEN_BY`).
+        recomputed: share of its layers that R recomputes.
     """
 
     layers: int
@@ -64,12 +64,12 @@ class JobProfile:
 
     Args:
         facts: the model and the device.
-        schedule, placement, microbatches: that ran.
-        iterations: the first and the last that were timed.
+        schedule, placement, microbatches: the schedule that ran.
+        iterations: the first and the last timed iteration.
         replicas: ranks of each stage.
-        stages: in model order.
-        latencies: from rank, to rank, milliseconds.
-        copy_gbps: speed of copies as measured beside other copies and messages; None without copies.
+        stages: profiles in model order.
+        latencies: link latency by sending and receiving rank, milliseconds.
+        copy_gbps: speed of copies while other copies and messages run; None without copies.
     """
 
     facts: Facts
@@ -107,19 +107,19 @@ class JobProfile:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 where not counted."""
+        """Bytes of a microbatch's activations in an average decoder layer from F to I; 0 if not measured."""
         return self.model.mean.held if any(stage.held for stage in self.stages) else 0.0
 
     def copy_time(self, ranks: int, *, both_ways: bool = True) -> float | None:
-        """Milliseconds to copy the activations of half a rank's layers one way; None where not measured."""
+        """Milliseconds to copy the activations of half a rank's layers one way; None if not measured."""
         return copy_time(self.copy_gbps, self.model.held_by_one_of(2 * ranks), both_ways=both_ways)
 
     @cached_property
     def model(self) -> ModelLoads:
         """Each layer as measured on its stage, in milliseconds and bytes.
 
-        The embedding and the output layer are what the first and the last stage take beyond layers like those of the
-        others; under vocabulary parallelism the output layer is S and T together.
+        The embedding and the output layer are what the first and the last stage need in addition to average layers.
+        Under vocabulary parallelism the output layer is S and T together.
         """
         usual = self._usual
         loads = [_of_layers(stage, usual, end=at in self._ends) for at, stage in enumerate(self.stages)]
@@ -139,7 +139,10 @@ class JobProfile:
 
     @property
     def _usual(self) -> Load:
-        """An average layer of the stages that have nothing else; without any, the least of the first and the last."""
+        """Average layer of the stages without embedding and output layer.
+
+        Without such stages, it is the least of the first and the last stage.
+        """
         inner = [stage for at, stage in enumerate(self.stages) if at not in self._ends and stage.layers]
         if inner:
             every = Load()
@@ -155,9 +158,9 @@ class JobProfile:
         return Load(there / 2, there / 2, weights), sum(stage.sizes[Share.VOCABULARY] for stage in parts)
 
     def costs(self, ranks: int) -> Costs:
-        """Costs in milliseconds for a pipeline of so many ranks.
+        """Costs in milliseconds for a pipeline of ``ranks`` ranks.
 
-        Latencies are those measured where the number of ranks is the same, else the median.
+        Uses the measured latencies if the number of ranks is the same, else their median.
         """
         mean, scale = self.model.mean, len(self.model.layers) / (2 * ranks)
         forward, input_grad, weight_grad = (scale * each for each in mean[:3])
@@ -176,7 +179,7 @@ class JobProfile:
         )
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
-        """``planned`` with measured bytes, counted with Megatron's recompute on, in place of estimated ones."""
+        """Returns ``planned`` with measured instead of estimated bytes, which include Megatron's recompute."""
         if not self.layer_bytes:
             return planned
         _, layer_input = self._recompute
@@ -190,7 +193,7 @@ class JobProfile:
         )
 
     def costs_like(self, planned: Costs) -> Costs:
-        """Measured costs on this placement, in the form of ``planned``."""
+        """Returns the measured costs on this placement, in the form of ``planned``."""
         return replace(
             self.costs(self.placement.ranks),
             memory=None if planned.memory is None else self.memory(planned.memory),
@@ -198,7 +201,7 @@ class JobProfile:
         )
 
     def stage_costs(self, planned: Costs, decisions: Decisions) -> StageCosts:
-        """Measured costs of this placement's stages under ``decisions``, with the stages' own layers."""
+        """Returns the measured costs of this placement's stages under ``decisions``, with the stages' own layers."""
         found = self.costs_like(planned).on(self.placement, replace(decisions, layers=self.layers))
         times = {
             kind: tuple(
@@ -219,7 +222,7 @@ class JobProfile:
 
     @property
     def _recompute(self) -> tuple[float, float]:
-        """Time of a recompute over F's, and the part of the activations that stays for it."""
+        """Returns the time of a recompute over F's, and the share of the activations that stays allocated for it."""
         recomputed = [stage for stage in self.stages if stage.recomputed and Kind.R in stage.times]
         forwards = sum(stage.recomputed * stage.median(Kind.F) for stage in recomputed)
         if not forwards:
@@ -230,7 +233,7 @@ class JobProfile:
 
 
 def _all(stage: StageProfile) -> Load:
-    """Load of a stage; its bytes are one a layer where not counted."""
+    """Load of a stage; one byte per layer if bytes were not measured."""
     times = (stage.median(kind) for kind in (Kind.F, Kind.I, Kind.W))
     return Load(*times)._replace(held=stage.held or float(stage.layers))
 
@@ -245,7 +248,10 @@ def _least(loads: Sequence[Load]) -> Load:
 
 
 def _of_layers(stage: StageProfile, usual: Load, *, end: bool) -> Load:
-    """One layer of ``stage``. With an embedding or output layer (``end``) at most the usual one, except for W."""
+    """Load of one layer of ``stage``.
+
+    With an embedding or output layer (``end``), it is at most the average one, except for W.
+    """
     if not stage.layers:
         return Load()
     own = _each(stage)
@@ -255,7 +261,7 @@ def _of_layers(stage: StageProfile, usual: Load, *, end: bool) -> Load:
 
 
 def _beyond(stage: StageProfile, layer: Load) -> Load:
-    """Load of ``stage`` beyond its layers, half of its backward counted as the weight gradient, which runs in I."""
+    """Load of ``stage`` beyond its layers. Half of its backward counts as the weight gradient, which runs in I."""
     more = _all(stage).plus(layer, -stage.layers)
     backward = max(0.0, more.input_grad) + max(0.0, more.weight_grad)
     return Load(max(0.0, more.forward), backward / 2, backward / 2, max(0.0, more.held))

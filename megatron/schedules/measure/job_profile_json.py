@@ -60,7 +60,7 @@ class StageForm(Form, frozen=True, kw_only=True):
 
     @staticmethod
     def of(stage: StageProfile) -> StageForm:
-        """``stage`` for the file."""
+        """Converts ``stage`` for the file."""
         return StageForm(
             layers=stage.layers,
             passes=ByKind.of({kind: MeasuredForm(**times._asdict()) for kind, times in stage.times.items()}),
@@ -71,7 +71,7 @@ class StageForm(Form, frozen=True, kw_only=True):
         )
 
     def stage(self) -> StageProfile:
-        """The same as :class:`.StageProfile`."""
+        """Converts to :class:`.StageProfile`."""
         return StageProfile(
             self.layers,
             {kind: Measured(each.median, each.low, each.high) for kind, each in self.passes.values().items()},
@@ -97,7 +97,7 @@ class JobProfileForm(FactsForm, frozen=True, kw_only=True):
 
 
 def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) -> str:
-    """Writes the profile as one JSON object; ``versions`` of packages and ``date`` are for people."""
+    """Writes the profile as one JSON object; ``versions`` of packages and ``date`` are for human readers."""
     rates = profile.copy_gbps
     form = JobProfileForm(
         version=VERSION,
@@ -117,7 +117,7 @@ def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) ->
 
 
 def from_text(text: str) -> JobProfile:
-    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, which begins with the field, for anything else."""
     form = decode(text, JobProfileForm)
     placement = form.placement.placement("$.placement")
     check_length(form.stages, placement.stages, "$.stages", "stage of the placement")

@@ -28,11 +28,11 @@ class RankMeasured:
     """Measurements of one rank over several iterations.
 
     Args:
-        rank: in its pipeline.
-        times: by stage and kind; O and L are the copies.
-        bytes: by stage and kind, the median change of a pass.
-        held: by stage, bytes from F to I, those that R makes included.
-        latencies: of its pipeline, (from, to) -> milliseconds.
+        rank: rank in its pipeline.
+        times: times by stage and kind, milliseconds; O and L are the copies.
+        bytes: median change of memory of a pass, by stage and kind.
+        held: bytes from F to I by stage, including those that R allocates.
+        latencies: latencies of its pipeline, (from, to) -> milliseconds.
     """
 
     rank: int
@@ -49,7 +49,7 @@ def rank_measured(
     changes: Sequence[Change],
     latencies: Mapping[tuple[int, int], float],
 ) -> RankMeasured:
-    """Sums up the timed ``passes`` and ``copies`` of ``rank``, and its ``changes`` of memory."""
+    """Summarizes the timed ``passes`` and ``copies`` of ``rank``, and its ``changes`` of memory."""
     took: dict[StageKind, list[float]] = defaultdict(list)
     computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
     for (stage, kind, _), start, end in (*computing, *copies):
@@ -81,9 +81,9 @@ class Conditions:
 
     Args:
         facts: the model and the device.
-        schedule: that ran.
-        costs, decisions: of its plan.
-        iterations: the first and the last that were timed.
+        schedule: the schedule that ran.
+        costs, decisions: costs and decisions of its plan.
+        iterations: the first and the last timed iteration.
     """
 
     facts: Facts
@@ -94,10 +94,11 @@ class Conditions:
 
 
 def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
-    """Makes the profile of a job from the measurements of all its ranks, in any order.
+    """Builds the profile of a job from the measurements of all its ranks, in any order.
 
-    A stage has the times of its slowest replica, for which all others wait, and the memory of the fullest. A latency is
-    that of the slowest pipeline. A backward that was never split is divided into I and W as in the plan's costs.
+    A stage has the times of its slowest replica, for which all others wait, and the memory of the replica with the
+    most. A latency is that of the slowest pipeline. A backward that was never split is divided into I and W as in the
+    plan's costs.
     """
     placement = under.schedule.placement
     replicas: dict[int, list[RankMeasured]] = defaultdict(list)
@@ -144,7 +145,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
 
 
 def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:
-    """Sets the bytes that wait for W in stages that never split: as in the others, or as ``planned``."""
+    """Sets the bytes kept for W in stages that never split: those of the other stages, or ``planned``."""
     seen = [stage for stage in stages if not stage.halved and stage.held]
     share = sum(stage.sizes[Share.WEIGHTS] for stage in seen) / sum(stage.held for stage in seen) if seen else planned
     return [
@@ -169,7 +170,7 @@ def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind
 
 
 def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:
-    """Bytes that a pass allocates (sign 1) or frees (-1) on the fullest of ``rows``; 0 where not counted."""
+    """Bytes that a pass allocates (sign 1) or frees (-1) on the rank of ``rows`` with the most; 0 if not measured."""
     return max((sign * row.bytes.get(key, 0.0) for row in rows), default=0.0) + 0.0
 
 
@@ -193,5 +194,5 @@ def _time(stage: StageProfile, way: Resource) -> float:
 
 
 def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
-    """Even layers, for a model of which only their number is known."""
+    """Returns an even layer partition, for a model whose layers are known only by number."""
     return even(layers, placement.stages)

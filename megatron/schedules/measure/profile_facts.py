@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta
 
 from megatron.schedules.utils.json_files import Count, Form, Index, Name, Positive
 
-# Far more than any model has: a slip.
+# Far above any model's size, so a larger value is a typo.
 MOST_LAYERS = 10_000
 LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
 
@@ -22,16 +22,16 @@ class CopyRates(Form, frozen=True, kw_only=False):
 
 
 class Facts(NamedTuple):
-    """The model and how it was measured.
+    """The model and the conditions of a measurement.
 
     Args:
         device: name of the device.
         layers: decoder layers of the whole model.
         hidden_size, heads, sequence_length, micro_batch_size, tensor_parallel, context_parallel: sizes.
-        vocabulary: words, padded; 0 where that is not known.
-        dtype: of its numbers.
-        recompute: Megatron's ``--recompute-granularity``, whose forwards are part of I.
-        name: of the model.
+        vocabulary: padded number of words; 0 if unknown.
+        dtype: data type of the model.
+        recompute: Megatron's ``--recompute-granularity``; its recomputed forwards are part of I.
+        name: name of the model.
     """
 
     device: str
@@ -49,7 +49,10 @@ class Facts(NamedTuple):
 
 
 def copy_time(rates: CopyRates | None, held: float, *, both_ways: bool) -> float | None:
-    """Milliseconds to copy ``held`` bytes one way, by the slower way; ``both_ways``: while the other way is busy."""
+    """Milliseconds to copy ``held`` bytes one way, at the slower direction's speed.
+
+    With ``both_ways``, the other direction is busy at the same time.
+    """
     if rates is None:
         return None
     alone = min(rates.to_host, rates.from_host)

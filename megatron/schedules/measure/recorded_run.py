@@ -1,4 +1,4 @@
-"""A recorded run: one iteration as it happened and its plan, as plain data and as a file."""
+"""A recorded run: one measured iteration and its plan, as plain data and as a file."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Recorded:
     """One iteration, on one clock for all ranks.
 
     Args:
-        timeline: start of each pass, after all that it waited for had arrived, and its end, in milliseconds from the
-            first start of any. Its costs are the measured medians.
-        planned: the same schedule under the costs it was planned for, in their unit.
+        timeline: start and end of each pass, in milliseconds from the first start on any rank. A pass starts when
+            everything that it waits for has arrived. Its costs are the measured medians.
+        planned: the same schedule under the costs of its plan, in their unit.
         iteration: number in the training run.
-        device: name.
-        held: bytes of activations of each rank over time; empty where not counted.
+        device: name of the device.
+        held: bytes of activations of each rank over time; empty if not measured.
     """
 
     timeline: Timeline
@@ -108,7 +108,7 @@ def read_recorded(path: Path) -> Recorded:
 
 
 def from_text(text: str) -> Recorded:
-    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, the field first, for anything else."""
+    """Reads what :func:`to_text` wrote; raises :class:`.PlanError`, which begins with the field, for anything else."""
     check_version(text, _VERSION)
     form = decode(text, RecordedForm)
     schedule = form.schedule.schedule("$.schedule")
@@ -135,7 +135,7 @@ def from_text(text: str) -> Recorded:
 
 
 def _check_passes(form: RecordedForm, schedule: Schedule) -> None:
-    """Raises :class:`.PlanError` where passes of a rank overlap."""
+    """Raises :class:`.PlanError` if passes of a rank overlap."""
     for name, rows in (("start", form.start), ("end", form.end)):
         check_length(rows, schedule.ranks, f"$.{name}", "rank")
         for rank, (row, order) in enumerate(zip(rows, schedule.order, strict=True)):

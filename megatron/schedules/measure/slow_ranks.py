@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# A rank is slow by this factor against the others in so many logged iterations in a row.
+# A rank is slow if it is slower than the others by this factor in this number of consecutive logged iterations.
 _SLOW = 1.2
 _TIMES = 3
-# A larger bubble, as a share of the time.
+# Increase of the bubble ratio that is reported.
 _MORE_IDLE = 0.05
-# A link is slow by this factor and by this share of a usual pass.
+# A link is slow if its latency grew by this factor and by this share of an average pass.
 _SLOW_LINK, _OF_A_PASS = 1.5, 0.05
 
 Latencies = Sequence[tuple[int, int, float]]
@@ -21,8 +21,8 @@ class Slow(NamedTuple):
     """A rank that has become slow.
 
     Args:
-        rank: of the pipeline.
-        ratio: time of its passes over what it was before.
+        rank: rank in the pipeline.
+        ratio: time of its passes over the time before.
     """
 
     rank: int
@@ -30,15 +30,15 @@ class Slow(NamedTuple):
 
 
 class SlowWatch:
-    """Compares each rank's time with what it was: as profiled, or in the first iterations.
+    """Compares each rank's time with a base: its profile, or the first iterations.
 
     A slow rank is reported once, and again after :meth:`expect` or after it has recovered.
 
     Args:
-        rank_of: by stage, its rank.
+        rank_of: rank of each stage.
 
     Attributes:
-        since: the base of the comparison, in words.
+        since: base of the comparison, in words.
     """
 
     def __init__(self, rank_of: Sequence[int]) -> None:
@@ -49,12 +49,12 @@ class SlowWatch:
         self._in_a_row = [0] * (max(rank_of) + 1)
 
     def expect(self, stages: Sequence[float]) -> None:
-        """Compares with ``stages``, as profiled, from now on."""
+        """Sets the profiled times ``stages`` as the base from now on."""
         self._before, self.since = self._by_rank(stages), "when it was profiled"
         self._in_a_row = [0] * len(self._in_a_row)
 
     def add(self, stages: Sequence[float]) -> list[Slow]:
-        """Returns the ranks that have just been slow for long enough.
+        """Returns the ranks that have just become slow.
 
         Args:
             stages: time of all passes of each stage in an iteration.
@@ -82,18 +82,21 @@ class SlowWatch:
 
 
 class IdleWatch:
-    """Detects a bubble that has grown since the first iterations: if no rank is slow, messages may be."""
+    """Detects a bubble that has grown since the first iterations.
+
+    If no rank is slow, slow messages may be the cause.
+    """
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._in_a_row = 0
 
     def expect(self) -> None:
-        """Compares with the iterations to come, from now on."""
+        """Sets the next iterations as the base from now on."""
         self._first, self._in_a_row = [], 0
 
     def add(self, bubble: float) -> bool:
-        """Returns whether it has just been larger for long enough."""
+        """Returns true if the bubble has just been larger for long enough."""
         if len(self._first) < _TIMES:
             self._first.append(bubble)
             return False
@@ -103,11 +106,11 @@ class IdleWatch:
 
 
 def slow_links(before: Latencies, now: Latencies, usual_pass: float) -> list[tuple[int, int, float, float]]:
-    """Finds links that have become slow: from, to, latency now and before.
+    """Finds links that have become slow: sending rank, receiving rank, latency now and before.
 
     Args:
-        before, now: from, to, and latency.
-        usual_pass: time of a pass in the same unit; much shorter latencies do not matter.
+        before, now: latencies of the links.
+        usual_pass: time of an average pass in the same unit; much shorter latencies do not matter.
     """
     took = {(source, to): time for source, to, time in before}
     return [

@@ -14,9 +14,9 @@ from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.output_files import make_folder, write_text
 from megatron.schedules.utils.printable import counted, printable_name
 
-# Forms of a drawing, and the most passes with which they still open.
+# Forms of a drawing, and the largest number of passes with which viewers still open them.
 FORMS: Mapping[str, int] = {"svg": 200_000, "png": 200_000, "pdf": 200_000, "html": 1_000_000, "trace": 500_000}
-# Files of a recorded run and their forms; the run itself is written too.
+# Drawings of a recorded run and their forms. The run itself is written too.
 FILES: Mapping[str, str] = {"timeline.html": "html", "timeline.svg": "svg", "timeline.trace.json": "trace"}
 RUN = "recorded.json"
 
@@ -29,7 +29,7 @@ class Drawing:
         shown: one or more views, in one unit of time.
         heading: title.
         caption: a sentence or two.
-        unit: of time; empty for any.
+        unit: unit of time; empty if unknown.
     """
 
     shown: Sequence[View]
@@ -44,17 +44,17 @@ class Drawing:
 
     @property
     def microbatch_bytes(self) -> float:
-        """Bytes of a microbatch's activations on an average rank; 0 where not known."""
+        """Bytes of a microbatch's activations on an average rank; 0 if unknown."""
         return max(view.microbatch_bytes for view in self.shown)
 
     @property
     def labels(self) -> Sequence[str]:
-        """Labels that tell views of one schedule apart."""
+        """Labels that distinguish views of one schedule."""
         return [view.label if title(view.timeline.schedule.name) != view.label else "" for view in self.shown]
 
 
 def of_plans(timelines: Sequence[Timeline], caption: str, unit: str, microbatch_bytes: float = 0.0) -> Drawing:
-    """Draws plans below one another, each with its name."""
+    """Draws plans one below another, each with its name."""
     shown = [View(title(each.schedule.name), each, microbatch_bytes=microbatch_bytes) for each in timelines]
     return Drawing(shown, " and ".join(view.label for view in shown), caption, unit)
 
@@ -103,7 +103,7 @@ def write_run(recorded: Recorded, folder: Path) -> list[str]:
     """Writes ``recorded`` into ``folder`` as data and in every form that allows its size. Returns the files' names.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: if a file cannot be written.
     """
     make_folder(folder)
     drawing = of_run(recorded)

@@ -17,17 +17,19 @@ class Figures:
     """Figures of one timeline.
 
     Args:
-        name: the schedule's name.
-        ranks, microbatches, chunks: its size; chunks are those of one rank.
+        name: name of the schedule.
+        ranks: pipeline ranks.
+        microbatches: microbatches of an iteration.
+        chunks: chunks of one rank.
         makespan: iteration time, in the unit of the costs.
-        bubble: share of that time in which an average rank is idle.
-        span_bubble: as in the papers, each rank's time counted from its own first start.
+        bubble: share of the iteration time in which an average rank is idle.
+        span_bubble: bubble as the papers define it, with each rank's time counted from its own first start.
         peaks: peak activation memory of every rank, in microbatches.
         share: the worst rank's peak over 1F1B's d microbatches, as in a memory limit.
-        useful: share of the time in which an average rank computes, without recompute.
-        recomputed: share of the computing that is recompute.
-        copying: share of the time in which the busiest copy channel copies.
-        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
+        useful: share of the iteration time in which an average rank computes, without recompute.
+        recomputed: share of the computing time that is recompute.
+        copying: share of the iteration time in which the busiest copy channel copies.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
 
     name: str
@@ -51,23 +53,23 @@ class Figures:
 
     @property
     def peak_bytes(self) -> float:
-        """The same in bytes; 0 where not known."""
+        """Peak activation memory of the worst rank, in bytes; 0 if unknown."""
         return self.peak * self.microbatch_bytes
 
     @property
     def worst(self) -> int:
-        """The first rank with this peak."""
+        """The first rank with the highest peak."""
         return self.peaks.index(self.peak)
 
     @property
     def savings(self) -> tuple[tuple[str, float], ...]:
-        """Shares of recompute and copies by name; empty without any."""
+        """Shares of recompute and copies by name; empty without either."""
         recomputed = (("recomputed", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
         return recomputed + ((("copying", self.copying),) if self.copying else ())
 
 
 def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
-    """Reads the figures off ``timeline``."""
+    """Computes the figures of ``timeline``."""
     schedule = timeline.schedule
     return Figures(
         name=schedule.name,
@@ -87,7 +89,7 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
 
 
 def above_itself(found: Iterable[Figures]) -> str:
-    """Says why 1F1B has more than 100 % of 1F1B's memory, if one of ``found`` does."""
+    """Explains why 1F1B uses more than 100 % of 1F1B's memory, if one of ``found`` does."""
     if not any(each.name == "1f1b" and each.share > 1 + _EPSILON for each in found):
         return ""
     return (
@@ -122,7 +124,10 @@ def amount(number: float) -> str:
 
 
 def ticks(until: float, fewest_apart: float) -> list[float]:
-    """Round times from 0 to ``until``, at least ``fewest_apart`` apart: steps of 1, 2 or 5 times a power of ten."""
+    """Returns round times from 0 to ``until``, at least ``fewest_apart`` apart.
+
+    Steps are 1, 2 or 5 times a power of ten.
+    """
     power = 10.0 ** math.floor(math.log10(fewest_apart))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= fewest_apart * (1 - 1e-9))
     return [index * step for index in range(int(until / step + 1e-9) + 1)]

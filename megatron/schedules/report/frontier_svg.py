@@ -18,8 +18,8 @@ _WIDTH = 960
 _LEFT, _RIGHT, _TOP, _FLOOR = 58, _WIDTH - 24, 56, 482
 _SIZE = 11.0
 _NEAR = 4.0  # points closer than this share a label
-_BEYOND = 1.1  # of the largest memory and bubble, so that no point lies on an edge
-# For the page, the grid, text, faint text, ours, others', and ours that do forwards again and that offload.
+_BEYOND = 1.1  # axis end over the largest memory and bubble, so that no point lies on an edge
+# Page, grid, text, faint text, ours, other projects', and ours with recompute and with offload.
 _LIGHT = ("#ffffff", "#e4e8ee", "#1b1f26", "#5d6673", "#2463c4", "#b4540a", "#7a3e9d", "#16855c")
 _DARK = ("#14171c", "#2b313a", "#e8ebf0", "#9aa4b2", "#7fb0ff", "#f0a060", "#c79be6", "#5cc79a")
 _OURS = '<circle class="ours" cx="{x}" cy="{y}" r="4"/>'
@@ -37,7 +37,14 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Mark(NamedTuple):
-    """One schedule: its name, its project (empty for ours), its memory in microbatches, and its bubble."""
+    """One schedule to draw.
+
+    Args:
+        name: name of the schedule.
+        project: its project; empty for ours.
+        memory: peak activation memory, in microbatches.
+        bubble: bubble ratio.
+    """
 
     name: str
     project: str
@@ -71,16 +78,17 @@ def draw_frontier(
 ) -> str:
     """Draws ``curve`` as steps, its bound as a dashed line, and ``marks`` with labels that do not overlap.
 
-    A plan within a limit is also within every larger one, and a plan that saves no memory is also one that may. So a
+    A plan within a limit is also within every larger one, and a plan without memory saving is always allowed. So a
     curve never rises, and never lies above the curve without savings.
 
     Args:
-        curve: by ascending memory.
-        saved: the curves "again" (with recompute) and "offload", where they were measured.
+        curve: points by ascending memory.
         marks: single schedules; those beyond ``most`` are left out.
-        heading, caption: lines above and below.
-        most: the largest memory and the largest bubble that are shown.
-        unit: of memory, in words.
+        heading: line above the drawing.
+        caption: line below the drawing.
+        most: the largest memory and the largest bubble of the drawing.
+        saved: the curves "again" (with recompute) and "offload", if measured.
+        unit: unit of memory, in words.
     """
     chart = _Chart(*most)
     chart.axes(unit)
@@ -100,7 +108,7 @@ def draw_frontier(
 
 
 def lowest(found: Sequence[Found]) -> list[Found]:
-    """By ascending memory, for each limit the least that was found for it or for a smaller one."""
+    """Returns the lowest result for each limit or a smaller one, by ascending memory."""
     best: dict[float, float] = {}
     least = math.inf
     for memory, lost in sorted(found):
@@ -109,16 +117,16 @@ def lowest(found: Sequence[Found]) -> list[Found]:
 
 
 class _Chart:
-    """The plane up to a memory and a bubble, and the boxes in it that labels should not cover."""
+    """Area up to a largest memory and bubble, and the boxes in it that labels should not cover."""
 
     def __init__(self, memory: float, bubble: float) -> None:
         self.memory, self.bubble = memory, bubble
         self.parts: list[str] = []
         self.taken: list[Box] = []
-        self.looks: set[str] = set()  # of what is there, as the legend has them
+        self.looks: set[str] = set()  # looks drawn so far, for the legend
 
     def axes(self, unit: str) -> None:
-        """A grid with round numbers."""
+        """Draws a grid with round numbers."""
         for percent in ticks(100 * self.bubble, 100 * self.bubble / 9):
             y = self.y(percent / 100)
             self.parts.append(f'<path class="grid" d="M{_LEFT} {_n(y)}H{_RIGHT}"/>')
@@ -130,7 +138,7 @@ class _Chart:
         self.text(_RIGHT, _FLOOR + 32, f"activation memory of the worst rank, {unit}", "faint end")
 
     def bound(self, curve: Sequence[Point]) -> None:
-        """A dashed line from limit to limit."""
+        """Draws a dashed line from limit to limit."""
         inside = [point for point in curve if point.memory <= self.memory and point.bound <= self.bubble]
         bound = [(self.x(point.memory), self.y(point.bound)) for point in inside]
         for (x, _), (right, low) in itertools.pairwise(bound):
@@ -140,7 +148,7 @@ class _Chart:
             self.parts.append('<path class="bound" d="M' + "L".join(f"{_n(x)} {_n(y)}" for x, y in bound) + '"/>')
 
     def steps(self, look: str, found: Sequence[Found]) -> None:
-        """A curve as steps, from where it enters the plane."""
+        """Draws a curve as steps, from the point where it enters the area."""
         inside = [
             (self.x(each.memory), self.y(each.lost))
             for each in found
@@ -156,7 +164,7 @@ class _Chart:
             self.parts.append(f'<path class="{look}" d="M{_n(inside[0][0])} {_TOP}{path}"/>')
 
     def marks(self, marks: Sequence[Mark]) -> None:
-        """Symbols, then a label for every group of marks that lie on one another."""
+        """Draws symbols, then one label for every group of marks at the same point."""
         groups: list[list[Mark]] = []
         for mark in sorted(marks, key=lambda mark: (bool(mark.project), mark.memory, mark.bubble)):
             x, y = self.x(mark.memory), self.y(mark.bubble)
@@ -168,11 +176,11 @@ class _Chart:
                 groups[apart.index(min(apart))].append(mark)
             else:
                 groups.append([mark])
-        for group in sorted(groups, key=lambda group: -group[0].memory):  # room to the right is soon taken
+        for group in sorted(groups, key=lambda group: -group[0].memory):  # room to the right fills up first
             self.label(group)
 
     def label(self, group: Sequence[Mark]) -> None:
-        """What they are and whose: where it covers nothing, else where it covers least."""
+        """Draws the names and projects of ``group`` where they cover nothing, or else the least."""
         text = _name(group)
         x, y, wide = self.x(group[0].memory), self.y(group[0].bubble), width(text, _SIZE)
         left, middle = min(_places(x, y, wide), key=lambda place: self.covered(_box(place[0], place[1], wide)))
@@ -183,13 +191,13 @@ class _Chart:
         self.text(left, middle + 4, markup(text), "theirs" if group[0].project else "ours")
 
     def covered(self, box: Box) -> float:
-        """The area a label there would cover, what leaves the plane counting most."""
+        """Area that a label would cover; parts outside the chart count most."""
         left, top, right, bottom = box
         outside = max(0, _LEFT - left) + max(0, right - _WIDTH) + max(0, _TOP - top) + max(0, bottom - _FLOOR)
         return 100 * outside + sum(_overlap(box, other) for other in self.taken)
 
     def words(self, heading: str, caption: str) -> float:
-        """The heading, the legend where there is something to tell apart, and the caption; where they end."""
+        """Draws the heading, the legend if it is needed, and the caption. Returns the end of the last line."""
         self.text(18, 28, markup(heading), "head")
         shown = {shape: meaning for shape, meaning in _LEGEND.items() if shape.split('"')[1] in self.looks}
         several = len(shown) > 1
@@ -205,20 +213,20 @@ class _Chart:
         return y + 16
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
-        """A line of text; ``content`` is markup."""
+        """Draws a line of text; ``content`` is markup."""
         self.parts.append(f'<text class="{look}" x="{_n(x)}" y="{_n(y)}">{content}</text>')
 
     def x(self, memory: float) -> float:
-        """Where an amount of memory lies."""
+        """Horizontal position of an amount of memory."""
         return _LEFT + memory / self.memory * (_RIGHT - _LEFT)
 
     def y(self, bubble: float) -> float:
-        """Where a bubble lies."""
+        """Vertical position of a bubble."""
         return _FLOOR - bubble / self.bubble * (_FLOOR - _TOP)
 
 
 def _name(group: Sequence[Mark]) -> str:
-    """Every schedule of one project; the shortest name of one schedule in several."""
+    """Returns all schedules of one project, or the shortest name of one schedule in several projects."""
     projects = list(dict.fromkeys(mark.project for mark in group))
     if len(projects) == len(group):
         text = min((mark.name for mark in group), key=len)
@@ -228,7 +236,7 @@ def _name(group: Sequence[Mark]) -> str:
 
 
 def _places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:
-    """Left ends and middles of a label for the point (x, y), the likeliest first."""
+    """Yields left ends and middles of a label for the point (x, y), the preferred first."""
     for away in (0, 12, 16, 24, 40, 60, 84, 110):
         for side in (8 + 0.4 * away, -8 - width, -width / 2)[: 3 if away else 2]:
             yield x + side, y - away
@@ -260,15 +268,15 @@ def _style() -> str:
 
 
 def _n(value: float) -> str:
-    """A coordinate to a tenth of a pixel."""
+    """Formats a coordinate to a tenth of a pixel."""
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
 def draw_comparison(rows: Sequence[Row], caption: str) -> str:
-    """Draw ``rows`` as points with labels; the caption says which of them have no plan.
+    """Draws ``rows`` as points with labels. The caption lists those without a plan.
 
     Raises:
-        PlanError: where none of them has one.
+        PlanError: if none of them has a plan.
     """
     found = {row.name: row.result for row in rows if isinstance(row.result, Figures)}
     without = {row.name: row.result for row in rows if isinstance(row.result, str)}

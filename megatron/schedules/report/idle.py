@@ -45,7 +45,7 @@ class Gap(NamedTuple):
     Args:
         at: index in the rank's row of the pass after it; the row's length at the end.
         start, end: times.
-        phase: of the rank.
+        phase: phase of the rank.
         waits: parts, whose times add up to the gap.
         needed: the last pass to end of those that the next one needs, by rank and index in its row.
     """
@@ -60,11 +60,11 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Idle:
-    """The idle time of one rank, in the unit of its timeline.
+    """Idle time of one rank, in the unit of its timeline.
 
     Args:
         rank: number.
-        total: iteration time less the rank's computing.
+        total: iteration time less the rank's computing time.
         phases: idle time in each phase.
         causes: idle time by cause and by the rank that causes it.
     """
@@ -80,7 +80,7 @@ class Idle:
 
     @property
     def for_ranks(self) -> list[tuple[int, float]]:
-        """Other ranks whose passes and messages it waited for, the longest first."""
+        """Ranks for whose passes and messages this rank waited, with the times; the longest first."""
         found: dict[int, float] = {}
         for (cause, rank), time in self.causes.items():
             if cause in (Cause.PASS, Cause.MESSAGE) and time > 0:
@@ -92,22 +92,22 @@ def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
     """Finds each rank's gaps, in order.
 
     Warm-up lasts until the rank's first backward starts. Cool-down starts when its last forward and its warm-up are
-    over. Without backwards warm-up ends when the first pass starts.
+    over. Without backwards, warm-up ends when the first pass starts.
 
     A rank waits for the last pass to end of those that its next pass needs, then for its message. If that pass had
-    ended before the rank was free, the message counts until one P2P latency after its end; the rest is the host, or a
-    late message.
+    ended before the rank was free, waiting for the message counts until one P2P latency after its end. The rest is due
+    to the host or a late message.
     """
     ended = _Ended(timeline)
     return tuple(tuple(_gaps_of(timeline, rank, ended)) for rank in range(timeline.schedule.ranks))
 
 
 def idle(timeline: Timeline, found: Sequence[Sequence[Gap]] | None = None) -> tuple[Idle, ...]:
-    """Sums up the idle time of every rank. Its mean is the bubble times the iteration time.
+    """Sums up the idle time of every rank. Its mean is the bubble ratio times the iteration time.
 
     Args:
         timeline: planned or measured.
-        found: its :func:`gaps`, where they are known.
+        found: its :func:`gaps`, if already known.
     """
     return tuple(_idle_of(rank, each) for rank, each in enumerate(gaps(timeline) if found is None else found))
 
@@ -146,7 +146,7 @@ class _Ended:
         self._copied = [{work: end for work, _, end in copies} for copies in timeline.copies]
 
     def last(self, work: Pass) -> tuple[float, float, tuple[int, int]] | None:
-        """The last to arrive of the passes on other ranks that ``work`` needs: its end, latency and place."""
+        """Returns end, latency and position of the pass on another rank that ``work`` needs and that arrives last."""
         stage, kind, m = work
         found: tuple[float, float, tuple[int, int]] | None = None
         for source, base in self._needs[stage, kind]:
@@ -158,7 +158,7 @@ class _Ended:
         return found
 
     def copied(self, rank: int, work: Pass) -> tuple[float, tuple[int, int]] | None:
-        """The copy that ``work`` waits for: its end, and the place of its pass."""
+        """Returns the end of the copy that ``work`` waits for, and the position of its pass."""
         if not self._copied:
             return None
         copies, (stage, kind, m) = self._copied[rank], work

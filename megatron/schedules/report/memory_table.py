@@ -1,4 +1,4 @@
-"""Memory by rank: a table in GiB, and whether it fits."""
+"""Memory by rank: a table in GiB, and a line that says if it fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rank(NamedTuple):
 
     Args:
         layers: decoder layers of each of its chunks.
-        parts: bytes of each sort on its device, each at most.
+        parts: upper bound of the bytes of each sort on its device.
         host: bytes on its host.
     """
 
@@ -33,7 +33,7 @@ class Rank(NamedTuple):
 
 
 def as_text(ranks: Sequence[Rank]) -> str:
-    """A row for each rank."""
+    """Returns a table with a row for each rank."""
     parts = [(name, "GiB") for name in (*ranks[0].parts, "together", "on host")]
     rows = [
         [str(rank), "+".join(map(str, found.layers)), *map(gib, (*found.parts.values(), found.device, found.host))]
@@ -43,7 +43,7 @@ def as_text(ranks: Sequence[Rank]) -> str:
 
 
 def verdict(rank: int, found: Rank, room: float) -> str:
-    """Whether the rank that holds most fits, and which sort takes most of it."""
+    """Says if the rank with the most memory fits, and which sort uses most of it."""
     largest = max(found.parts, key=lambda part: found.parts[part])
     fits, apart = found.device <= room, abs(room - found.device)
     said = f"{gib(apart)} GiB {'are left' if fits else 'too much'}"

@@ -1,4 +1,4 @@
-"""A timeline as a few compressed arrays and a small table of contents, for a page to unpack."""
+"""A timeline as a few compressed arrays and a small table of contents, which the page unpacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.schedules.report.views import Lane, View, lanes, running
 from megatron.schedules.schedule.kinds import KINDS
 from megatron.schedules.schedule.passes import Pass
 
-# Times are whole numbers of ticks, so many in the length of the axis.
+# Times are integers in ticks; this is the length of the axis in ticks.
 TICKS = 1 << 30
 _KINDS = {kind: index for index, kind in enumerate(KINDS)}
 
@@ -34,7 +34,7 @@ class Packer:
         """Appends ``values``. Returns their type, offset and count.
 
         Args:
-            code: ``B`` (a byte), ``I`` (four, unsigned), ``i`` (signed) or ``f``, as :mod:`array` has.
+            code: ``B`` (one byte), ``I`` (four bytes, unsigned), ``i`` (signed) or ``f``, as in :mod:`array`.
             values: numbers that fit.
         """
         self._bytes += bytes(-len(self._bytes) % 4)
@@ -51,12 +51,14 @@ class Packer:
 
 
 def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer) -> dict[str, Any]:
-    """Packs one view. Returns its table of contents.
+    """Packs one view. Returns its table of contents:
 
-    ``rows`` tells where the passes of each lane begin, those of rank 0 first, ``kind``, ``stage`` and ``microbatch``
-    what each is; ``gap`` how many ticks after the end of the one before (or 0) it begins and ``length`` how many it
-    takes, ``awaited`` the pass that its rank waited for before it, -1 for none. ``levels`` are the steps of memory:
-    ``since`` after the one before, ``held`` from then on. ``turns`` are where warm-up ends and cool-down begins.
+    - ``rows``: index of the first pass of each lane, those of rank 0 first.
+    - ``kind``, ``stage``, ``microbatch``: of each pass.
+    - ``gap``: ticks from the end of the previous pass (or 0) to the start of each pass; ``length``: its duration in
+    ticks. - ``awaited``: the pass that its rank waited for before it; -1 for none.
+    - ``levels``: steps of memory, ``since`` ticks after the previous step, and ``held`` from then on.
+    - ``turns``: end of warm-up and start of cool-down.
     """
     timeline = view.timeline
     found = [lanes(timeline, rank) for rank in range(timeline.schedule.ranks)]
@@ -90,7 +92,7 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
 
 
 def _ticks(lane: Lane, until: float) -> list[tuple[int, int]]:
-    """Each pass's distance from the one before, and its length; small overlaps are removed."""
+    """Returns each pass's distance from the previous one, and its length; small overlaps are removed."""
     found, free = [], 0
     for _, start, end in lane:
         begun = max(free, round(start / until * TICKS))
@@ -101,7 +103,7 @@ def _ticks(lane: Lane, until: float) -> list[tuple[int, int]]:
 
 
 def _stepped(steps: Sequence[tuple[float, float]], until: float) -> list[tuple[int, float]]:
-    """Steps by distance from the one before; what changes several times at one moment shows as its sum."""
+    """Returns steps by distance from the previous one; changes at the same time are summed."""
     at: dict[int, float] = {}
     now = 0
     for time, held in steps:
@@ -111,14 +113,14 @@ def _stepped(steps: Sequence[tuple[float, float]], until: float) -> list[tuple[i
 
 
 def _turns(view: View, rank: int) -> list[float]:
-    """When the rank's warm-up ends and its cool-down begins."""
+    """Returns the end of the rank's warm-up and the start of its cool-down."""
     first, last = phases(view.timeline.schedule.order[rank])
     start, end = view.timeline.start[rank], view.timeline.end[rank]
     return [start[first], max(start[first], end[last] if last >= 0 else 0.0)] if start else [0.0, 0.0]
 
 
 def _awaited(view: View, gaps: Sequence[Sequence[Gap]], works: Sequence[Pass]) -> list[int]:
-    """For each pass the index of the one that its rank waited for; passes without duration are not drawn."""
+    """Returns the index of the pass that the rank of each pass waited for. Passes without duration are not drawn."""
     timeline, waits = view.timeline, dict[Pass, Pass]()
     for rank, row in enumerate(gaps):
         order, lengths = timeline.schedule.order, list(map(sub, timeline.end[rank], timeline.start[rank]))

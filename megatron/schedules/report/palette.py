@@ -1,4 +1,4 @@
-"""Font and colours of drawings: a hue for each kind of pass, lighter from chunk to chunk."""
+"""Font and colours of drawings: a hue for each kind of pass, lighter with each chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sa
 WHITE: Rgb = (255, 255, 255)
 BLACK: Rgb = (0, 0, 0)
 
-# Hues that stay apart for colour-blind readers too, dark enough that a lighter second chunk stands off.
+# Hues that colour-blind readers can distinguish, dark enough for a lighter second chunk.
 HUES: dict[Kind, Rgb] = {
     Kind.F: (36, 99, 196),
     Kind.I: (214, 107, 24),
@@ -22,23 +22,23 @@ HUES: dict[Kind, Rgb] = {
     Kind.O: (2, 215, 234),
     Kind.L: (253, 225, 60),
 }
-# How far the last chunk's colour goes towards white.
+# Share of white in the last chunk's colour.
 _LIGHTEST = 0.55
 
 
 def blend(first: Rgb, second: Rgb, share: float) -> Rgb:
-    """``first`` with ``share`` of ``second`` mixed in."""
+    """Mixes ``share`` of ``second`` into ``first``."""
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
     return red, green, blue
 
 
 def fill(kind: Kind, chunk: int, chunks: int) -> Rgb:
-    """The colour of a pass of ``kind`` of a rank's ``chunk``."""
+    """Returns the colour of a pass of ``kind`` of a rank's ``chunk``."""
     return blend(HUES[kind], WHITE, _LIGHTEST * chunk / max(1, chunks - 1))
 
 
 def ink(background: Rgb) -> Rgb:
-    """Black or white, whichever has more contrast to ``background`` (as WCAG 2 counts it): always 4.5 or more."""
+    """Returns black or white, the one with more contrast to ``background`` (WCAG 2): always 4.5 or more."""
     light = _luminance(background)
     on_white = (_luminance(WHITE) + 0.05) / (light + 0.05)
     on_black = (light + 0.05) / (_luminance(BLACK) + 0.05)
@@ -46,7 +46,7 @@ def ink(background: Rgb) -> Rgb:
 
 
 def hexadecimal(colour: Rgb) -> str:
-    """``#rrggbb``."""
+    """Formats a colour as ``#rrggbb``."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 

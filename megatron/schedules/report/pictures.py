@@ -1,4 +1,4 @@
-"""Converts SVG to PNG or PDF by typst, an optional library that needs no other program and has its own fonts."""
+"""Converts SVG to PNG or PDF with typst, an optional library that needs no other program and includes its own fonts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 from megatron.schedules.utils.errors import PlanError, one_line
 
 PICTURES = ("png", "pdf")
-_PIXELS = 192.0  # of a PNG to an inch: two for each of the SVG's
-# Without a date the same drawing is the same file.
+_PIXELS = 192.0  # pixels of a PNG per inch: two per SVG pixel
+# Without a date, equal drawings give equal files.
 _PAGE = """\
 #set document(date: none)
 #set page(width: auto, height: auto, margin: 0pt)
@@ -17,7 +17,11 @@ _PAGE = """\
 
 
 def check_library(form: str) -> None:
-    """Raises :class:`PlanError` where ``form`` needs typst and it is not installed."""
+    """Checks that typst is installed if ``form`` needs it.
+
+    Raises:
+        PlanError: if it is not.
+    """
     if form in PICTURES and importlib.util.find_spec("typst") is None:
         raise PlanError(
             f"{form} takes the library typst, which is not installed: pip install 'typst>=0.13', which is the extra "

@@ -1,4 +1,4 @@
-"""A job's own measurements in some ten lines, for any number of stages."""
+"""A job's own measurements in about ten lines, for any number of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADINGS = ("ms", "median stage", "quickest", "slowest", "spread at most")
 
 
 def as_text(profile: JobProfile, recorded: Recorded) -> str:
-    """A table of kinds of passes, then latencies, bytes and the bubble; without a final line end.
+    """Returns a table of the kinds of passes, then latencies, bytes and the bubble; without a final line end.
 
     The spread is the 90th less the 10th percentile of a stage's passes, over their median.
     """
@@ -31,7 +31,7 @@ def _each(profile: JobProfile, kind: Kind) -> dict[int, Measured]:
 
 
 def _assumed(profile: JobProfile, kind: Kind) -> bool:
-    """Whether ``kind`` is part of a backward that no stage split."""
+    """Checks if ``kind`` is part of a backward that no stage split."""
     return kind in PARTS and all(stage.halved for stage in profile.stages)
 
 

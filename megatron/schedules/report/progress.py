@@ -20,8 +20,8 @@ def shown(what: str, stream: TextIO | None, every: float = _EVERY_S) -> Iterator
 
     Args:
         what: name of the work, such as ``planning v-half``.
-        stream: a terminal gets a bar, which is removed at the end, any other file a line from time to time; None for
-            no output.
+        stream: a terminal gets a bar, which is removed at the end. Any other file gets a line at intervals. None
+            disables output.
         every: seconds between lines.
     """
     if stream is None:
@@ -59,7 +59,7 @@ def _lines(what: str, stream: TextIO, every: float) -> Iterator[Progress]:
             stream.write(f"{what}: {100 * min(1.0, done):.0f} % after {time.monotonic() - begun:.0f} s\n")
             stream.flush()
 
-    # A thread, for the work may say nothing for a long time. It ends with the process, however that ends.
+    # A thread, because the work may report nothing for a long time. It ends with the process in any case.
     teller = threading.Thread(target=tell, name="progress", daemon=True)
     teller.start()
     try:

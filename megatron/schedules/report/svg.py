@@ -1,4 +1,4 @@
-"""Timelines as one self-contained SVG: schedules below one another on one time scale, each with its memory."""
+"""Timelines as one self-contained SVG: schedules one below another on one time scale, each with its memory."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _WIDTH = 960
 _LEFT, _RIGHT = 66, 18
 _MARGIN = 18
 _HEADING, _MEMORY, _GAP = 30, 54, 22
-_ROWS_TALL = 320  # what the rows of one schedule may take before they get lower than they are at best
+_ROWS_TALL = 320  # height of a schedule's rows before they shrink below their best height
 _ROW_BEST, _ROW_LEAST = 24, 7
-_THIN = 0.22  # height of a lane of copies over that of a row
-_DIGIT = 0.64  # width of a digit over its font size, in the widest of the fonts
+_THIN = 0.22  # height of a copy lane over that of a row
+_DIGIT = 0.64  # width of a digit over its font size, in the widest font
 _READABLE = 6.0  # the smallest numbers
-_BOLD = 1.13  # how much wider bold words are
-_SIZE = 12  # size of words where nothing else is said
+_BOLD = 1.13  # width of bold over regular text
+_SIZE = 12  # default font size
 
-# Light is the default. A viewer that asks for dark gets dark; both paint their own background, so that the drawing
-# reads on any page.
+# Light is the default. A viewer in dark mode gets dark. Both paint their own background, so that the drawing is
+# readable on any page.
 _LIGHT = {"page": "#ffffff", "lane": "#edf0f4", "text": "#1b1f26", "faint": "#5d6673", "memory": "#5b6bbf"}
 _DARK = {"page": "#14171c", "lane": "#262b33", "text": "#e8ebf0", "faint": "#9aa4b2", "memory": "#93a1ec"}
 
 
-# On cells of any colour, in both schemes.
+# Text on cells of any colour, in both schemes.
 _FLAG = ".flag{fill:#d81e5b;stroke:#d81e5b;stroke-width:2}"
 
 
@@ -56,18 +56,18 @@ def draw_svg(
     unit: str = "",
     microbatch_bytes: float = 0.0,
 ) -> str:
-    """Draws ``timelines`` below one another.
+    """Draws ``timelines`` one below another.
 
     Below each schedule is the activation memory of the worst rank over time, with 1F1B's as a dashed line. Microbatches
     are numbered where the longest number fits.
 
     Args:
-        timelines: at least one, of any sizes; time and memory have one scale throughout.
+        timelines: at least one, of any sizes. All have the same scale of time and of memory.
         caption: a line for the bottom.
         gradients: mark where each chunk's gradients are complete.
-        labels: a word for each, to tell schedules of one name apart.
-        unit: of time; empty for any.
-        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
+        labels: a word for each timeline, to distinguish schedules of the same name.
+        unit: unit of time; empty if unknown.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
     sheet = _Sheet([figures(timeline, microbatch_bytes) for timeline in timelines], timelines, gradients, unit)
     for timeline, found, label in zip(timelines, sheet.found, labels or [""] * len(timelines), strict=True):
@@ -79,7 +79,7 @@ def draw_svg(
 
 
 class _Look(NamedTuple):
-    """Kind and chunk of a cell, which give its colour."""
+    """Kind and chunk of a cell, which determine its colour."""
 
     kind: Kind
     chunk: int
@@ -90,15 +90,15 @@ class _Look(NamedTuple):
 
 
 class _Cells:
-    """The cells of one schedule, grouped by their look, and the numbers on them.
+    """Cells of one schedule, grouped by their look, and the numbers on them.
 
-    In one row all cells of a look have numbers, or none has: those whose narrowest cell is too narrow for the longest
-    number have none.
+    In one row either all cells of a look have numbers or none. None has, if the longest number does not fit the
+    narrowest cell.
 
     Args:
-        sheet: that they are drawn on.
-        schedule: that is drawn.
-        size: of the numbers, at most.
+        sheet: the drawing.
+        schedule: the schedule.
+        size: largest font size of the numbers.
     """
 
     def __init__(self, sheet: _Sheet, schedule: Schedule, size: float) -> None:
@@ -109,7 +109,7 @@ class _Cells:
         self._narrowest = math.inf
 
     def add(self, lane: Lane, top: float, height: float) -> None:
-        """A cell for each pass in ``lane``, with its microbatch where there is room."""
+        """Adds a cell for each pass in ``lane``, with its microbatch if it fits."""
         for work, start, end in lane:
             left, width = self._sheet.x(start), (end - start) * self._sheet.scale
             self._narrowest = min(self._narrowest, width)
@@ -120,12 +120,12 @@ class _Cells:
                 self._numbers.setdefault((top + height / 2, look), []).append((left, width, work.microbatch))
 
     def drawn(self) -> Iterator[str]:
-        """The paths, and over them the numbers."""
-        # Lines between cells must not cover narrow ones.
+        """Yields the paths, then the numbers on them."""
+        # Lines between cells must not hide narrow cells.
         line = 0.8 if self._narrowest > 6 else 0.3 if self._narrowest > 3 else 0
         for look, paths in sorted(self._paths.items()):
             yield f'<path class="cell {look}" stroke-width="{line}" d="{"".join(paths)}"/>'
-        # How large the numbers of each row and look may be; one size serves all that can be read.
+        # Font size for the numbers of each row and look. If all are readable, one size is used.
         largest = {row: (min(width for _, width, _ in cells) - 1) / self._wide for row, cells in self._numbers.items()}
         size = min([self._size, *(each for each in largest.values() if each >= _READABLE)])
         labels: dict[str, list[str]] = {}
@@ -141,7 +141,7 @@ class _Cells:
 
 
 class _Sheet:
-    """An SVG filled from top to bottom; ``y`` is where the next thing goes."""
+    """An SVG filled from top to bottom; ``y`` is the next free position."""
 
     def __init__(self, found: list[Figures], timelines: Sequence[Timeline], gradients: bool, unit: str) -> None:
         self.found, self.gradients, self.unit = found, gradients, unit
@@ -155,7 +155,7 @@ class _Sheet:
         self.numbered = False
 
     def section(self, timeline: Timeline, found: Figures, label: str) -> None:
-        """Heading, a row a rank, and the memory of the worst rank."""
+        """Draws the heading, a row for each rank, and the memory of the worst rank."""
         shares = [amount(found.peak_bytes)] * (found.peak_bytes > 0)
         shares += [f"{percent(found.share, 1)} of 1F1B's"] * (found.name != "1f1b")
         held = microbatches(found.peak) + (f" ({', '.join(shares)})" if shares else "")
@@ -179,12 +179,12 @@ class _Sheet:
         self.y += _GAP
 
     def rows(self, timeline: Timeline) -> None:
-        """The passes: for each look (kind and chunk) one path of all its cells, then the numbers."""
+        """Draws the passes: one path with all cells of each look (kind and chunk), then the numbers."""
         schedule, channels = timeline.schedule, len(copied(timeline))
         row = min(_ROW_BEST, max(_ROW_LEAST, _ROWS_TALL / schedule.ranks))
         pitch = row * (1 + _THIN * channels) + (2 if channels else 0)
         size = min(11.0, row - 8)
-        # A label needs some 11 pixels; with lower rows only every second, fourth ... rank has one.
+        # A label needs about 11 pixels. With lower rows only every second, fourth ... rank has one.
         every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step * pitch >= 11)
         height, thin = row - (2 if row > 14 else 1), row * _THIN
         cells = _Cells(self, schedule, size)
@@ -205,12 +205,12 @@ class _Sheet:
         self.y += schedule.ranks * pitch
 
     def lane(self, timeline: Timeline, top: float, height: float) -> None:
-        """Where something may run, until the schedule ends."""
+        """Draws the background of a lane, up to the end of the schedule."""
         wide = self.x(timeline.makespan) - _LEFT
         self.parts.append(f'<rect class="lane" x="{_LEFT}" y="{_n(top)}" width="{_n(wide)}" height="{_n(height)}"/>')
 
     def complete(self, timeline: Timeline, pitch: float, height: float) -> None:
-        """A flag at the end of each chunk's last weight gradient."""
+        """Draws a flag at the end of each chunk's last weight gradient."""
         path = "".join(
             f"M{_n(self.x(time))} {_n(self.y + rank * pitch)}v{_n(height)}m0 {_n(-height)}h-5l5 5"
             for rank in range(timeline.schedule.ranks)
@@ -219,13 +219,13 @@ class _Sheet:
         self.parts.append(f'<path class="flag" d="{path}"/>')
 
     def curve(self, timeline: Timeline, rank: int, peak: float) -> None:
-        """Activation memory of ``rank`` over time, as an area."""
+        """Draws the activation memory of ``rank`` over time as an area."""
         floor = self.y + _MEMORY
 
         def level(held: float) -> float:
             return floor - held / self.memory * (_MEMORY - 8)
 
-        # What is given back and taken at one moment shows as its sum.
+        # Memory freed and allocated at the same time is summed.
         steps = [*dict(timeline.memory(rank)).items(), (timeline.makespan, 0.0)]
         path = f"M{_n(self.x(0))} {_n(floor)}"
         for (_, held), (time, _) in pairwise(steps):
@@ -236,14 +236,14 @@ class _Sheet:
         self.parts.append(f'<path class="limit" d="M{_LEFT} {line}H{_WIDTH - _RIGHT}"/>')
         self.text(_WIDTH - _RIGHT, level(reference) - 3.5, f"1F1B holds {microbatches(reference)}", "faint end small")
         self.text(_LEFT - 8, level(peak) + 4, number(peak), "figure end")
-        # Under the figure where there is room, above it where the curve is low.
+        # Below the number of the peak where there is room, above it where the curve is low.
         words = floor if level(peak) < floor - 28 else level(peak) - 10
         self.text(_LEFT - 8, words - 12, "memory", "faint end small")
         self.text(_LEFT - 8, words, f"rank {rank}", "faint end small")
         self.y = floor
 
     def axis(self) -> None:
-        """Round times along the bottom."""
+        """Draws round times along the bottom."""
         self.y -= _GAP - 4
         marks = ticks(self.until, 55 / self.scale)
         path = "".join(f"M{_n(self.x(time))} {_n(self.y)}v4" for time in marks)
@@ -255,7 +255,7 @@ class _Sheet:
         self.y += 22
 
     def legend(self) -> None:
-        """A swatch for each kind and chunk that was drawn."""
+        """Draws a swatch for each kind and chunk in the drawing."""
         x, self.y = float(_LEFT), self.y + 8
         for kind, (meaning, *_) in KINDS.items():
             shades = sorted({colour for look, colour in self.looks.items() if look.kind is kind})
@@ -284,22 +284,22 @@ class _Sheet:
             self.y += 22
 
     def caption(self, caption: str) -> None:
-        """Plain words, and what the numbers are, in as many lines as they need."""
+        """Draws the caption and the meaning of the numbers, in as many lines as needed."""
         caption += " Numbers in cells are microbatches." * self.numbered
         for line in lines(f"{caption} {above_itself(self.found)}", _SIZE, _WIDTH - _LEFT - _RIGHT):
             self.text(_LEFT, self.y + 10, markup(line), "faint")
             self.y += 20
 
     def text(self, x: float, y: float, content: str, look: str) -> None:
-        """A line of text; ``content`` is markup."""
+        """Draws a line of text; ``content`` is markup."""
         self.parts.append(f'<text class="{look}" x="{_n(x)}" y="{_n(y)}">{content}</text>')
 
     def x(self, time: float) -> float:
-        """Where a time lies."""
+        """Horizontal position of a time."""
         return _LEFT + time * self.scale
 
     def finished(self) -> str:
-        """The whole document."""
+        """Returns the whole document."""
         height = _n(self.y + _MARGIN - 8)
         heading = " and ".join(dict.fromkeys(title(each.name) for each in self.found))
         described = "; ".join(
@@ -317,7 +317,7 @@ class _Sheet:
         )
 
     def style(self) -> str:
-        """The style sheet: shapes, cell colours, and the two schemes."""
+        """Returns the style sheet: shapes, cell colours, and the light and dark schemes."""
         cells = "".join(f".{look}{{fill:{palette.hexadecimal(rgb)}}}" for look, rgb in self.looks.items())
         return (
             ".head{font-size:13px}.name{font-size:16px;font-weight:700}.figure{font-weight:600}.small{font-size:11px}"
@@ -328,7 +328,7 @@ class _Sheet:
 
 
 def _savings(found: Figures) -> str:
-    """Recompute and copies, in the heading."""
+    """Returns recompute and copies for the heading."""
     return "".join(
         f'<tspan class="faint" dx="9">{name}</tspan><tspan class="figure" dx="5">{percent(share, 1)}</tspan>'
         for name, share in found.savings
@@ -343,5 +343,5 @@ def _scheme(colours: dict[str, str]) -> str:
 
 
 def _n(value: float) -> str:
-    """A coordinate to a hundredth of a pixel."""
+    """Formats a coordinate to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""The comparison of schedules: one line each, as text, Markdown, CSV or JSON."""
+"""Comparison of schedules: one line each, as text, Markdown, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.schedules.utils.printable import percent, printable_name
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule in a comparison: its figures, or the reason why it has none.
+    """One schedule in a comparison: its figures, or the reason for their absence.
 
     Args:
-        name: the schedule's name.
-        result: its figures, or one line saying why it cannot be planned.
-        throughput: microbatches a second over those of 1F1B; None where there are no figures.
-        memory: bytes of each sort on the rank that holds most, and together; empty unless compared with a device.
-        fits: whether they fit the device; None unless compared with one.
+        name: name of the schedule.
+        result: its figures, or one line that says why it cannot be planned.
+        throughput: microbatches per second over those of 1F1B; None without figures.
+        memory: bytes of each sort on the rank with the most memory, and their sum; empty unless compared with a device.
+        fits: true if they fit the device; None unless compared with one.
     """
 
     name: str
@@ -42,25 +42,25 @@ _HEADINGS = (
     ("chunks", "a rank"),
     ("throughput", "to 1F1B's"),
 )
-# Where any row has them.
-_PAGE = 78  # columns of a sentence below a table
+# Columns that are shown if any row has them.
+_PAGE = 78  # width of text below a table, columns
 _BYTES = ("peak memory", "GiB")
 _SAVINGS = (("recomputed", "of computing"), ("copying", "of the time"))
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB, without the unit."""
+    """Formats bytes in GiB, without the unit."""
     return f"{size / 2**30:.2f}"
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """An aligned table, with a reason in place of missing numbers, and a note below."""
+    """Returns an aligned table, with a reason instead of missing figures, and a note below."""
     note = _note(rows)
     return aligned(*_table(rows)) + (f"\n{fill(note, _PAGE)}\n" if note else "")
 
 
 def aligned(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
-    """Columns under headings of two lines each; a row of two cells has a reason in place of numbers."""
+    """Aligns columns under headings of two lines each. A row of two cells has a reason instead of numbers."""
     widths = [
         max(len(heading[0]), len(heading[1]), *(len(row[column]) for row in cells if len(row) > 2 or column == 0))
         for column, heading in enumerate(headings)
@@ -72,13 +72,13 @@ def aligned(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]])
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A table for a README or an issue."""
+    """Returns a table for a README or an issue."""
     note = _note(rows)
     return markdown(*_table(rows)) + (f"\n{note}\n" if note else "")
 
 
 def markdown(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; short rows are filled up."""
+    """Returns a Markdown table; short rows are filled up."""
     heads = [" ".join(heading).strip() for heading in headings]
     rows = [[cell.replace("|", "\\|") for cell in row] + [""] * (len(heads) - len(row)) for row in cells]
     lines = ["| --- |" + " ---: |" * (len(heads) - 1), *("| " + " | ".join(row) + " |" for row in rows)]
@@ -86,7 +86,7 @@ def markdown(headings: Sequence[tuple[str, str]], cells: Sequence[Sequence[str]]
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Every figure unrounded, with a header; shares, not percentages."""
+    """Returns every figure unrounded, with a header; shares, not percentages."""
     text = io.StringIO()
     records = as_records(rows)
     names = list(dict.fromkeys(key for record in records for key in record))
@@ -97,12 +97,12 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """A list of objects, every figure unrounded."""
+    """Returns a list of objects, every figure unrounded."""
     return json.dumps(as_records(rows), indent=2) + "\n"
 
 
 def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """One mapping a row; one without figures has ``schedule`` and ``reason`` only."""
+    """Returns one mapping per row; one without figures has only ``schedule`` and ``reason``."""
     records: list[dict[str, object]] = []
     for row in rows:
         found = row.result
@@ -135,7 +135,7 @@ def _note(rows: Sequence[Row]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
-    """Headings in two lines, and the cells below them; a row without figures has its reason alone."""
+    """Returns headings of two lines, and the cells below them; a row without figures has only its reason."""
     found = [row.result for row in rows if not isinstance(row.result, str)]
     saves = any(each.savings for each in found)
     parts = dict.fromkeys(part for row in rows for part in row.memory)

@@ -1,4 +1,4 @@
-"""Timelines in the terminal: a row a rank, time to the right, memory at the end of each row."""
+"""Timelines in the terminal: a row for each rank, time to the right, memory at the end of each row."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megatron.schedules.utils.printable import counted, percent, printable
 _BAR = 8  # columns of a memory bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _SHADES = " ░▒▓█"
-_PAGE = 78  # columns of a sentence
-_NARROWEST = 20  # columns of time that are drawn however narrow the terminal is
+_PAGE = 78  # width of text, columns
+_NARROWEST = 20  # least columns of time, even on a narrow terminal
 
 
 def draw_text(
@@ -40,20 +40,20 @@ def draw_text(
     labels: Sequence[str] = (),
     microbatch_bytes: float = 0.0,
 ) -> Text:
-    """Draws ``timelines`` below one another on one time scale, each with its figures.
+    """Draws ``timelines`` one below another on one time scale, each with its figures.
 
-    Where a column is no longer than the shortest pass, every pass is a cell, with its microbatch's number where it
-    fits. Otherwise a column shows the share of its time that is busy, and with colours of which kinds.
+    If a column is no longer than the shortest pass, every pass is a cell, with its microbatch's number if it fits.
+    Otherwise a column shows the share of its time that is busy and, with colours, the kinds of passes.
+
+    Copies have their own lanes below the rank's computing.
 
     Args:
         timelines: at least one, of any sizes.
-        width: columns, some 50 at least.
-        colour: whether to use colours. Without, letters tell the kinds apart: F, I, W, B for a rank's even chunks,
-            f, i, w, b for its odd ones.
-        labels: a word for each, to tell schedules of one name apart.
-        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
-
-    Copies have lanes of their own, below the rank's computing.
+        width: columns, at least about 50.
+        colour: use colours. Without, letters tell the kinds apart: F, I, W, B for a rank's even chunks, f, i, w, b for
+            its odd ones.
+        labels: a word for each timeline, to distinguish schedules of the same name.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
     frame = _Frame(timelines, width, colour)
     named = zip(timelines, labels or [""] * len(timelines), strict=True)
@@ -62,7 +62,7 @@ def draw_text(
 
 
 class _Frame:
-    """Scales and looks that the timelines share."""
+    """Scales and looks that all timelines share."""
 
     def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool) -> None:
         self.colour = colour
@@ -79,7 +79,7 @@ class _Frame:
         self.columns = math.ceil(until * self.scale - 1e-6)
 
     def section(self, timeline: Timeline, found: Figures, label: str) -> Text:
-        """One timeline: heading, a row a rank, the time axis, the figures."""
+        """Returns one timeline: heading, a row for each rank, the time axis, the figures."""
         schedule = timeline.schedule
         text = Text()
         text.append(printable(f"{title(schedule.name)} {label}").rstrip(), Style(bold=True))
@@ -134,23 +134,23 @@ class _Frame:
         return line
 
     def _lane(self, timeline: Timeline, lane: Lane) -> tuple[Text, str | None]:
-        """A row of what runs in ``lane``, and what goes below it."""
+        """Returns the row of ``lane``, and the row below it if there is one."""
         schedule = timeline.schedule
         return self._cells(schedule, lane) if self.cells else (self._shades(schedule.placement, lane), None)
 
     def _cells(self, schedule: Schedule, lane: Lane) -> tuple[Text, str | None]:
-        """The passes of ``lane``, and below them, where it takes a row of its own, each one's microbatch."""
+        """Returns the passes of ``lane``, and their microbatches if these need a row of their own."""
         row, below, column = Text(), "", 0
         placement, digits = schedule.placement, len(str(schedule.microbatches - 1))
-        room = digits + (digits > 1 and not self.colour)  # colours part one number from the next
+        room = digits + (digits > 1 and not self.colour)  # colours separate the numbers
         for work, start, end in lane:
             first, last = self._column(start), self._column(end)
-            if first == last:  # a short copy: those that compute have a column at least
+            if first == last:  # a short copy; passes that compute have at least one column
                 continue
             row.append(" " * (first - column))
             below += " " * (first - column)
             chunk = placement.chunk_of(work.stage)
-            # By its length, as columns are rounded: passes of one length look alike.
+            # Depends on the length only, because columns are rounded: passes of equal length then look alike.
             fits = room <= (end - start) * self.scale + 1e-6
             numbered = (str(work.microbatch) if fits else "").ljust(last - first)
             label = numbered if self.colour else _letter(work.kind, chunk) + "-" * (last - first - 1)
@@ -161,7 +161,7 @@ class _Frame:
         return row, None if self.colour else below.rstrip()
 
     def _shades(self, placement: Placement, lane: Lane) -> Text:
-        """A row where a column is longer than a pass: each column a mixture of what runs in it."""
+        """Returns a row with columns longer than a pass; each mixes the colours of its passes."""
         row, scale = Text(), self.scale
         shares: list[dict[tuple[Kind, int], float]] = [{} for _ in range(self.columns)]
         for (stage, kind, _), start, end in lane:
@@ -197,9 +197,9 @@ class _Frame:
 
 
 def _scale(timelines: Sequence[Timeline], widest: float) -> tuple[float, bool]:
-    """Returns columns for a unit of time, at most ``widest``, and whether every pass has a column.
+    """Returns columns for a unit of time, at most ``widest``, and true if every pass has a column.
 
-    Where all passes take multiples of the shortest one's time, that is a whole number of columns.
+    If all durations are multiples of the shortest one, the shortest has an integer number of columns.
     """
     lengths = {
         round(length, 9)

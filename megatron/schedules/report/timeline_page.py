@@ -1,4 +1,4 @@
-"""Timelines as one HTML page that needs nothing else: zoom, hover, memory, and where the idle time lies."""
+"""Timelines as one self-contained HTML page: zoom, hover, memory, and the causes of idle time."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from megatron.schedules.utils.printable import percent
 
 _ASSETS = files("megatron.schedules.report") / "page"
 _SCRIPTS = ("data.js", "paint.js", "words.js", "chart.js", "start.js")
-_MANY = 64  # ranks of a table that is shown unasked
-_BAR = 120  # pixels of the longest bar
-_MOST_RANKS = 3  # that a row names
+_MANY = 64  # most ranks of a table that is not folded
+_BAR = 120  # length of the longest bar, pixels
+_MOST_RANKS = 3  # most ranks that a row names
 _CLASSES = {Phase.WARM_UP: "warm", Phase.STEADY: "steady", Phase.COOL_DOWN: "cool"}
 
 
 def timeline_page(shown: Sequence[View], heading: str, caption: str = "", unit: str = "") -> str:
-    """Draws ``shown`` below one another on one time axis.
+    """Draws ``shown`` one below another on one time axis.
 
     Args:
         shown: at least one; all in one unit of time.
         heading: plain text, the page's title.
         caption: plain text, a sentence or two under it.
-        unit: of time; empty for any.
+        unit: unit of time; empty if unknown.
     """
     style, script = _asset("timeline.css"), "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
     found = [gaps(view.timeline) for view in shown]
@@ -101,17 +101,17 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a content security policy names an inline style or script."""
+    """Returns the hash of an inline style or script for a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _in_script(contents: Any) -> str:
-    """JSON that no name in it can end the script with."""
+    """Returns JSON in which no name can end the script."""
     return json.dumps(contents, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _look(view: View, unit: str) -> dict[str, Any]:
-    """Colours by kind and chunk, each with that of words on it, and what the heading says."""
+    """Returns colours by kind and chunk, each with its text colour, and the text of the heading."""
     chunks = view.timeline.schedule.placement.chunks
     fills = {index: [palette.fill(kind, chunk, chunks) for chunk in range(chunks)] for index, kind in enumerate(KINDS)}
     said = f"bubble {percent(view.timeline.bubble)}, {_time(view.timeline.makespan, unit)}"
@@ -129,7 +129,10 @@ def _time(time: float, unit: str) -> str:
 
 
 def _cards(shown: Sequence[View], unit: str) -> str:
-    """Headline figures: each view's bubble and iteration time, the last one's slowest stage and peak memory."""
+    """Returns the headline figures.
+
+    They are each view's bubble and iteration time, and the last view's slowest stage and peak memory.
+    """
     cards = []
     for view in shown:
         found = figures(view.timeline)
@@ -155,7 +158,7 @@ def _cards(shown: Sequence[View], unit: str) -> str:
 
 
 def _legend(shown: Sequence[View]) -> str:
-    """A swatch for each kind that there is; the script paints it."""
+    """Returns a swatch for each kind in the views; the script paints it."""
     there: set[Kind] = {kind for view in shown for kind in view.timeline.schedule.kinds}
     swatches = "".join(
         f'<span><canvas class="swatch" data-kind="{kind}"></canvas>{kind} {markup(row.meaning)}</span>'
@@ -167,14 +170,14 @@ def _legend(shown: Sequence[View]) -> str:
 
 
 def _foldable(heading: str, table: str, view: View) -> str:
-    """A table under its heading, folded where it is long."""
+    """Returns a table under its heading, folded if it is long."""
     if view.timeline.schedule.ranks <= _MANY:
         return f'<h2>{markup(heading)}</h2><div class="wide">{table}</div>'
     return f'<details><summary>{markup(heading)}</summary><div class="wide">{table}</div></details>'
 
 
 def idle_table(timeline: Timeline, found: Sequence[Idle]) -> str:
-    """An HTML table, a row a rank; at its foot the mean, whose idle share is the bubble."""
+    """Returns an HTML table with a row for each rank. Its last row is the mean, whose idle share is the bubble."""
     whole, most = timeline.makespan, max(max(each.total for each in found), 1e-300)
     causes = [cause for cause in Cause if any(each.of(cause) > 1e-9 * whole for each in found)]
     heads = ["rank", "idle", *Phase, *causes]
@@ -192,7 +195,7 @@ def idle_table(timeline: Timeline, found: Sequence[Idle]) -> str:
 
 
 def _key(name: str) -> str:
-    """The colour of a phase in the bars."""
+    """Returns the colour of a phase in the bars."""
     if name not in _CLASSES:
         return ""
     return f'<svg class="bar" width="14" height="9"><rect class="{_CLASSES[Phase(name)]}" width="9" height="9"/></svg>'
@@ -207,7 +210,7 @@ def _cells(amounts: Sequence[float], whole: float) -> str:
 
 
 def _bar(each: Idle, most: float) -> str:
-    """The phases side by side."""
+    """Returns a bar with the phases side by side."""
     left, parts = 0.0, []
     for phase, time in each.phases.items():
         wide = max(0.0, time / most * _BAR)

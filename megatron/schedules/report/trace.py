@@ -1,4 +1,4 @@
-"""Timelines as a trace in Chrome's JSON form, which Perfetto and chrome://tracing open."""
+"""Timelines as a trace in Chrome's JSON format, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.schedules.schedule.simulator import Timeline
 
 Event = dict[str, Any]
 
-_IDLE = 99  # the thread of waits, below the others
-_MICROSECONDS = 1000.0  # in a unit of time: milliseconds, or taken for such
+_IDLE = 99  # number of the thread of waits, below the others
+_MICROSECONDS = 1000.0  # microseconds in a unit of time, which is a millisecond
 
 
 def draw_trace(shown: Sequence[View]) -> str:
     """Writes a trace of ``shown``: a process for each rank of each view.
 
     A process has threads for computing, for each copy channel and for waits, and a counter for memory. Times are in
-    milliseconds, which units of a plan are taken for.
+    milliseconds. One unit of a plan's time counts as one millisecond.
     """
     before = running([view.timeline.schedule.ranks for view in shown])
     events = [event for first, view in zip(before, shown, strict=False) for event in _events(first, view)]
@@ -30,7 +30,7 @@ def draw_trace(shown: Sequence[View]) -> str:
 
 
 def _events(first: int, view: View) -> Iterator[Event]:
-    """Those of a view, before which stand so many processes."""
+    """Yields the events of a view; its first process has number ``first``."""
     timeline = view.timeline
     found = gaps(timeline)
     threads = ["computing", *(" and ".join(KINDS[kind].meaning for kind in kinds) for kinds in copied(timeline))]
@@ -60,7 +60,7 @@ def _named(where: Event, what: str, **arguments: Any) -> Event:
 
 
 def _complete(where: Event, name: str, category: str, start: float, end: float, arguments: Event) -> Event:
-    # Both ends are rounded, so that what follows begins where this ends.
+    # Both ends are rounded, so that the next event begins where this one ends.
     times = {"ts": _at(start), "dur": round(_at(end) - _at(start), 3)}
     return {"ph": "X", "name": name, "cat": category, **where, **times, "args": arguments}
 
@@ -70,7 +70,7 @@ def _at(time: float) -> float:
 
 
 def _waits(where: Event, timeline: Timeline, rank: int, gap: Gap) -> Iterator[Event]:
-    """One after another, what a gap is made of."""
+    """Yields the waits of a gap, one after another."""
     begun = gap.start
     waited = {} if gap.needed is None else {"for": str(timeline.schedule.order[gap.needed[0]][gap.needed[1]])}
     for cause, whose, time in gap.waits:
@@ -80,7 +80,7 @@ def _waits(where: Event, timeline: Timeline, rank: int, gap: Gap) -> Iterator[Ev
 
 
 def _counters(process: Event, view: View, rank: int) -> Iterator[Event]:
-    # What changes at one moment shows as its sum.
+    # Changes at the same time are summed.
     steps = [*dict(view.memory(rank)).items(), (view.timeline.makespan, 0.0)]
     for (time, held), (later, _) in pairwise(steps):
         if later > time or held == 0:

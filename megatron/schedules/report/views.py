@@ -1,4 +1,4 @@
-"""What is drawn: timelines on one time axis with labels and memory, each rank's time as lanes."""
+"""Views to draw: timelines on one time axis with labels and memory, each rank's time as lanes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class View:
     Args:
         label: a word.
         timeline: in the unit of the axis.
-        held: bytes of activations of each rank over time, where counted.
-        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 where not known.
+        held: bytes of activations of each rank over time, if counted.
+        microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
 
     label: str
@@ -43,14 +43,14 @@ class View:
         return "bytes" if self.held else "microbatches"
 
     def memory(self, rank: int) -> Steps:
-        """Activation memory of ``rank`` over time: bytes where counted, else planned microbatches."""
+        """Returns the activation memory of ``rank`` over time: bytes if counted, else planned microbatches."""
         return self.held[rank] if self.held else self.timeline.memory(rank)
 
 
 def views(recorded: Recorded) -> tuple[View, View]:
     """Returns views of a recorded run's plan and of the run, both in milliseconds.
 
-    The plan is scaled by :func:`scale`, so that an average rank computes as long in both.
+    The plan is scaled by :func:`scale`, so that the average computing time of a rank is the same in both.
     """
     return (
         View(PLANNED, scaled(recorded.planned, scale(recorded))),
@@ -59,7 +59,7 @@ def views(recorded: Recorded) -> tuple[View, View]:
 
 
 def scale(recorded: Recorded) -> float:
-    """Milliseconds in a unit of the plan, with which an average rank computes as long as in the run."""
+    """Returns the milliseconds in a unit of the plan with which an average rank's computing time is that of the run."""
     return recorded.timeline.ideal / recorded.planned.ideal
 
 
@@ -72,7 +72,7 @@ def explained(recorded: Recorded) -> str:
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """Returns ``timeline`` with all times, those of its costs too, multiplied by ``factor``."""
+    """Returns ``timeline`` with all times multiplied by ``factor``, including those of its costs."""
     costs = timeline.costs
     return Timeline(
         timeline.schedule,
@@ -89,7 +89,10 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 
 class SlowestStage(NamedTuple):
-    """The stage that computes longest: its rank, its time for a microbatch, and that over the mean of all, less one."""
+    """The stage with the longest computing time.
+
+    It has the stage's rank, its time for a microbatch, and that time over the mean of all stages, less one.
+    """
 
     stage: int
     rank: int
@@ -112,12 +115,12 @@ def extent(shown: Sequence[View]) -> float:
 
 
 def running(counts: Sequence[int]) -> list[int]:
-    """Offsets of concatenated lists, and their total length."""
+    """Returns the offsets of concatenated lists, and their total length."""
     return [0, *accumulate(counts)]
 
 
 def lanes(timeline: Timeline, rank: int) -> list[Lane]:
-    """Lanes of ``rank``, that of computing first; all ranks have as many."""
+    """Returns the lanes of ``rank``, the computing lane first. All ranks have the same number."""
     order, copies = timeline.schedule.order[rank], timeline.copies[rank] if timeline.copies else ()
     computing = zip(order, timeline.start[rank], timeline.end[rank], strict=True)
     channels = [[each for each in copies if each.work.kind in kinds] for kinds in copied(timeline)]
@@ -125,7 +128,7 @@ def lanes(timeline: Timeline, rank: int) -> list[Lane]:
 
 
 def copied(timeline: Timeline) -> list[list[Kind]]:
-    """Kinds of each copy lane of a rank: one lane a direction where both may run at once."""
+    """Returns the kinds of each copy lane of a rank: one lane for each direction if both can run at once."""
     if not any(timeline.copies):
         return []
     return [[kind for kinds in _KINDS.values() for kind in kinds]] if timeline.costs.one_way else list(_KINDS.values())

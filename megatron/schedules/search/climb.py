@@ -1,8 +1,8 @@
-"""The search: many climbs race on all cores, and the better half of them goes on, until one is left.
+"""Search for a short schedule: many climbs race on all cores, and the better half continues until one is left.
 
-A climb list-schedules its order forward and backward in time with a little noise in the choices, lets rounds without
-noise close the gaps that leaves, and goes on from the result unless it is clearly longer (iterated forward-backward
-improvement with threshold acceptance).
+A climb list-schedules its order forward and backward in time with some noise in the choices. Rounds without noise then
+close the gaps. The climb continues from the result unless it is clearly longer (iterated forward-backward improvement
+with threshold acceptance).
 """
 
 from __future__ import annotations
@@ -20,39 +20,42 @@ from megatron.schedules.utils.cores import on_all_cores
 
 
 class _Mixture(NamedTuple):
-    """What the choices of a climb are drawn from."""
+    """Values that a climb draws its choices from."""
 
     patience: tuple[float, ...]
     defer: float
 
 
-# No one lookahead or patience is best everywhere; a mixture is, see docs/adaptive.md. Lookaheads are in passes a rank.
+# A mixture of lookaheads and patiences is best, see docs/adaptive.md. Lookaheads are in passes per rank.
 _LOOKAHEADS = (1.5, 3.0, 6.0)
-# Within less than one microbatch of memory, which takes recompute or offload, a microbatch has more passes and a rank
-# idles unless it sees those of the next ones. With more memory so long a lookahead gives longer plans.
+# Memory limits below one microbatch need recompute or offload. A microbatch then has more passes, and a rank idles
+# unless it considers those of the next microbatches. With more memory such a long lookahead gives longer makespans.
 _SCARCE, _LOOKAHEADS_WHERE_SCARCE = 1.0, (*_LOOKAHEADS, 12.0)
 _NOISE = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
-# To find a way, and to go on where it is good: ranks that wait for what is due gain more then.
+# Early, to find good orders, and late, to improve them. Late, ranks gain more if they wait for the due pass.
 _EARLY, _LATE = _Mixture((0.0, 0.5, 0.6, 1.0), 0.2), _Mixture((0.0, 0.0, 0.0, 0.5, 0.5, 0.6, 1.0), 0.05)
-# As long as rounds without noise gain, and so often at most.
+# Rounds without noise run while they gain, and at most this number.
 _INNER = 6
-# How often R and L wait until all else that their I needs is there. Then more microbatches fit; a slow copy comes late.
+# Probability that R and L wait for everything else that their I needs. More microbatches then fit, but a slow copy is
+# late.
 _JUST_IN_TIME = 0.5
-# How much longer than the order it came from a new one may be, as a share of a forward over half a rank's layers.
+# A new order is accepted if it is longer by at most this share of a forward over half a rank's layers.
 _THRESHOLD = 0.5
-# A race has so many parts at most. With fewer rounds in a part a climb says nothing about what it will reach.
+# Most parts of a race. With fewer rounds in a part, a climb does not show what it can reach.
 _MOST_PARTS, _FEWEST_ROUNDS = 5, 4
 
 
 @dataclass
 class Climb:
-    """One order on its way: where it is, and the best it came by.
+    """One climb: its current order and the best one found.
 
     Args:
-        problem: what is scheduled.
-        limit: microbatches a rank may hold.
-        order: where it starts.
-        seed: of everything random in it.
+        problem: the scheduling problem.
+        limit: memory limit, microbatches on an average rank.
+        order: the start.
+        seed: random seed.
+        best: shortest order found.
+        makespan: makespan of ``best``.
     """
 
     problem: Problem
@@ -73,9 +76,9 @@ class Climb:
         self._threshold = _THRESHOLD * sum(self.problem.costs.durations[Kind.F]) / (2 * ranks)
 
     def run(self, rounds: float, *, late: bool) -> int:
-        """Spend so many rounds, or a few more to finish what was begun; how many it took."""
+        """Runs ``rounds`` rounds, or a few more to finish the last move. Returns the number of rounds."""
         taken = 0
-        if self.makespan == float("inf"):  # one pass of lookahead: the order as it stands
+        if self.makespan == float("inf"):  # lookahead of one pass: keeps the order
             _, self.makespan, _ = self.problem.settled(self.order, self.limit, Policy(lookahead=1))
             taken = 1
         while taken < rounds:
@@ -83,7 +86,7 @@ class Climb:
         return taken
 
     def _move(self, mixture: _Mixture) -> int:
-        """One move: a noisy round, then plain ones while they gain. How many rounds it took."""
+        """Runs one move: a noisy round, then plain rounds while they gain. Returns the number of rounds."""
         draw = self._random
         plain = Policy(draw.choice(self._lookaheads), draw.random() < mixture.defer, draw.choice(mixture.patience))
         if self.problem.costs.saved:
@@ -100,24 +103,24 @@ class Climb:
 
 
 class Entry(NamedTuple):
-    """A problem, and the orders that its climbs start from, the likeliest first."""
+    """A problem and the orders that its climbs start from, the most promising first."""
 
     problem: Problem
     starts: Sequence[TaskOrder]
 
 
 def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -> tuple[list[Climb], float]:
-    """Races on several problems side by side; for each the climb that got furthest, and what was spent in all.
+    """Runs races on several problems in parallel. Returns the best climb of each, and the total effort.
 
-    As many climbs on each as the budget is enough for, several from every start. They run until half of them are left
-    out, and so on (successive halving); each part of a race takes as long as the others.
+    Each problem gets as many climbs as the budget allows, several from every start. After each part of the race half of
+    the climbs are dropped (successive halving). All parts take equally long.
 
     Args:
-        entries: what is scheduled; rounds are as many on each. Where the budget is small the last starts get no turn.
-        limit: microbatches a rank may hold; every start keeps within it.
-        budget: tasks to schedule in all. A count, not a time, so that the same request gives the same plan everywhere,
-            on however many cores. A little more is spent where a move has begun.
-        seed: of the first climb on each.
+        entries: problems, each with the same number of rounds. With a small budget the last starts are not used.
+        limit: memory limit, microbatches on an average rank. Every start keeps within it.
+        budget: tasks to schedule in total. A count and not a time, so that the same request gives the same plan on any
+            machine. The last moves may exceed it a little.
+        seed: random seed of the first climb of each problem.
     """
     effort = sum(entry.problem.effort for entry in entries)
     sizes = _sizes(budget / effort)
@@ -136,7 +139,7 @@ def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -
 
 
 def _sizes(rounds: float) -> list[int]:
-    """How many climbs run in each part of a race of so many rounds: half as many each time, down to one."""
+    """Returns the number of climbs in each part of a race of ``rounds`` rounds: half as many each time, down to one."""
     parts = _MOST_PARTS
     while parts > 1 and rounds / parts / 2 ** (parts - 1) < _FEWEST_ROUNDS:
         parts -= 1

@@ -1,4 +1,4 @@
-"""Inner loops as machine code, compiled once for a user and kept in a directory of the user's own."""
+"""Inner loops as machine code, compiled once per user and cached in a directory of that user."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 @cache
 def compiled() -> Callable[..., tuple[float, int]]:
-    """:func:`.forward_backward.settle`, compiled for arrays, for one signature only."""
+    """Compiles :func:`.forward_backward.settle` for arrays, for a single signature."""
     import numba
 
     ints, floats, whole, number, policy = *arrays(), numba.int64, numba.float64, policy_type()
-    types: Any = numba.types  # numba's own types are not annotated
+    types: Any = numba.types  # numba's types have no annotations
     result = types.Tuple((number, whole))
     order = (both_type(), ints, floats, policy, policy, numba.boolean, whole, number, work_type(), ints)
     return kept_code(calling(settle, _inner()), result(*order))
@@ -44,7 +44,7 @@ def compiled() -> Callable[..., tuple[float, int]]:
 
 @cache
 def compiled_climb() -> Callable[..., tuple[float, float]]:
-    """:func:`.microbatch_order.climb`, compiled for arrays; the first call on a machine takes some seconds."""
+    """Compiles :func:`.microbatch_order.climb` for arrays. The first call on a machine takes some seconds."""
     import numba
 
     ints, floats, whole, number = *arrays(), numba.int64, numba.float64
@@ -62,7 +62,7 @@ def compiled_climb() -> Callable[..., tuple[float, float]]:
 
 
 def _inner() -> dict[str, Callable[..., Any]]:
-    """What is compiled into the functions that call it."""
+    """Compiles the functions that the others call."""
     import numba
 
     known: dict[str, Callable[..., Any]] = {}
@@ -74,7 +74,7 @@ def _inner() -> dict[str, Callable[..., Any]]:
 
 
 def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """``function``, calling ``others`` instead of what has their names in Python."""
+    """Returns ``function`` with its calls of the names in ``others`` redirected to these functions."""
     assert isinstance(function, FunctionType)
     made = FunctionType(function.__code__, function.__globals__ | dict(others), function.__name__)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -82,14 +82,14 @@ def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any
 
 
 def arrays() -> tuple[Any, Any]:
-    """numba's types of arrays of whole numbers and of other numbers."""
+    """Returns numba's types of integer and of float arrays."""
     import numba
 
     return numba.int64[::1], numba.float64[::1]
 
 
 def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
-    """numba's type of a named tuple ``made`` of ``fields``."""
+    """Returns numba's type of a named tuple ``made`` of ``fields``."""
     import numba
 
     types: Any = numba.types
@@ -97,7 +97,7 @@ def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
 
 
 def both_type() -> Any:
-    """numba's type of :class:`.Both` on arrays."""
+    """Returns numba's type of :class:`.Both` on arrays."""
     import numba
 
     (ints, floats), flags = arrays(), numba.boolean[::1]
@@ -107,7 +107,7 @@ def both_type() -> Any:
 
 
 def policy_type() -> Any:
-    """numba's type of :class:`.Policy`."""
+    """Returns numba's type of :class:`.Policy`."""
     import numba
 
     whole, number, flag = numba.int64, numba.float64, numba.boolean
@@ -115,14 +115,14 @@ def policy_type() -> Any:
 
 
 def work_type() -> Any:
-    """numba's type of :class:`.Work`."""
+    """Returns numba's type of :class:`.Work`."""
     ints, floats = arrays()
     space = named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints))
     return named_tuple(Work, space, ints, ints)
 
 
 def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
-    """Arrays that :func:`.settle` writes, and one for the order that it makes."""
+    """Allocates the arrays that :func:`.settle` writes, and one for the resulting order."""
     tasks = both.forward
     size, ranks, links = len(tasks.rank), len(tasks.first) - 1, len(tasks.follower)
 
@@ -131,7 +131,7 @@ def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
 
     ready: Any = np.empty(size)
 
-    most = 1 + ranks + links  # a rank's own event, and one whenever something that a task waits for runs
+    most = 1 + ranks + links  # one event per rank and one per precedence
     events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
     space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events)
@@ -139,11 +139,11 @@ def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
 
 
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """``function`` compiled for one signature, or its machine code as it was kept.
+    """Compiles ``function`` for one signature, or loads its machine code from the cache.
 
-    numba keeps its code in pickles, and reading one runs it. So they are read only from a directory of this user's in
-    which nobody else can have written a file, by one process at a time, and only as they were written. What is not so
-    is thrown away and compiled again, and the log says so.
+    numba caches code in pickles, and loading a pickle runs code. So the cache is used only if no other user can have
+    written to its directory and its checksums match, and by one process at a time. Otherwise the cached code is deleted
+    and compiled again, and a log line says so.
     """
     import numba
 
@@ -159,7 +159,7 @@ def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any
                 return compile_it()
             kept = directory.pinned / function.__name__
             try:
-                tempfile.TemporaryFile(dir=directory.pinned).close()  # numba tries so too, and else goes elsewhere
+                tempfile.TemporaryFile(dir=directory.pinned).close()  # numba tests this too
                 with _kept_in(kept):
                     made = compile_it(cache=True)
             except OSError:  # a full disk
@@ -171,7 +171,7 @@ def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any
 
 
 def _usable(directory: Directory, name: str) -> bool:
-    """Whether the code kept under ``name`` may be read, or there is none; what may not be read is deleted."""
+    """Checks that the code cached under ``name`` is safe to read, or absent. Deletes code that is not safe."""
     kept = directory.pinned / name
     if not os.path.lexists(kept):
         return True
@@ -189,14 +189,14 @@ def _usable(directory: Directory, name: str) -> bool:
 
 
 def _make_private(kept: Path) -> None:
-    """Undo what the umask let others do with the files that numba wrote; the directory above kept them out so far."""
+    """Removes the access that the umask gave others to numba's files; the parent directory has blocked them so far."""
     for path in (kept, *kept.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 @contextmanager
 def _kept_in(path: Path) -> Iterator[None]:
-    """While a function is decorated, numba looks up here where its machine code is kept."""
+    """Sets numba's cache directory to ``path`` while a function is decorated."""
     import numba.core.config
 
     config: Any = numba.core.config
@@ -208,7 +208,7 @@ def _kept_in(path: Path) -> Iterator[None]:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Of every file in ``path`` but the one that holds these."""
+    """Checksums of all files in ``path`` except the checksum file itself."""
     files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != _SUMS)
     return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

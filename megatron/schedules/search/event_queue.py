@@ -1,4 +1,4 @@
-"""A heap of events in arrays, for machine code: on the lists of pairs that :mod:`heapq` takes it is much slower."""
+"""Heap of events in arrays, for compiled code. It is much faster there than :mod:`heapq` on lists of pairs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 
 class Queue(NamedTuple):
-    """Events in the order of a heap.
+    """Events in heap order.
 
     Args:
-        times, ranks: of each event.
-        count: of events; one number.
+        times: time of each event.
+        ranks: rank of each event.
+        count: number of events, an array of one number.
     """
 
     times: Any
@@ -19,12 +20,12 @@ class Queue(NamedTuple):
 
 
 def first_of(events: Queue) -> tuple[float, int]:
-    """The event that comes first: at the least time, and there of the least rank."""
+    """Returns the earliest event; at equal times the one with the lowest rank."""
     return events.times[0], events.ranks[0]
 
 
 def heappush(events: Queue, event: tuple[float, int]) -> None:
-    """Add ``event``."""
+    """Adds ``event``."""
     times, ranks = events.times, events.ranks
     time, rank = event
     at = events.count[0]
@@ -39,7 +40,7 @@ def heappush(events: Queue, event: tuple[float, int]) -> None:
 
 
 def heapreplace(events: Queue, event: tuple[float, int]) -> None:
-    """Put ``event`` in the place of the first."""
+    """Replaces the first event with ``event``."""
     times, ranks = events.times, events.ranks
     time, rank = event
     at, below, count = 0, 1, events.count[0]
@@ -57,6 +58,6 @@ def heapreplace(events: Queue, event: tuple[float, int]) -> None:
 
 
 def heappop(events: Queue) -> None:
-    """Take the first event out."""
+    """Removes the first event."""
     events.count[0] -= 1
     heapreplace(events, (events.times[events.count[0]], events.ranks[events.count[0]]))

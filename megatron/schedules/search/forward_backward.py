@@ -1,6 +1,6 @@
-"""Rounds of list scheduling in both directions of time: the one move of every climb.
+"""Rounds of list scheduling in both directions of time: the basic move of every climb.
 
-Plain loops over flat sequences, on lists in Python or on arrays as machine code, as :func:`.list_schedule` itself.
+Plain loops over flat sequences, on lists in Python or on arrays in compiled code, as :func:`.list_schedule` itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ class Both(NamedTuple):
     """The tasks in both directions of time.
 
     Args:
-        forward, backward: the tasks, and the same with time running backwards.
-        turned: for each place of an order read backwards, the place in the order itself; the other way round, too.
+        forward: the tasks.
+        backward: the same tasks with time running backwards.
+        turned: for each position in a reversed order, the position in the order itself, and vice versa.
     """
 
     forward: Instance
@@ -25,11 +26,11 @@ class Both(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What rounds write while they run: lists, or arrays for machine code.
+    """Working memory of rounds: lists, or arrays for compiled code.
 
     Args:
-        space: of list scheduling.
-        base: an order read backwards.
+        space: working memory of list scheduling.
+        base: a reversed order.
         other: an order that may be shorter.
     """
 
@@ -47,9 +48,9 @@ def one_round(
     work: Work,
     found: MutableSequence[int],
 ) -> float:
-    """List scheduling of ``order`` into ``found``, which may be the same; the makespan.
+    """List-schedules ``order`` into ``found``, which may be the same sequence. Returns the makespan.
 
-    Where it goes ``backwards``, from the end to the beginning: passes move towards the end.
+    With ``backwards``, time runs from the end to the beginning, so passes move towards the end.
     """
     turned, size = both.turned, len(order)
     tasks, target = (both.backward, work.base) if backwards else (both.forward, found)
@@ -74,23 +75,24 @@ def settle(
     work: Work,
     found: MutableSequence[int],
 ) -> tuple[float, int]:
-    """One round of ``order``, then rounds backward and forward in turn while they gain (forward-backward improvement).
+    """Runs one round on ``order``, then rounds backward and forward while they gain (forward-backward improvement).
 
     Args:
         both: the tasks.
-        order: where it starts; within ``limits``.
-        limits: the most each rank may hold.
-        first, plain: how ranks choose in the first round, and in all others.
-        backwards: whether the first round goes backward; a plain one forward follows.
-        most: so many times backward and forward at most.
-        worth: an order that is longer after the first rounds is left as it is.
-        work: overwritten.
-        found: the order, overwritten.
+        order: the start, within ``limits``.
+        limits: memory limit of each rank, in microbatches.
+        first: policy of the first round.
+        plain: policy of all other rounds.
+        backwards: run the first round backward, then a plain one forward.
+        most: largest number of backward-forward pairs after that.
+        worth: no more rounds if the makespan of the first is above this.
+        work: working memory, overwritten.
+        found: resulting order, overwritten.
 
     Returns:
-        Its makespan, and how many rounds that took.
+        The makespan of ``found`` and the number of rounds.
     """
-    # One place calls list scheduling: machine code has it once, and in place of the call.
+    # The only call of list scheduling: compiled code inlines it here once.
     source, target, policy = order, found, first
     rounds, shortest, reached = 0, 0.0, False
     while True:

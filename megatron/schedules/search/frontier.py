@@ -1,7 +1,7 @@
-"""The frontier: the shortest schedule found for each of a ladder of memory limits, from the least to the one asked for.
+"""Frontier: the shortest schedule found for each of a ladder of memory limits, from the least to the requested one.
 
-Each rung starts from what the one below it found, and its search does not depend on how far up the ladder goes. So a
-larger limit never gives a longer makespan.
+Each rung starts from the result of the rung below. Its search does not depend on the number of rungs above. So a larger
+limit never gives a longer makespan.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from megatron.schedules.search.polish import finished
 from megatron.schedules.search.problem import Problem, TaskOrder
 from megatron.schedules.utils.progress import Progress, unheard
 
-# Rungs to a pipeline's own d microbatches, and the finest step between them.
+# Number of rungs up to d microbatches, and the smallest step between them.
 _RUNGS, _FINEST = 16, 0.5
-# Below a third of 1F1B's memory, and above all of it, little is asked for: such a rung gets this share of a full one.
+# Limits below a third of 1F1B's memory, and above all of it, are rarely requested: they get this share of a full
+# effort.
 _SELDOM = 0.25
-# This share of a rung's effort goes to fresh starts; the rest to placements whose result is at most so much longer.
+# Share of a rung's effort for fresh starts. The rest goes to placements with a makespan up to _NEAR times the shortest.
 _FRESH, _NEAR = 0.3, 1.03
 
 
 @dataclass(frozen=True)
 class _Searched:
-    """An order that a search found; its schedule is made when asked for, which for a large plan takes its time."""
+    """An order that a search found. Its schedule is built on first use, which is slow for a large plan."""
 
     problem: Problem
     order: TaskOrder
@@ -48,12 +49,12 @@ class _Searched:
 
 @dataclass(frozen=True)
 class Rung:
-    """What was found for one memory limit.
+    """Result for one memory limit.
 
     Args:
-        limit: microbatches a rank may hold.
-        best: the shortest schedule found: one by name, or one of the search's.
-        bound: no schedule on the placements tried ends before this.
+        limit: memory limit, in microbatches.
+        best: shortest schedule found, a named one or one of the search.
+        bound: lower bound of the makespan on the placements tried.
     """
 
     limit: float
@@ -62,21 +63,22 @@ class Rung:
 
     @property
     def timeline(self) -> Timeline:
-        """The shortest schedule found, with its times."""
+        """Shortest schedule found, with its times."""
         return self.best if isinstance(self.best, Timeline) else self.best.timeline
 
 
 def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float]) -> list[float]:
-    """The limits that are searched, ascending: the least, even steps from there on, and what the named schedules hold.
+    """Returns the limits to search, ascending: the least, even steps above it, and the limits of the named schedules.
 
     Args:
-        ranks, microbatches: d and n.
-        least: what one microbatch holds on each of the placements.
-        named: what each named schedule holds.
+        ranks: pipeline ranks d.
+        microbatches: n.
+        least: memory of one microbatch on each placement, in microbatches.
+        named: memory limit of each named schedule, in microbatches.
     """
     step, lowest = max(_FINEST, ranks / _RUNGS), min(least)
     most = max(lowest, min(2 * ranks, microbatches * max(least)), *named)
-    # Whole multiples: people ask for such, and between two of them all that is found is that for the lower one.
+    # Whole multiples, because users request those. Between two of them the result is that of the lower one.
     limits = {step * k for k in range(math.ceil(lowest / step), math.ceil(ranks / step))}
     limits |= {*least, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
     return sorted(limit for limit in limits if lowest <= limit <= most)
@@ -92,16 +94,16 @@ def frontier(
     alone: bool = False,
     seed: int = 0,
 ) -> list[Rung]:
-    """The rungs from the least limit to the largest that is not above ``up_to``.
+    """Returns the rungs from the least limit to the largest one not above ``up_to``.
 
     Args:
-        problems: the placements to search on, the likeliest first.
-        named: schedules by name under the same costs, which the result must not lose to.
-        up_to: microbatches a rank may hold.
-        budget: tasks to schedule for the whole ladder to 1F1B's memory.
-        progress: hears how far the search is.
-        seed: of all climbs; another one gives another search.
-        alone: search for ``up_to`` alone, with all of the budget: where other limits have other problems.
+        problems: placements to search, the most promising first.
+        named: named schedules under the same costs. The result is never longer than these.
+        up_to: memory limit, in microbatches.
+        budget: tasks to schedule for all rungs up to 1F1B's memory.
+        progress: receives the progress of the search.
+        seed: random seed of all climbs.
+        alone: search only ``up_to``, with the whole budget. Used if other limits have other problems.
     """
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
@@ -114,7 +116,7 @@ def frontier(
     asked = [limit for limit in limits if limit <= up_to + EPSILON]
     work = full * sum(share[limit] for limit in asked)
     best: Timeline | _Searched | None = None
-    found: dict[int, list[Climb]] = {}  # by placement, the shortest first
+    found: dict[int, list[Climb]] = {}  # by placement, shortest first
     rungs: list[Rung] = []
     below = -math.inf
     for limit in asked:
@@ -124,7 +126,7 @@ def frontier(
         bound = min(lower_bound(placement, n, costs, limit) for placement, costs in placed.items())
         spend = full * share[limit]
         progress(spend / work)
-        if best is None or best.makespan > bound + EPSILON:  # else nothing is left to find
+        if best is None or best.makespan > bound + EPSILON:  # otherwise the best is optimal
             fresh, spent = race([Entry(problem, [problem.order()]) for _, problem in fits], limit, spend * _FRESH, seed)
             for (index, _), climb in zip(fits, fresh, strict=True):
                 found[index] = sorted([*found.get(index, [])[:1], climb], key=_makespan)

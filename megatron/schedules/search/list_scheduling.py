@@ -1,7 +1,8 @@
-"""List scheduling: an order taken through time, each rank running ahead where it would idle; the planner's inner loop.
+"""List scheduling: assigns times to an order and runs later passes early on ranks that would idle.
 
-Plain loops over flat sequences, and nothing that Python and numba would take differently: the named schedules run this
-function as it is, the adaptive search and large plans run it compiled, on arrays, and both make the same choices.
+It is the planner's inner loop. It uses plain loops over flat sequences, and no operation that differs between Python
+and numba. Named schedules run it in Python. The adaptive search and large plans run it compiled, on arrays. Both make
+the same choices.
 """
 
 from __future__ import annotations
@@ -11,27 +12,30 @@ from heapq import heappop, heappush, heapreplace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-# Times closer than this are one time. Plans are made with passes that take about 1, see polish.
+# Times closer than this are equal. Passes take about 1, see :mod:`.polish`.
 EPSILON = 1e-9
-# Later than any event: the times of all tasks together are less, see :func:`.tasks.tasks_of`.
+# Later than any event: the sum of the times of all tasks is smaller, see :func:`.tasks.tasks_of`.
 NEVER = 1e300
-# Of the noise's states, and more than any order has tasks. Products of two such numbers are exact in machine code.
+# Modulus of the random states of the noise; no order has as many tasks. Products of two such numbers are exact in
+# 64-bit integers.
 _LARGE = 2**31
-# The first of a heap; compiled, all four are those of :mod:`.event_queue`.
+# First element of a heap. Compiled code uses the four functions of :mod:`.event_queue` instead.
 first_of = itemgetter(0)
 
 
 class Instance(NamedTuple):
-    """The tasks that are ordered and what binds them, in flat sequences: lists, or arrays for the compiled function.
+    """Tasks and their constraints in flat sequences: lists, or arrays for compiled code.
 
     Args:
-        first: tasks of rank r stand in an order from place ``first[r]`` up to ``first[r + 1]``.
-        rank, duration, change, filler, steady, channel, copying, opens: of each task, see :class:`.tasks.Tasks`.
-        waits: for each task how many others it waits for.
-        after, follower, delay: the tasks that wait for task t, and how long after its end they may start, stand from
-            ``after[t]`` up to ``after[t + 1]``.
-        returns: for each task the next one that gives back what it took, see :class:`.tasks.Tasks`; -1 for most.
-        returned: whether the task is another's in ``returns``.
+        first: tasks of rank r have positions ``first[r]`` up to, but not including, ``first[r + 1]`` in an order.
+        rank, duration, change, filler, steady, channel, copying, opens: per task, see :class:`.tasks.Tasks`.
+        waits: number of tasks that each task waits for.
+        after: index in ``follower`` and ``delay`` of the first task that waits for task t; they end before
+            ``after[t + 1]``.
+        follower: tasks that wait for another.
+        delay: least time from the end of the other task to the start of each follower.
+        returns: next task that frees what this task allocated, see :class:`.tasks.Tasks`; -1 for most.
+        returned: true if the task is in ``returns`` of another one.
     """
 
     first: Sequence[int]
@@ -52,13 +56,14 @@ class Instance(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What list scheduling writes while it runs: lists, or arrays for the compiled function; see :func:`space_for`.
+    """Working memory of list scheduling: lists, or arrays for compiled code; see :func:`space_for`.
 
     Args:
-        missing: how many others each task still waits for.
-        ready: when each task could start, as far as is known.
-        following, preceding: each rank's remaining order as a ring, through its tasks and a node of the rank's own.
-        events: a heap of times at which a rank may take its next pass, and these ranks; before and after, (NEVER, -1).
+        missing: number of tasks that each task still waits for.
+        ready: earliest start of each task, as far as known.
+        following, preceding: remaining order of each rank as a ring of its tasks and one node of its own.
+        events: heap of the times at which a rank may start its next pass, with that rank. (NEVER, -1) is
+            its only entry before and after a run.
     """
 
     missing: MutableSequence[int]
@@ -69,26 +74,25 @@ class Space(NamedTuple):
 
 
 def space_for(tasks: Instance) -> Space:
-    """Space for rounds of ``tasks`` in lists."""
+    """Returns working memory in lists for rounds of ``tasks``."""
     size, ranks = len(tasks.rank), len(tasks.first) - 1
     nodes = [0] * (size + ranks)
     return Space([0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)])
 
 
 class Policy(NamedTuple):
-    """How a free rank chooses.
+    """Rules by which a free rank chooses its next pass.
 
     Args:
-        lookahead: how many of its remaining passes it looks at.
-        defer_fillers: take a ready pass that others wait for before a ready filler that stands earlier, memory
-            allowing.
-        patience: idle rather than start a pass that would delay an earlier one, known to become ready, by more than
-            this share of the pass's own duration.
-        ends_only: keep the base order of each rank but for its cool-down, from its last forward on.
-        noise: the probability of passing over a pass that could be taken, for a search that wants to see other orders.
-        seed: of the noise; a plan must come out the same everywhere.
-        just_in_time: take a task of :attr:`Instance.returns` out of turn only when the task that it names waits for
-            nothing else: recompute (R) then holds no memory while the gradient is still several passes away.
+        lookahead: number of its remaining passes that the rank considers.
+        defer_fillers: prefer a ready pass that others wait for to an earlier ready filler, if memory allows.
+        patience: stay idle rather than start a pass that would delay an earlier one by more than this share of the
+            started pass's own duration. Only earlier passes whose ready time is known count.
+        ends_only: keep the base order of each rank except in its cool-down, from its last forward on.
+        noise: probability of skipping a pass that could start, so that a search sees other orders.
+        seed: random seed of the noise, so that a plan is the same everywhere.
+        just_in_time: run a task of :attr:`Instance.returns` early only if the task that it names waits for nothing
+            else. Recompute (R) then allocates no memory while the gradient is still several passes away.
     """
 
     lookahead: int
@@ -101,10 +105,10 @@ class Policy(NamedTuple):
 
 
 def sound(policy: Policy) -> Policy:
-    """``policy`` in numbers that are the same in Python and in machine code, which has 64 bits for each.
+    """Returns ``policy`` with numbers that fit 64 bits, so that Python and compiled code agree.
 
     Raises:
-        ValueError: where some task would never be taken.
+        ValueError: if some task would never run.
     """
     if not (policy.lookahead >= 1 and 0 <= policy.patience <= 1):
         raise ValueError(f"no order follows from {policy}")
@@ -119,18 +123,18 @@ def list_schedule(
     space: Space,
     scheduled: MutableSequence[int],
 ) -> float:
-    """Write the order in which the tasks run into ``scheduled``; returns the makespan, NEVER where some never run.
+    """Writes the order of the tasks into ``scheduled``. Returns the makespan, or NEVER if some tasks never run.
 
-    A free rank takes the first task of its remaining order that is ready and after which that order, followed as it
-    stands, still keeps within the rank's limit.
+    A free rank starts the first task of its remaining order that is ready and after which the rest of that order still
+    keeps within the rank's memory limit.
 
     Args:
-        tasks: what is ordered.
-        order: task numbers, rank by rank; within ``limits``. It may be ``scheduled`` itself.
-        limits: the most each rank may hold.
-        policy: how ranks choose, as :func:`sound` has it.
-        space: overwritten.
-        scheduled: as long as ``order``, overwritten.
+        tasks: tasks to order.
+        order: task numbers, rank by rank, within ``limits``. May be ``scheduled`` itself.
+        limits: memory limit of each rank, in microbatches.
+        policy: rules of choice, as returned by :func:`sound`.
+        space: working memory, overwritten.
+        scheduled: result, as long as ``order``; overwritten.
     """
     first, rank_of, duration, change, filler, steady, channel, copying, opens, waits = tasks[:10]
     after, follower, delay, returns, returned = tasks[10:]
@@ -155,7 +159,7 @@ def list_schedule(
         if rank < 0:
             for each in range(ranks):
                 task = following[size + each]
-                while task < size:  # what never ran, so that every task is in the order
+                while task < size:  # tasks that never ran, so that the order is complete
                     scheduled[place_of[each]] = task
                     place_of[each] += 1
                     task = following[task]
@@ -164,13 +168,13 @@ def list_schedule(
         if now + EPSILON < free_at[rank]:
             heappop(events)
             continue
-        # A task may overtake those before it where they could still follow, as they stand, within the limit: what it
-        # takes is there throughout. So what remains is a feasible order after every choice, and no choice can lead to
-        # a deadlock, whatever the policy: there is always the first task to come back to. ``level`` is what the rank
-        # would hold after the tasks looked at so far, ``highest`` the most it would have held until then.
-        # Where it does not fit for that long, it may still overtake together with the tasks that give back what it
-        # takes, if those wait for nothing else: they move to the head of the order, right behind it. Only what they
-        # leave is then there throughout.
+        # A task may run before earlier ones if these can still follow in their order within the limit, while the memory
+        # that it allocates stays allocated. So the remaining order is feasible after every choice. No policy can cause
+        # a deadlock, because the first remaining task can always run. ``level`` is the memory that the rank would use
+        # after the tasks considered so far, ``highest`` its peak until then.
+        # If the memory does not fit for that long, the task may still run early together with the tasks that free what
+        # it allocates, if those wait for nothing else. They move to the head of the order, directly after it. Only the
+        # memory that they do not free then stays allocated.
         limit, level, soon = limits[rank] + EPSILON, held[rank], now + EPSILON
         highest, awaited, spare, chosen, until, spare_until = level, NEVER, -1, -1, -1, -1
         end_node = size + rank
@@ -224,7 +228,7 @@ def list_schedule(
         end = now + duration[chosen]
         free_at[rank] = end
         heapreplace(events, (end, rank))
-        if opens[chosen]:  # computing goes on; who waits for the copy waits for its end
+        if opens[chosen]:  # computing continues; passes that need the copy wait for its end
             end = max(now, channel_free[channel[chosen]]) + copying[chosen]
             channel_free[channel[chosen]] = end
         if end > makespan:
@@ -234,7 +238,7 @@ def list_schedule(
         while True:
             left, right = preceding[task], following[task]
             following[left], preceding[right] = right, left
-            if task != chosen:  # what gives back goes to the head
+            if task != chosen:  # tasks that free memory move to the head
                 right = following[last]
                 following[last], preceding[task] = task, last
                 following[task], preceding[right] = right, task
@@ -253,14 +257,15 @@ def list_schedule(
             if missing[task] > 0:
                 if missing[task] > 1 or not returned[task]:
                     continue
-                wake = now  # what it waits for may go out of turn now
+                wake = now  # the task that it waits for may now run early
             else:
-                if channel[task] >= 0 and not opens[task]:  # a copy that is under way before its place
+                if channel[task] >= 0 and not opens[task]:  # a copy that runs before its position
                     ready[task] = max(ready[task], channel_free[channel[task]]) + copying[task]
                     channel_free[channel[task]] = ready[task]
                 if other == rank:
                     continue
                 wake = ready[task]
-            # A busy rank looks again when it is free in any case. With noise one look more is another draw.
+            # A busy rank chooses again when it is free anyway. With noise, one more choice draws one more random
+            # number.
             if noise > 0 or free_at[other] <= now or free_at[other] < wake:
                 heappush(events, (max(wake, free_at[other]), other))

@@ -1,4 +1,4 @@
-"""A lower bound on the makespan of any schedule within a memory limit, by argument rather than by search."""
+"""Lower bound of the makespan of any schedule within a memory limit, computed without a search."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 
 def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limit: float) -> float:
-    """No schedule on ``placement`` that holds at most ``limit`` microbatches a rank ends sooner (same unit as costs).
+    """Returns a makespan that no schedule on ``placement`` within ``limit`` can beat, in the unit of the costs.
 
-    The largest of, for every rank,
+    It is the largest of these bounds, the first two for each rank:
 
-    - its work, after the forwards that lead to it and before the input gradients that lead on from it;
-    - its memory: each microbatch on a stage is held at least as long as its forward, all that comes after it, its
-      input and its weight gradient take; these times times what is held must fit under the limit. What may be
-      offloaded is on the host for all that time but for its own copies. What may be recomputed is free, for as many
-      microbatches as make the bounds of work and of memory equal;
+    - Work: the time of its passes, after the forwards that lead to its first pass and before the input gradients that
+      follow its last one.
+    - Memory: a microbatch on a stage uses memory at least during its forward, all later stages, its input gradient and
+      its weight gradient. The sum of memory times time must fit within the limit. Offloaded memory is on the host all
+      this time except during its own copies. Recomputed memory is free, for as many microbatches as make the bounds of
+      work and memory equal.
+    - Chain: the passes of a single microbatch.
 
-    and of the one chain of passes that a single microbatch is.
+    Args:
+        placement: the rank of each stage.
+        microbatches: n.
+        costs: costs of each stage.
+        limit: memory limit, microbatches on an average rank.
     """
     rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage
     limits, durations = costs.limits(placement, limit), costs.durations
     forward, input_grad, weight_grad, redo = (durations[kind] for kind in (Kind.F, Kind.I, Kind.W, Kind.R))
     recomputed, offloaded = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
-    # Of the message from each stage to the next, and of that back.
+    # Latency of the message from each stage to the next, and of the one back.
     onto = [costs.latency(rank, other) for rank, other in pairwise(rank_of)]
     back = [costs.latency(other, rank) for rank, other in pairwise(rank_of)]
-    # All ranks together do what is between the last stage's F and its I.
+    # With vocabulary parallelism all ranks share the work between the last stage's F and its I.
     shared, last_rank = durations[Kind.S], rank_of[-1]
     parts = stages_doing(Kind.S, placement) if Kind.S in costs.times else []
     between = max(
         (shared[s] + costs.latency(last_rank, rank_of[s]) + costs.latency(rank_of[s], last_rank) for s in parts),
         default=0.0,
     )
-    # From the start of F of stage s to the end of its I.
+    # Time from the start of F of stage s to the end of its I.
     span = [0.0] * placement.stages
     onward = between
     for s in range(last_stage, -1, -1):
         span[s] = forward[s] + onward + input_grad[s]
         onward = span[s] + (onto[s - 1] + back[s - 1]) if s else 0.0
-    # Up to the start of F of stage s, and from the end of its I on.
+    # Time until the start of F of stage s, and from the end of its I.
     heads = list(accumulate(map(add, forward, onto), initial=0.0))
     tails = list(accumulate(map(add, input_grad, back), initial=0.0))
     bound = span[0] + min(weight_grad)
@@ -55,9 +61,9 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         for s in held:
             passes += forward[s] + shared[s] + input_grad[s]
             weights += weight_grad[s] + durations[Kind.T][s]
-            # A whole backward may keep less for its W than a split one, and the other way round.
+            # A whole backward may keep less memory for its W than a split one, or more.
             occupied += (kept[s] + recomputed[s] + offloaded[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s]
-            # What is offloaded is there during its F, both copies and I, what is recomputed during its R and I.
+            # Offloaded memory is allocated during its F, both copies and I, recomputed memory during its R and I.
             if offloaded[s]:
                 copied = durations[Kind.O][s] + durations[Kind.L][s]
                 occupied -= offloaded[s] * max(0.0, span[s] - (forward[s] + copied + input_grad[s]))
@@ -66,24 +72,24 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
         head, tail = heads[held[0]], tails[held[0]]
         last = weight_grad[0] if held[0] else 0.0
         bound = max(bound, head + n * (passes + weights), head + n * passes + tail + last)
-        if occupied:  # what holds nothing goes under any limit, even none
+        if occupied:  # a rank without activation memory fits within any limit, even zero
             bound = max(bound, head + _least_with_recompute(n * (passes + weights), n * occupied, limits[rank], spared))
     return bound
 
 
 def _least_with_recompute(work: float, occupied: float, limit: float, spared: list[tuple[float, float]]) -> float:
-    """The least time in which both the work can be done and what is held fits under the limit.
+    """Returns the least time in which all passes can run and memory times time fits within the limit.
 
     Args:
-        work: time of all passes but R.
-        occupied: memory times time of all that is held where nothing is recomputed.
-        limit: memory.
-        spared: for each stage, the time to recompute all of it, and what of ``occupied`` that frees.
+        work: time of all passes except R.
+        occupied: memory times time without recompute.
+        limit: memory limit.
+        spared: for each stage, the time to recompute all of it, and the part of ``occupied`` that this frees.
     """
     for time, less in sorted((each for each in spared if each[1]), key=lambda each: each[0] / each[1]):
         if work * limit >= occupied:
             break
-        # Of this stage as much as brings both together, at most all.
+        # Recompute as much of this stage as makes both bounds equal, at most all of it.
         part = min(1.0, (occupied - work * limit) / (time * limit + less))
         work, occupied = work + part * time, occupied - part * less
     return max(work, occupied / limit)

@@ -1,11 +1,11 @@
-"""The search for an order of microbatches that are not alike, and for the order of their passes.
+"""Search for an order of microbatches of different sizes, and for the order of their passes.
 
-Plain loops over flat arrays, which Python and numba take alike: at run time it is a few calls of machine code, each of
-which leaves the interpreter to the iteration under way. A number of rounds bounds it, never a time, so every rank finds
-the same.
+It uses plain loops over flat arrays, which work the same in Python and numba. During training it is a few calls of
+compiled code, each of which releases the interpreter lock. It is limited by a number of rounds and not by time, so
+every rank finds the same result.
 
-Microbatches keep to their places: each stage does them first to last, whatever passes come between. What moves is which
-microbatch has which place, and when passes of the places run. So gradients are added up in the order of the places.
+The positions of microbatches are fixed: each stage runs them first to last. The search changes which microbatch is at
+which position, and when the passes of the positions run. Gradients are summed in the order of the positions.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
 from megatron.schedules.search.list_scheduling import EPSILON, NEVER, Policy
 
-# A climb's choices: how far ranks look, whether they put off weight gradients, how long they wait for what is due.
+# Values that a climb chooses from: patience, and the probability that ranks defer weight gradients.
 _PATIENCE = (0.0, 0.0, 0.5, 0.6, 1.0)
 _DEFER = 0.15
-# Of a climb's moves, those that move microbatches; of these, those that exchange two, the rest moving one elsewhere.
+# Share of moves that move microbatches, and share of these that swap two. The others move one to another position.
 _MOVES, _SWAPS = 0.7, 0.6
 _NOISE = 0.02
-# As long as rounds there and back gain, and so often at most.
+# Backward-forward rounds run while they gain, and at most this number.
 _INNER = 3
-# How much longer than before, in thresholds, an order may be that these are tried on.
+# Such rounds run only if the makespan is at most this number of thresholds above the previous one.
 _FAR = 4
 
 
 class Places(NamedTuple):
-    """The tasks by place, in arrays: what is scheduled, and what of it depends on the microbatch in a place.
+    """The tasks in arrays, and the part of each that depends on the microbatch at its position.
 
     Args:
-        both: the tasks. Times are in arrays that both directions share.
-        place: of each task, the place of its microbatch.
-        linear, attention: of each task, the time that goes with tokens, and that which goes with squares of lengths.
-        change, copying: of each task, for the standard microbatch.
-        limits: what each rank may hold.
+        both: the tasks. Both directions of time share the arrays of times.
+        place: position of the microbatch of each task.
+        linear: time of each task that is proportional to the microbatch's tokens.
+        attention: time of each task that is proportional to its sum of squared sequence lengths.
+        change: memory that each task allocates or frees for the standard microbatch.
+        copying: time of each copy for the standard microbatch.
+        limits: memory limit of each rank.
     """
 
     both: Both
@@ -52,7 +54,7 @@ class Places(NamedTuple):
 
 
 def put(places: Places, order: Any, tokens: Any, squares: Any) -> None:
-    """Give every task what it takes where microbatch ``order[k]`` has place k."""
+    """Sets the time and memory of every task for microbatch ``order[k]`` at position k."""
     forward: Any
     backward: Any
     forward, backward, _ = places.both
@@ -68,7 +70,7 @@ def put(places: Places, order: Any, tokens: Any, squares: Any) -> None:
 
 
 def fits(places: Places, passes: Any) -> bool:
-    """Whether ranks keep within their limits in this order of passes."""
+    """Checks that all ranks keep within their limits in this order of passes."""
     first, change = places.both.forward.first, places.both.forward.change
     for rank in range(len(first) - 1):
         held = 0.0
@@ -94,26 +96,27 @@ def climb(
     best_order: Any,
     best_passes: Any,
 ) -> tuple[float, float]:
-    """So many rounds from ``order`` and ``passes``, which are overwritten with where it gets.
+    """Runs ``rounds`` rounds from ``order`` and ``passes``, which are overwritten with the current orders at the end.
 
-    Each move exchanges or moves microbatches, or stirs the passes with a little noise; what is not clearly longer is
-    gone on from.
+    Each move swaps or moves microbatches, or changes the order of passes by a little noise. The climb continues from
+    the result unless it is clearly longer.
 
     Args:
         places: the tasks.
-        work: what rounds write.
-        tokens, squares: of each microbatch.
-        order: of the microbatches.
-        passes: their order; within the limits.
-        length: of both, as scheduled before; :data:`NEVER` for the first time.
-        rounds: of list scheduling, a few more where a move has begun.
-        lookahead: of ranks, in passes.
-        threshold: how much longer than before an order may be that is gone on from.
-        seed: of everything random.
-        best_order, best_passes: overwritten with the shortest it came by.
+        work: working memory of the rounds.
+        tokens: relative tokens of each microbatch.
+        squares: relative sum of squared sequence lengths of each microbatch.
+        order: order of the microbatches.
+        passes: order of the passes, within the limits.
+        length: makespan of both orders; :data:`NEVER` for the first call.
+        rounds: rounds of list scheduling. The last move may exceed it by a few.
+        lookahead: passes that a rank considers.
+        threshold: largest increase of the makespan with which a new order is accepted.
+        seed: random seed.
+        best_order, best_passes: overwritten with the shortest orders found.
 
     Returns:
-        The makespans of the shortest, and of where it got.
+        The makespans of the shortest and of the current orders.
     """
     n = len(order)
     new_order, new_passes = np.empty_like(order), np.empty_like(passes)
@@ -175,11 +178,13 @@ def climb(
 
 
 class Found(NamedTuple):
-    """One climb on its way: where it is, how long that is, and the shortest it came by.
+    """State of one climb: its current orders and the shortest ones.
 
     Args:
-        seed: its own.
-        order, passes, length: of the microbatches, of the passes, and the makespan.
+        seed: random seed.
+        order: order of the microbatches.
+        passes: order of the passes.
+        length: makespan.
         best_order, best_passes, best: the same of the shortest.
     """
 
@@ -202,21 +207,22 @@ def search(
     lookahead: int,
     threshold: float,
 ) -> Found | None:
-    """The shortest order of microbatches and of passes found in so many rounds.
+    """Returns the shortest order of microbatches and of passes that the search finds in ``rounds`` rounds.
 
-    A climb starts from each order of microbatches, all with the passes as they are numbered. Half of them go on, and
-    half of these again, each time with as many rounds together, until one is left.
+    A climb starts from each order of microbatches, with the passes in the order of their numbers. Half of the climbs
+    continue, then half of these, until one is left. Each part of the search has the same number of rounds in total.
 
     Args:
-        run: :func:`climb`, or its machine code.
+        run: :func:`climb`, or its compiled code.
         places: the tasks.
-        work: what rounds write, as ``run`` takes it.
-        loads: of the microbatches.
-        orders: of the microbatches to begin with; those with which the passes do not fit under the limits are left out.
-        rounds, lookahead, threshold: see :func:`climb`.
+        work: working memory of the rounds, as ``run`` needs it.
+        loads: sizes of the microbatches.
+        orders: orders of microbatches to start from. Those that do not fit within the limits are skipped.
+        rounds: rounds of list scheduling in total.
+        lookahead, threshold: see :func:`climb`.
 
     Returns:
-        None where none of ``orders`` fits.
+        The best climb; None if none of ``orders`` fits.
     """
     tokens, squares, passes = np.array(loads.tokens), np.array(loads.squares), np.arange(len(places.place))
     running = []

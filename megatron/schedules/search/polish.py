@@ -1,7 +1,7 @@
-"""Polishing: from a base order to the schedule that is handed out.
+"""Polishing: turns a base order into the final schedule.
 
-A base order is squeezed: every pass starts as early as the order allows. Its warm-up and cool-down are reordered for
-the costs given, within the memory limit. Then the backward is merged where its split serves nobody.
+First every pass starts as early as the base order allows. Then warm-up and cool-down are reordered for the given costs,
+within the memory limit. Last, each backward is merged into one pass if its split has no use.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron.schedules.search.list_scheduling import Policy
 from megatron.schedules.search.reorder import improve
 from megatron.schedules.utils.progress import Progress, unheard
 
-# Scheduling a pass once takes some five microseconds: so many keep a plan of usual size within a second or two. A plan
-# of any size is scheduled forward, backward and forward again, which keeps the time linear.
+# Scheduling a pass once takes about five microseconds. With this number a plan of usual size takes a second or two. A
+# plan of any size is scheduled at least forward, backward and forward again, so the time is linear in its size.
 _PASSES = 250_000
 _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
 def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress = unheard) -> Schedule:
-    """Squeeze ``base``, reorder it within ``limit`` microbatches a rank, and merge what need not be split.
+    """Compacts ``base``, reorders it within ``limit`` microbatches a rank, and merges backwards that need no split.
 
-    Times are around 1, see :meth:`.costs.Costs.around_one`. Where every rank keeps more of a microbatch than its layers
-    do, such as an attention mask, the limit grows with it.
+    Times are around 1, see :meth:`.costs.Costs.around_one`. If every rank keeps more of a microbatch than the
+    activations of its layers, such as an attention mask, the limit is raised accordingly.
     """
     where = base.placement
     own = [sum(costs.activation[stage] for stage in where.stages_of(rank)) for rank in range(where.ranks)]
@@ -37,21 +37,21 @@ def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress =
 
 
 def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progress: Progress = unheard) -> Schedule:
-    """The same within a limit for each rank.
+    """Polishes ``base`` within a separate limit for each rank.
 
     Args:
-        base: the order.
-        costs: with times around 1, see :meth:`.costs.Costs.around_one`.
-        limits: microbatches each rank may hold.
-        progress: hears of every round.
+        base: the base order.
+        costs: costs with times around 1, see :meth:`.costs.Costs.around_one`.
+        limits: memory limit of each rank, in microbatches.
+        progress: is called after every policy.
     """
-    # Two microbatches a rank reach everything that a rank could sensibly start ahead of its turn.
+    # Passes of two microbatches per rank include all those that a rank could usefully run early.
     lookahead = max(16, 2 * base.ranks)
     policies = [Policy(lookahead, patience=patience) for patience in (0.0, 0.5, 1.0)]
     ends = Policy(lookahead, patience=0.0, ends_only=True)
     if any(KINDS[kind].filler for kind in base.kinds):
         policies += [Policy(lookahead, defer_fillers=True, patience=0.5), ends]
-    else:  # nothing fills gaps, so an order that is tight in its steady state is best left alone there
+    else:  # without fillers, leave a tight steady state as it is
         policies.insert(0, ends)
     size = sum(map(len, base.order))
     rounds = max(_FEWEST_ROUNDS, min(_PASSES // size, _MOST_ROUNDS))
@@ -59,17 +59,17 @@ def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progres
 
 
 def finished(split: Schedule, costs: StageCosts) -> Schedule:
-    """``split`` as it is handed out: microbatches in turn, and no I and W apart that need not be.
+    """Returns the final schedule: microbatches in order, and no split backward without a use.
 
-    Where microbatches are not alike they are in turn already, see :func:`.tasks.tasks_of`.
+    If microbatches differ, they are in order already, see :func:`.tasks.tasks_of`.
     """
     return merge_backward(simulate(in_microbatch_order(split) if costs.loads is None else split, costs))
 
 
 def merge_backward(timeline: Timeline) -> Schedule:
-    """Make an I and the W after it one B, wherever whoever waits for the I would still be in time for the B's end.
+    """Merges each I and its W into one B if all passes that wait for the I can still start on time after the B.
 
-    Nothing moves in time; the whole backward spares the runtime the price of the split.
+    No pass moves in time. A whole backward avoids the runtime cost of the split.
     """
     schedule, costs = timeline.schedule, timeline.costs
     rank_of = schedule.placement.rank_of

@@ -1,4 +1,4 @@
-"""One placement's scheduling problem in compiled form: arrays, and list scheduling forward and backward in time."""
+"""Scheduling problem of one placement in compiled form: arrays, and list scheduling forward and backward in time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TaskOrder = NDArray[np.int64]
 
 
 class Problem:
-    """All passes of ``microbatches`` on ``placement``, the backward split everywhere.
+    """All passes of ``microbatches`` on ``placement``, with every backward split.
 
     Args:
-        placement: where the stages live.
+        placement: the rank of each stage.
         microbatches: n.
-        costs: of each stage of ``placement``.
+        costs: costs of each stage of ``placement``.
     """
 
     def __init__(self, placement: Placement, microbatches: int, costs: StageCosts) -> None:
@@ -40,17 +40,20 @@ class Problem:
         self._number = {work: index for index, work in enumerate(self.passes)}
         self.size = len(self.passes)
         self._rounds = Rounds(tasks, compiled=True)
-        self._limits: dict[float, NDArray[np.float64]] = {}  # of each rank
+        self._limits: dict[float, NDArray[np.float64]] = {}  # limits of each rank
 
     def under(self, costs: StageCosts) -> Problem | None:
-        """The same passes under other ``costs``, soon made; None where these have other passes or messages."""
+        """Returns the same passes under other ``costs``, which is faster than a new problem.
+
+        Returns None if the passes or messages differ under ``costs``.
+        """
         own = self.costs
         if any(getattr(own, part) != getattr(costs, part) for part in ("comm", "latencies", "one_way", "loads")):
             return None
         if own.doing(self.placement) != costs.doing(self.placement):
             return None
         n, other = self.schedule.microbatches, copy(self)
-        # Each rank does the same passes of every microbatch.
+        # Each rank runs the same passes for every microbatch.
         rows = [row[: len(row) // n] for row in self.schedule.order]
         times, changes = (
             np.concatenate([np.tile(of(row), n) for row in rows]) for of in (costs.durations_of, costs.changes_of)
@@ -62,23 +65,23 @@ class Problem:
 
     @property
     def effort(self) -> int:
-        """What one round counts for: its passes, and what calling it takes in the time of so many."""
+        """Cost of one round, in passes: its passes, plus the overhead of the call expressed in passes."""
         return self.size + 200
 
     @property
     def placement(self) -> Placement:
-        """Where the stages live."""
+        """Rank of each stage."""
         return self.schedule.placement
 
     @property
     def least(self) -> float:
-        """The least memory in which anything runs here."""
+        """Least memory limit with which a schedule exists here, in microbatches."""
         return self.costs.least(self.placement)
 
     def order(self, schedule: Schedule | None = None) -> TaskOrder:
-        """``schedule`` on this placement in task numbers; without one, one microbatch after another.
+        """Returns ``schedule`` on this placement as task numbers; without one, the order one microbatch after another.
 
-        Every B is split; R, O and L are added or left out as they are here.
+        Splits every B. Adds or removes R, O and L passes to match this problem.
         """
         if schedule is None:
             return np.arange(self.size)
@@ -88,22 +91,25 @@ class Problem:
         return np.array([self._number[work] for work in every if work in self._number])
 
     def taken_over(self, other: Problem, order: TaskOrder) -> TaskOrder:
-        """``order`` of ``other``, a problem on this placement, in this one's task numbers."""
+        """Converts ``order`` of ``other``, a problem on the same placement, to this problem's task numbers."""
         if other.passes is self.passes:
             return order
         return self.order(replace(other.schedule, order=other.rows(order)))
 
     def rows(self, order: TaskOrder) -> tuple[tuple[Pass, ...], ...]:
-        """``order`` as a schedule's rows."""
+        """Returns ``order`` as the rows of a schedule."""
         return self._tasks.rows(order, self.passes)
 
     def peaks(self, order: TaskOrder) -> list[float]:
-        """What each rank holds in ``order``; more than with whole backwards, where I leaves more than F did."""
+        """Peak activation memory of each rank in ``order``, in microbatches.
+
+        It is higher than with whole backwards where I leaves more memory allocated than F did.
+        """
         first, change = self._tasks.first, np.asarray(self._tasks.change)
         return [float(np.cumsum(change[order[a:b]]).max()) for a, b in pairwise(first)]
 
     def fits(self, order: TaskOrder, limit: float) -> bool:
-        """Whether no rank holds more in ``order`` than it may under ``limit``."""
+        """Checks that every rank keeps within ``limit`` in ``order``."""
         limits = self.costs.limits(self.placement, limit)
         return all(peak <= most + EPSILON for peak, most in zip(self.peaks(order), limits, strict=True))
 
@@ -117,16 +123,17 @@ class Problem:
         backwards: bool = False,
         most: int = 0,
     ) -> tuple[TaskOrder, float, int]:
-        """Rounds of list scheduling with ``limit`` microbatches on an average rank, see :meth:`.Rounds.settled`."""
+        """Runs rounds of list scheduling with ``limit`` microbatches a rank, see :meth:`.Rounds.settled`."""
         if limit not in self._limits:
             self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
         return self._rounds.settled(order, self._limits[limit], first, plain, backwards=backwards, most=most)
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
-    """``work`` in parts, and next to it the R, O and L that might go with it and are not ``there``.
+    """Splits ``work`` and adds the R, O and L passes that go with it and are not ``there``.
 
-    What frees memory comes right after the forward, what allocates it right before the pass that needs it.
+    A pass that frees memory follows the forward directly. A pass that allocates memory directly precedes the pass that
+    needs it.
     """
     stage, kind, m = work
     before, after = ([each for each in kinds if Pass(stage, each, m) not in there] for kinds in _BESIDE[kind])
@@ -134,7 +141,7 @@ def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:
 
 
 def _other_saving(kind: Kind) -> tuple[list[Kind], list[Kind]]:
-    """R, O and L that ``kind`` needs, and those that need it and free memory."""
+    """Returns the R, O and L kinds that ``kind`` needs, and those that need ``kind`` and free memory."""
     needed = {each for part in KINDS[kind].parts or (kind,) for need in KINDS[part].needs for each in need.kinds}
     gives = [each for each in SAVING if KINDS[each].gives]
     return (
@@ -147,7 +154,7 @@ _BESIDE = {kind: _other_saving(kind) for kind in KINDS}
 
 
 def one_by_one(placement: Placement, microbatches: int, doing: Doing | None = None) -> Schedule:
-    """One microbatch after another, forward and backward: the least memory there is, and no idea of an order."""
+    """Schedules one microbatch after another, forward then backward. It needs the least memory and is slow."""
     once = list(in_dependency_order(placement, doing or everywhere(placement, SPLIT)))
     rows = []
     for rank in range(placement.ranks):

@@ -1,12 +1,12 @@
-"""Reordering: run passes ahead of a base order where a rank would idle, without raising its peak memory.
+"""Reordering: runs passes of a base order early where a rank would idle, without a higher peak memory.
 
-A base order, such as a repeated building block, is right in its steady state and leaves gaps in warm-up and cool-down.
-Here it is list-scheduled (:mod:`.list_scheduling`): whenever a rank is free it takes the first pass of its remaining
-order that is ready and that memory allows.
+A base order, such as a repeated building block, is good in its steady state and has gaps in warm-up and cool-down.
+List scheduling (:mod:`.list_scheduling`) closes them: a free rank starts the first pass of its remaining order that is
+ready and that memory allows.
 
-Read backwards in time a schedule is again a list of tasks with precedences, in which memory is taken where it used to
-be given back. Scheduling in both directions in turn (forward-backward improvement, Li and Willis 1992) closes the gaps
-at both ends.
+With time reversed, a schedule is again a list of tasks with precedences, which allocate memory where the original ones
+free it. Scheduling in both directions in turn (forward-backward improvement, Li and Willis 1992) closes the gaps at
+both ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.progress import Progress, unheard
 
-# Scheduling so many passes takes Python as long as it takes to compile what then schedules them in no time.
+# Number of passes that Python schedules in the time that compiling takes. Compiled code needs almost no time for them.
 _MOST_INTERPRETED = 700_000
-# Set within a search that makes so many plans that machine code pays; never outside.
+# True within a search that makes enough plans for compiled code to pay off.
 _compiled: ContextVar[bool] = ContextVar("compiled", default=False)
 
 
@@ -38,16 +38,17 @@ def improve(
     rounds: int,
     progress: Progress = unheard,
 ) -> Schedule:
-    """The best order found by list scheduling, forward and backward in time in turn, under each of ``policies``.
+    """Returns the best order that list scheduling finds, forward and backward in turn, under each of ``policies``.
+
+    It is never longer than the base order. The time is linear in the number of passes.
 
     Args:
         schedule: the base order.
-        limits: the most each rank may hold, in microbatches; the base order's own peak, where that is larger.
-        policies: tried one after the other, the likeliest first.
-        rounds: how many times to schedule. A policy that gains nothing more makes room for the next.
-        progress: hears of every round.
-
-    Never longer than the base order. Time is linear in the passes.
+        costs: costs of each stage.
+        limits: memory limit of each rank, in microbatches. A larger peak of the base order replaces it.
+        policies: policies to try in turn, the most promising first.
+        rounds: total rounds of list scheduling. The next policy starts when one gains nothing more.
+        progress: is called after every policy.
     """
     best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
@@ -68,15 +69,15 @@ def improve(
 
 
 def worth_compiling(passes: float) -> bool:
-    """Whether to schedule so many passes in machine code, all plans that are made together."""
+    """Checks whether compiled code pays off to schedule ``passes`` passes, in all plans together."""
     return passes > _MOST_INTERPRETED
 
 
 @contextmanager
 def many_plans(passes: float) -> Iterator[None]:
-    """While the ``with`` block makes many plans that schedule so many ``passes`` together, each is made accordingly.
+    """Within the ``with`` block, makes plans with or without compiled code, as suits ``passes`` passes in total.
 
-    A block that makes the same plans in another way would make them all the same: only the time differs.
+    The plans are the same either way; only the time differs.
     """
     before = _compiled.set(worth_compiling(passes))
     try:

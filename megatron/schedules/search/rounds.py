@@ -1,4 +1,4 @@
-"""List scheduling of one schedule's tasks, in Python or as machine code: the same orders either way."""
+"""List scheduling of one schedule's tasks, in Python or as compiled code, with the same results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rounds:
     """Rounds of list scheduling, forward and backward in time.
 
     Args:
-        tasks: what is scheduled.
-        compiled: whether by machine code. That takes a second or two once, and then next to nothing.
+        tasks: the tasks to schedule.
+        compiled: use compiled code. It takes a second or two to load once, and very little time per round.
     """
 
     def __init__(self, tasks: Tasks, *, compiled: bool) -> None:
@@ -47,14 +47,15 @@ class Rounds:
         backwards: bool = False,
         most: int = 0,
     ) -> tuple[Any, float, int]:
-        """The order that :func:`.settle` makes of ``order``, its makespan, and how many rounds that took.
+        """Returns the order that :func:`.settle` makes of ``order``, its makespan, and the number of rounds.
 
         Args:
-            order, limits: sequences; machine code takes arrays as they are.
-            first, plain, backwards, most: see :func:`.settle`; ``plain`` is the first, too, where it is left out.
+            order: task numbers; an array for compiled code is not copied.
+            limits: memory limit of each rank; the same.
+            first, plain, backwards, most: see :func:`.settle`. The default of ``plain`` is ``first``.
 
         Raises:
-            ValueError: where a policy cannot be followed, or ``order`` does not keep within ``limits``.
+            ValueError: if a policy is invalid, or ``order`` does not keep within ``limits``.
         """
         policies = sound(first), sound(plain or first)
         order, limits, (work, found) = self._ints(order), self._floats(limits), self._work(self._both)
@@ -64,7 +65,7 @@ class Rounds:
         return found, length, rounds
 
     def under(self, times: Any, changes: Any) -> Rounds:
-        """The same, compiled, with other times and changes of memory."""
+        """Returns the same rounds, compiled, with other times and other changes of memory."""
         import numpy as np
 
         other, (forward, backward, turned) = copy(self), self._both
@@ -77,6 +78,6 @@ class Rounds:
 
 
 def work_for(both: Both) -> tuple[Work, list[int]]:
-    """Lists that :func:`.settle` writes, and one for the order that it makes."""
+    """Allocates the lists that :func:`.settle` writes, and one for the resulting order."""
     base, other, found = ([0] * len(both.turned) for _ in range(3))
     return Work(space_for(both.forward), base, other), found

@@ -1,6 +1,6 @@
-"""A schedule as numbered tasks in flat arrays: the plain form in which orders are timed and improved.
+"""A schedule as numbered tasks in flat arrays, the form in which orders are timed and improved.
 
-The arrays are Python's own, small where a list of numbers is large: a plan may have millions of passes.
+The arrays are Python's own, which are much smaller than lists of numbers. A plan may have millions of passes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ if TYPE_CHECKING:
 
 
 def whole(numbers: Iterable[int]) -> array[int]:
-    """Whole numbers in an array."""
+    """Returns an array of integers."""
     return array("q", numbers)
 
 
 def fractions(numbers: Iterable[float]) -> array[float]:
-    """Numbers of any kind in an array."""
+    """Returns an array of floats."""
     return array("d", numbers)
 
 
 def flags(values: Iterable[bool]) -> array[int]:
-    """What is true or not in an array."""
+    """Returns an array of booleans, a byte each."""
     return array("b", values)
 
 
 def _shared[Number: float](numbers: Iterable[Number]) -> list[Number]:
-    """A list in which equal numbers are one object."""
+    """Returns a list in which equal numbers are one object."""
     one: dict[Number, Number] = {}
     return [one.setdefault(number, number) for number in numbers]
 
 
 @dataclass(frozen=True)
 class Links:
-    """For each task the tasks at the other end of its precedences, and the delay between.
+    """Precedences of each task: the tasks at the other end, and the delay between.
 
-    Those of task t stand from ``start[t]`` up to ``start[t + 1]``.
+    Those of task t are at ``start[t]`` up to, but not including, ``start[t + 1]``.
+
+    Args:
+        start: index of the first precedence of each task.
+        task: task at the other end of each precedence.
+        delay: time between the end of one task and the start of the other.
     """
 
     start: array[int]
@@ -58,7 +63,7 @@ class Links:
     delay: array[float]
 
     def turned(self) -> Links:
-        """The same precedences, seen from their other ends; those of one task in the order of the others' numbers."""
+        """Returns the same precedences by the task at the other end, in ascending order of task numbers."""
         counts = [0] * len(self.start)
         for task in self.task:
             counts[task + 1] += 1
@@ -75,20 +80,25 @@ class Links:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks of a schedule and what binds them, but not their order.
+    """The tasks of a schedule and their constraints, without their order.
 
     Args:
-        first: those of rank r are numbered from ``first[r]`` up to ``first[r + 1]``, in the schedule's order.
-        rank, duration: of each task.
-        change: of each task, the activation memory it takes (from its start) or, negative, gives back (at its end).
-        filler: whether nothing waits for the task, as for a W.
-        steady: whether the task stands before its rank's last forward.
-        channel: the copy channel that the task keeps busy, numbered over all ranks; -1 for one that computes.
-        copying: how long, where it copies; its duration, the time it computes, is then 0.
-        returns: with recompute and offload, the next task on the way to giving back what this one took: O after F, I
-            after R or L, W after that I; -1 for all others. With time running backwards each link is turned round.
-        opens: whether the copy begins at the task's place, rather than as soon as it can and ends there at the latest.
-        before, after: what each task waits for, and what waits for it.
+        first: tasks of rank r have numbers ``first[r]`` up to, but not including, ``first[r + 1]``, in the schedule's
+            order.
+        rank: rank of each task.
+        duration: computing time of each task; 0 for a copy.
+        change: activation memory that each task allocates at its start or, if negative, frees at its end; in
+            microbatches.
+        filler: true if no other task waits for the task, as for a W.
+        steady: true if the task comes before the last forward of its rank.
+        channel: copy channel that the task uses, numbered over all ranks; -1 for a task that computes.
+        copying: time of each copy; 0 for a task that computes.
+        returns: with recompute and offload, the next task towards freeing the memory that this task allocated: O after
+            F, I after R or L, W after that I; -1 for all others. With time running backwards each link is reversed.
+        opens: true if the copy starts at the task's position. Otherwise the copy starts as early as possible and ends
+            at the task's position at the latest.
+        before: tasks that each task waits for.
+        after: tasks that wait for each task.
     """
 
     first: array[int]
@@ -105,7 +115,7 @@ class Tasks:
     after: Links
 
     def reversed(self) -> Tasks:
-        """The same tasks with time running backwards."""
+        """Returns the same tasks with time running backwards."""
         change = fractions(-c for c in self.change)
         opens = flags(c >= 0 and not o for c, o in zip(self.channel, self.opens, strict=True))
         returns = whole([-1]) * len(self.returns)
@@ -115,18 +125,18 @@ class Tasks:
         return replace(self, change=change, opens=opens, returns=returns, before=self.after, after=self.before)
 
     def reversed_order(self, order: Sequence[int]) -> array[int]:
-        """``order`` with each rank's part the other way round."""
+        """Returns ``order`` with each rank's part reversed."""
         return whole(chain.from_iterable(order[start:end][::-1] for start, end in pairwise(self.first)))
 
     @cached_property
     def both(self) -> Both:
-        """Both directions of time in lists, which Python reads fastest, above all where equal numbers are one."""
+        """Both directions of time in lists, which Python reads fastest; equal numbers are one object."""
         forward, backward = (Instance(*map(_shared, each._fields)) for each in (self, self.reversed()))
         return Both(forward, backward, self.reversed_order(range(len(self.rank))).tolist())
 
     @cached_property
     def arrays(self) -> Both:
-        """The same in arrays, for machine code."""
+        """Both directions of time in arrays, for compiled code."""
         import numpy as np
 
         def instance(tasks: Tasks) -> Instance:
@@ -138,7 +148,7 @@ class Tasks:
 
     @property
     def _fields(self) -> Sequence[array[Any]]:
-        """Those of :class:`.Instance`."""
+        """Fields of :class:`.Instance`."""
         links, waits = self.after, whole(end - start for start, end in pairwise(self.before.start))
         of_tasks = (self.first, self.rank, self.duration, self.change, self.filler, self.steady)
         copies = (self.channel, self.copying, self.opens)
@@ -147,16 +157,16 @@ class Tasks:
         return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns, named)
 
     def rows(self, order: Sequence[int] | NDArray[np.int64], passes: Sequence[Pass]) -> Rows:
-        """``order`` as a schedule's rows, given the pass of each task."""
+        """Returns ``order`` as the rows of a schedule, given the pass of each task."""
         numbers = order if isinstance(order, Sequence) else order.tolist()
         return tuple(tuple(passes[task] for task in numbers[start:end]) for start, end in pairwise(self.first))
 
 
 def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
-    """Number the passes of ``schedule`` rank by rank in its order; also the pass of each number.
+    """Numbers the passes of ``schedule`` rank by rank in its order. Returns the tasks, and the pass of each number.
 
     Raises:
-        PlanError: where the passes are too long for their times to be added up.
+        PlanError: if the sum of all times is too large.
     """
     passes = list(chain.from_iterable(schedule.order))
     placement = schedule.placement
@@ -192,7 +202,7 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
 
 
 def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
-    """:attr:`Tasks.returns` of ``passes``."""
+    """Returns :attr:`Tasks.returns` of ``passes``."""
     returns = whole([-1]) * len(passes)
     saving = schedule.kinds.intersection(SAVING)
     number = {work: index for index, work in enumerate(passes)} if saving else {}
@@ -206,11 +216,11 @@ def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
 
 
 def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:
-    """What each of ``passes`` waits for.
+    """Returns the precedences of ``passes``: the tasks that each one waits for.
 
-    Where microbatches differ, also for the one of its kind and stage on the microbatch before: such as are not alike
-    cannot be renumbered later (:func:`.schedule.in_microbatch_order`). Nor does a rank complete its stages' gradients
-    in another order then: replicas, each with microbatches of its own, reduce them together.
+    If microbatches differ, they cannot be renumbered later (:func:`.schedule.in_microbatch_order`). So a pass then also
+    waits for the pass of the same kind and stage of the previous microbatch. The order in which a rank completes the
+    gradients of its stages is fixed too: data-parallel replicas, each with its own microbatches, reduce them together.
     """
     places, needed = slots(schedule.placement, schedule.microbatches), awaited(schedule, costs.latency, own=True)
     number: list[int | None] = [None] * (len(KINDS) * schedule.placement.stages * schedule.microbatches)
@@ -234,7 +244,7 @@ def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Li
 
 
 def _completed_before(schedule: Schedule) -> dict[int, int]:
-    """Of the passes that complete a stage's gradients, by number, the one that does so before it on its rank."""
+    """For each pass that completes the gradients of a stage, finds the previous such pass on its rank; by number."""
     found: dict[int, int] = {}
     for first, row in zip(accumulate(map(len, schedule.order), initial=0), schedule.order, strict=False):
         completing = sorted(first + index for index in gradients_complete(row).values())

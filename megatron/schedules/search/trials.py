@@ -1,4 +1,4 @@
-"""Short climbs on one placement under one set of costs after another, which tell them apart."""
+"""Short climbs on one placement under different costs, to compare those costs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron.schedules.search.problem import Problem, TaskOrder
 
 
 class Trials:
-    """Each starts from one microbatch after another, and from the shortest order that any found so far.
+    """Climbs that start from one microbatch after another, and from the best order of the previous climbs.
 
     Args:
-        placement, microbatches: what is scheduled.
-        limit: microbatches a rank may hold.
-        rounds: of a climb, from each start.
+        placement: the rank of each stage.
+        microbatches: n.
+        limit: memory limit, microbatches on an average rank.
+        rounds: rounds of a climb from each start.
     """
 
     def __init__(self, placement: Placement, microbatches: int, limit: float, rounds: float) -> None:
@@ -26,7 +27,7 @@ class Trials:
         self._length = math.inf
 
     def makespan(self, costs: StageCosts) -> float:
-        """How long a plan under ``costs`` is that a climb finds; infinite where nothing fits."""
+        """Returns the makespan that a climb finds under ``costs``; infinite if nothing fits."""
         problem = self._problem and self._problem.under(costs)
         if problem is None:
             problem = self._problem = Problem(self._placement, self._microbatches, costs)

@@ -1,4 +1,4 @@
-// The chart: what lies where, what of it is shown, and how it answers to wheel, drag, keys, buttons and pointer.
+// The chart: its layout, the visible part, and its response to wheel, drag, keys, buttons and pointer.
 
 const LEFT = 96;
 const AXIS = 26;
@@ -11,7 +11,7 @@ class Chart {
     this.grouping = this.hatches = this.printing = 0;
     this.from = 0;
     this.until = page.until;
-    // As far as one can zoom in: a pass of usual length then fills the chart.
+    // Zoom limit: a pass of average length fills the chart.
     this.least = Math.min(...views.map((view) => (view.makespan * view.ranks) / Math.max(1, view.passes)), page.until / 8) / 2;
     this.seen = views.map((view) => new Uint8Array(view.passes));
     this.most = {};
@@ -26,7 +26,7 @@ class Chart {
     this.draw();
   }
 
-  /** Rows of all views, one a rank, with what is in them from top to bottom. */
+  /** Rows of all views, one for each rank, with their parts from top to bottom. */
   layOut() {
     const ranks = this.views.reduce((sum, view) => sum + view.ranks, 0);
     const room = this.printing ? 820 : Math.max(320, window.innerHeight - 270);
@@ -76,7 +76,7 @@ class Chart {
     return { from, until, left, right, x: (time) => left + (time - from) * each, time: (x) => from + (x - left) / each };
   }
 
-  /** A canvas as large as what of the chart can be seen, at the resolution of the screen; its context, cleared. */
+  /** Makes a canvas as large as the visible part of the chart, at screen resolution. Returns its cleared context. */
   fitted(canvas) {
     const sharp = window.devicePixelRatio || 1;
     const [wide, high] = [this.wide, this.high];
@@ -135,13 +135,13 @@ class Chart {
     return this.last;
   }
 
-  /** Draw before the next frame; however often asked, once. */
+  /** Draws once before the next frame, even if called several times. */
   ask() {
     if (!this.waiting) requestAnimationFrame(() => this.draw());
     this.waiting = true;
   }
 
-  /** Show from one time to another, as far as there is something. */
+  /** Shows a range of times, limited to the chart. */
   show(from, until) {
     const span = Math.min(page.until, Math.max(this.least, until - from));
     const middle = (from + until) / 2;
@@ -150,14 +150,14 @@ class Chart {
     this.ask();
   }
 
-  /** Show `factor` times as long a time; what is at `time` stays where it is. */
+  /** Multiplies the visible range by `factor`; `time` keeps its position. */
   zoom(factor, time = (this.from + this.until) / 2) {
     const span = Math.min(page.until, Math.max(this.least, (this.until - this.from) * factor));
     const from = time - ((time - this.from) / (this.until - this.from)) * span;
     this.show(from, from + span);
   }
 
-  /** Move by a part of what is shown. */
+  /** Moves by a share of the visible range. */
   pan(share) {
     const by = share * (this.until - this.from);
     this.show(this.from + by, this.until + by);
@@ -180,7 +180,7 @@ class Chart {
     this.ask();
   }
 
-  /** The whole of it for paper, hatched, or back for the screen. */
+  /** Draws the whole chart hatched for paper, or the visible part for the screen. */
   print(on) {
     if (Boolean(this.printing) === on) return;
     this.printing = on ? 1 : 0;
@@ -189,7 +189,7 @@ class Chart {
     this.draw();
   }
 
-  /** What lies under a point of the chart: a row, and a pass, or the idle time before the next one. */
+  /** Returns the row at a point of the chart, and the pass there or the idle time before the next one. */
   under(x, y) {
     const scale = this.scale;
     const down = y + this.box.scrollTop;
@@ -207,7 +207,7 @@ class Chart {
     return found;
   }
 
-  /** Tell what lies under the pointer, and mark it, what it waited for, and the same pass in the other views. */
+  /** Describes the pass under the pointer. Marks it, the pass it waited for, and the same pass in the other views. */
   point(x, y) {
     const context = this.fitted(this.over);
     const found = this.under(x, y);
@@ -239,7 +239,7 @@ class Chart {
     }
   }
 
-  /** Where a pass is painted. */
+  /** Position of a pass on the canvas. */
   cell(view, pass) {
     const [rank, lane] = view.place(pass);
     const row = this.rows.find((each) => each.view === view && each.rank === rank);
@@ -274,7 +274,7 @@ class Chart {
   }
 }
 
-/** The pass of `view` that is the pass of `other` with the same stage, kind and microbatch; or -1. */
+/** The pass of `view` with the stage, kind and microbatch of the pass of `other`; or -1. */
 function same(view, other, pass) {
   const [rank, lane] = other.place(pass);
   if (rank >= view.ranks || lane >= view.lanes) return -1;

@@ -1,8 +1,8 @@
-// What the page was written with, as typed arrays.
+// Unpacks the data of the page into typed arrays.
 
 const TYPES = { B: Uint8Array, I: Uint32Array, i: Int32Array, f: Float32Array };
 
-/** The bytes of a zlib stream in base64. */
+/** Decodes a zlib stream in base64 to bytes. */
 async function inflated(text) {
   const squeezed = Uint8Array.from(atob(text.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([squeezed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -10,8 +10,8 @@ async function inflated(text) {
 }
 
 /**
- * Sums of `steps`, in the unit of the axis, afresh from each of the places in `starts`; `lengths`, if any, count for
- * what comes after.
+ * Running sums of `steps`, in the unit of the axis, from 0 again at each index in `starts`. `lengths`, if any, are
+ * added to the following sums.
  */
 function accumulated(steps, starts, unit, lengths) {
   const found = new Float64Array(steps.length);
@@ -46,7 +46,7 @@ class View {
     this.findLooks();
   }
 
-  /** Number the looks (a kind of a chunk) that there are, in the order of kinds. */
+  /** Numbers the looks (a kind of a chunk) in use, in the order of kinds. */
   findLooks() {
     const each = Uint16Array.from(this.kind, (kind, i) => kind * this.chunks + this.chunkOf[this.stage[i]]);
     this.looks = [...new Set(each)].sort((a, b) => a - b);
@@ -72,7 +72,7 @@ class View {
     return [Math.floor(row / this.lanes), row % this.lanes];
   }
 
-  /** The passes of a row that lie between two times: from the first to before the last. */
+  /** The passes of a row between two times: the first one, and the one after the last. */
   between(row, from, until) {
     const [low, high] = [this.rows[row], this.rows[row + 1]];
     return [after(this.end, low, high, from), Math.max(low, after(this.start, low, high, until))];
@@ -84,13 +84,13 @@ class View {
     return index >= this.rows[row] && time < this.end[index] ? index : -1;
   }
 
-  /** What a rank holds at a time. */
+  /** Activation memory of a rank at a time. */
   heldAt(rank, time) {
     const index = after(this.time, this.levels[rank], this.levels[rank + 1], time) - 1;
     return index >= this.levels[rank] ? this.held[index] : 0;
   }
 
-  /** What a rank holds at most. */
+  /** Peak activation memory of a rank. */
   peak(rank) {
     return this.peaks[rank];
   }
@@ -100,7 +100,7 @@ class View {
   }
 }
 
-/** The first place from `low` to before `high` where ascending `values` are more than `value`; else `high`. */
+/** The first index from `low` to `high` - 1 at which ascending `values` exceed `value`; else `high`. */
 function after(values, low, high, value) {
   while (low < high) {
     const middle = (low + high) >> 1;

@@ -1,7 +1,7 @@
-// How rows are painted: passes one by one where there is room, else how busy the rank is; memory; the axis.
+// Paints rows: single passes if there is room, else the busy share of the rank; memory; the axis.
 
 const FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif";
-const DENSE = 2.5; // pixels a pass below which columns stand for them
+const DENSE = 2.5; // with fewer pixels per pass, columns are painted instead
 
 /** Colours of the page, light or dark. */
 function scheme(style = getComputedStyle(document.documentElement)) {
@@ -9,19 +9,19 @@ function scheme(style = getComputedStyle(document.documentElement)) {
   return { page: named("page"), lane: named("lane"), text: named("text"), faint: named("faint"), memory: named("memory"), mark: named("mark") };
 }
 
-/** `#rrggbb` as canvases keep it. */
+/** Converts `#rrggbb` to a pixel of a canvas, a 32-bit integer. */
 function pixel(colour) {
   const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-// Strokes in a square of eight: with a colour of its own, each kind is told apart on grey paper too.
+// Strokes in a square of eight pixels, so that kinds differ on grey paper too.
 const HATCHES = [
   [], [[0, 8, 8, 0]], [[0, 0, 8, 8]], [[0, 8, 8, 0], [0, 0, 8, 8]], [[4, 0, 4, 8]],
   [[0, 4, 8, 4]], [[0, 4, 8, 4], [4, 0, 4, 8]], [[2, 2, 4, 4]], [[4, 2, 2, 4], [6, 6, 8, 8]],
 ];
 
-/** A fill of `colour`, hatched for `kind`. */
+/** Fill of `colour`, with the hatching of `kind`. */
 function hatched(context, kind, colour, ink) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;
@@ -39,7 +39,7 @@ function hatched(context, kind, colour, ink) {
   return context.createPattern(tile, "repeat");
 }
 
-/** Paints on one canvas; `scale` says where times lie. Counts what it paints. */
+/** Paints on one canvas and counts the painted items; `scale` converts times to positions. */
 class Painter {
   constructor(context, scale, colours, hatches) {
     Object.assign(this, { context, scale, colours, hatches });
@@ -55,7 +55,7 @@ class Painter {
     return this.patterns.get(key);
   }
 
-  /** One lane: what of it can be seen. `seen` notes each pass that is painted on its own. */
+  /** Paints the visible part of one lane. `seen` gets a 1 for each pass painted separately. */
   lane(view, row, top, height, letters, seen) {
     const { context, scale } = this;
     context.fillStyle = this.colours.lane;
@@ -79,7 +79,7 @@ class Painter {
     if (letters && height >= 11) this.labels(view, first, last, top, height);
   }
 
-  /** Kind and microbatch, or one of them: what fits where the microbatch has the longest number. */
+  /** Kind and microbatch, or the one that fits with the longest microbatch number. */
   labels(view, first, last, top, height) {
     const { context, scale } = this;
     const size = Math.min(11, height - 2);
@@ -91,7 +91,7 @@ class Painter {
       const wide = Math.min(scale.right, scale.x(view.end[i])) - from - 2;
       if (wide < size * 0.7) continue;
       const [letter, number] = [page.kinds[view.kind[i]].letter, String(view.microbatch[i])];
-      // A digit is 0.64 of the size wide at most, a letter as wide as W.
+      // A digit is at most 0.64 of the font size wide; letters are as wide as W.
       const digits = 0.64 * view.digits;
       const fits = [[letter + number, 1 + digits], [number, digits], [letter, 1]].find(([, each]) => each * size <= wide);
       const label = fits?.[0];
@@ -111,8 +111,8 @@ class Painter {
   }
 
   /**
-   * A column for each pixel, as high as the part of its time in which each kind of each chunk ran, what was idle left
-   * free. Set pixel by pixel: so many small rectangles would take a browser without a GPU a tenth of a second.
+   * Paints a column for each pixel. Its colours show the share of time of each kind of each chunk; idle time stays
+   * empty. Pixels are set directly: a browser without a GPU would need 0.1 s for as many small rectangles.
    */
   columns(view, first, last, top, height) {
     const { context, scale } = this;
@@ -144,7 +144,7 @@ class Painter {
     context.putImageData(image, Math.round(scale.left * sharp), Math.round(top * sharp));
   }
 
-  /** The memory of a rank, `most` as high as there is room. */
+  /** Paints the memory of a rank; `most` has the full height. */
   memory(view, rank, top, height, most) {
     const { context, scale } = this;
     const [low, high] = [view.levels[rank], view.levels[rank + 1]];
@@ -162,7 +162,7 @@ class Painter {
       const x = scale.left + (view.time[i] - scale.from) * each;
       const next = scale.from + (x + 1 - scale.left) / each;
       if (i + 1 < last && view.time[i + 1] < next) {
-        // Where steps are narrower than a pixel, the most of those in it.
+        // If steps are narrower than a pixel, paint the highest of them.
         let highest = held;
         for (; i + 1 < last && view.time[i + 1] < next; i++) highest = Math.max(highest, view.held[i]);
         line.lineTo(x, level(Math.max(highest, view.held[i])));
@@ -184,7 +184,7 @@ class Painter {
     context.stroke(line);
   }
 
-  /** Where the rank's warm-up ends and its cool-down begins. */
+  /** Paints the end of the rank's warm-up and the start of its cool-down. */
   turns(view, rank, top, height) {
     const { context, scale } = this;
     context.strokeStyle = this.colours.mark;
@@ -210,7 +210,7 @@ class Painter {
     context.fillText(content, x, y);
   }
 
-  /** Round times, with lines down to `bottom`. */
+  /** Paints round times, with lines down to `bottom`. */
   axis(top, bottom) {
     const { context, scale } = this;
     const step = roundStep((scale.until - scale.from) / Math.max(2, (scale.right - scale.left) / 110));
@@ -227,7 +227,7 @@ class Painter {
   }
 }
 
-/** 1, 2 or 5 times a power of ten, at least `least`. */
+/** Returns 1, 2 or 5 times a power of ten, at least `least`. */
 function roundStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((each) => each * power).find((each) => each >= least * (1 - 1e-9));

@@ -1,4 +1,4 @@
-// Listens, and starts.
+// Adds the event listeners and starts the page.
 
 Chart.prototype.listen = function () {
   const { box, over } = this;
@@ -16,7 +16,7 @@ Chart.prototype.listen = function () {
     (event) => {
       const [x] = at(event);
       const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
-      if (!sideways && x < LEFT) return; // over the names of ranks the wheel scrolls
+      if (!sideways && x < LEFT) return; // the wheel scrolls over the names of ranks
       event.preventDefault();
       if (sideways) this.pan(sideways / (this.wide - LEFT));
       else this.zoom(Math.exp(Math.min(200, Math.max(-200, event.deltaY)) * 0.002), this.scale.time(Math.max(x, LEFT)));
@@ -97,7 +97,7 @@ async function start() {
   const views = page.views.map((view) => new View(view, buffer, page));
   legend(views, false);
   const chart = new Chart(views);
-  // For tests, and for those who want to look from the console.
+  // For tests and for inspection from the console.
   window.timeline = {
     chart,
     passes: views.map((view) => view.passes),

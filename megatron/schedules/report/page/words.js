@@ -1,12 +1,12 @@
-// What the page says of what is pointed at, and the legend.
+// Text for the item under the pointer, and the legend.
 
-/** A time with its unit, to a thousandth of what is shown or so. */
+/** A time with its unit, to about a thousandth of the visible range. */
 function span(time) {
   const digits = Math.min(6, Math.max(0, 3 - Math.floor(Math.log10(Math.abs(time) || 1))));
   return `${Number(time.toFixed(digits))}${page.unit ? ` ${page.unit}` : ""}`;
 }
 
-/** An amount of memory with its unit: bytes where they were counted or a model says what a microbatch takes. */
+/** An amount of memory with its unit: bytes if they were measured or the size of a microbatch is known. */
 function amount(held, { unit, one }) {
   if (unit !== "bytes") {
     const text = `${Number(held.toFixed(2))} microbatch${held === 1 ? "" : "es"}`;
@@ -16,7 +16,7 @@ function amount(held, { unit, one }) {
   return `${Number((held / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
-/** The most that a rank holds, in the few letters that there is room for. */
+/** Peak memory of a rank, in a short form. */
 function peaked(view, rank) {
   const most = view.peak(rank);
   return view.unit === "bytes" ? amount(most, view) : `holds ${Number(most.toFixed(2))}`;
@@ -26,7 +26,7 @@ function name(view, pass) {
   return `${view.stage[pass]}${page.kinds[view.kind[pass]].letter}${view.microbatch[pass]}`;
 }
 
-/** The idle time of a rank just before one of its passes: from when, and what phase it is in. */
+/** The idle time of a rank before one of its passes: its start and its phase. */
 function idleBefore(view, rank, pass) {
   const row = view.rowOf(rank, 0);
   const from = pass > view.rows[row] ? view.end[pass - 1] : 0;
@@ -36,7 +36,7 @@ function idleBefore(view, rank, pass) {
   return { from, long: view.start[pass] - from, phase };
 }
 
-/** What was waited for before a pass, in words. */
+/** Describes the pass that a rank waited for before a pass. */
 function waited(view, rank, pass) {
   const { long, phase } = idleBefore(view, rank, pass);
   if (long <= 1e-9 * page.until) return null;
@@ -47,7 +47,7 @@ function waited(view, rank, pass) {
   return `waited ${span(long)} (${phase}) for ${whom}, which ended at ${span(view.end[awaited])}`;
 }
 
-/** Tags and texts for what was found under the pointer. */
+/** Tags and texts for the item under the pointer. */
 function told(found, chart) {
   const { view, rank, pass, next, time } = found;
   const held = `rank ${rank} holds ${amount(view.heldAt(rank, time), view)}, at most ${amount(view.peak(rank), view)}`;
@@ -78,7 +78,7 @@ function told(found, chart) {
   return [["b", `${view.label}, at ${span(time)}`], ["div", held]];
 }
 
-/** Swatches in the legend, as passes are painted. */
+/** Paints swatches in the legend in the style of the passes. */
 function legend(views, hatches) {
   for (const swatch of document.querySelectorAll("canvas.swatch")) {
     const kind = page.kinds.findIndex((each) => each.letter === swatch.dataset.kind);
