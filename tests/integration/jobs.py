@@ -380,7 +380,7 @@ def _counted(flags: list[str]) -> list[bool]:
 
 def _copied(flags: list[str], pinned: float, layers: Sequence[int] | None) -> list[tuple[list[Any], int]]:
     copies = LateCopies(pinned)
-    setattr(Planner, "layers_away", layers)  # noqa: B010 - a property of it
+    setattr(Planner, "layers_offloaded", layers)  # noqa: B010 - a property of it
     offloaded_layers.copies_on = lambda *args, **named: copies
     found: list[tuple[list[Any], int]] = []
     run = schedule_function.run

@@ -11,7 +11,7 @@ from megatron.training import get_args
 from megatron.schedules.integration import schedule_function
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.model_stages import MegatronStages
-from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Expected, Proposal
 from megatron.schedules.planner.request import Request
@@ -49,24 +49,24 @@ def propose_at_once(*names: str) -> None:
 
         def close(self) -> None: ...
 
-    replanner.Beside = AtOnce  # type: ignore[assignment,misc]
+    replanner.BackgroundPlan = AtOnce  # type: ignore[assignment,misc]
 
 
 def wait_for_plans() -> None:
     """The process that plans is waited for, so that it is done in the iteration in which it began."""
-    poll: Callable[[Beside], Proposal | None] = Beside.poll
+    poll: Callable[[BackgroundPlan], Proposal | None] = BackgroundPlan.poll
 
-    def waited(self: Beside) -> Proposal:
+    def waited(self: BackgroundPlan) -> Proposal:
         while (found := poll(self)) is None:
             time.sleep(0.02)
         return found
 
-    Beside.poll = waited  # type: ignore[method-assign]
+    BackgroundPlan.poll = waited  # type: ignore[method-assign]
 
 
 def never_plan() -> None:
     """No plan is ever made."""
-    Beside.poll = lambda self: None  # type: ignore[method-assign]
+    BackgroundPlan.poll = lambda self: None  # type: ignore[method-assign]
 
 
 def slow_from(iteration: int, seconds: float) -> None:

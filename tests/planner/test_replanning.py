@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.schedules.planner import background
-from megatron.schedules.planner.background import Beside, BesideError
+from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlanError
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, digest, moved, propose, read_rows
 from megatron.schedules.planner.request import Request
@@ -85,26 +85,26 @@ def test_a_digest_tells_rows_placements_costs_and_decisions_apart() -> None:
     assert len(marks) == 5
 
 
-def waited_for(way: Beside) -> Proposal:
+def waited_for(way: BackgroundPlan) -> Proposal:
     found: Proposal = until(way.poll, "the proposal")
     return found
 
 
 def test_a_process_beside_finds_the_same() -> None:
     current, request = plan(ADAPTIVE), replace(ADAPTIVE, costs=MEASURED)
-    way = Beside(request, current, HANGS_S)
+    way = BackgroundPlan(request, current, HANGS_S)
     assert waited_for(way) == propose(request, current)
 
 
 def test_what_is_wrong_comes_back_in_a_line() -> None:
-    way = Beside(replace(ADAPTIVE, memory_limit=0.01), plan(ADAPTIVE), HANGS_S)
-    with pytest.raises(BesideError, match=r"0\.01 of 1F1B's is too small"):
+    way = BackgroundPlan(replace(ADAPTIVE, memory_limit=0.01), plan(ADAPTIVE), HANGS_S)
+    with pytest.raises(BackgroundPlanError, match=r"0\.01 of 1F1B's is too small"):
         waited_for(way)
 
 
 def test_a_plan_that_takes_too_long_is_given_up() -> None:
-    way = Beside(replace(ADAPTIVE, search_seconds=1000), plan(ADAPTIVE), 0.0)
-    with pytest.raises(BesideError, match="in time"):
+    way = BackgroundPlan(replace(ADAPTIVE, search_seconds=1000), plan(ADAPTIVE), 0.0)
+    with pytest.raises(BackgroundPlanError, match="in time"):
         way.poll()
     assert way._process.poll() is not None
 
@@ -114,8 +114,8 @@ def test_a_process_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         file.write(b"nonsense")
 
     monkeypatch.setattr(background.pickle, "dump", nonsense)
-    way = Beside(ADAPTIVE, plan(ADAPTIVE), HANGS_S)
-    with pytest.raises(BesideError, match=r"ended with 1: .*Error"):
+    way = BackgroundPlan(ADAPTIVE, plan(ADAPTIVE), HANGS_S)
+    with pytest.raises(BackgroundPlanError, match=r"ended with 1: .*Error"):
         waited_for(way)
 
 
@@ -124,10 +124,10 @@ import os, time
 from pathlib import Path
 from dataclasses import replace
 from tests.planner.test_replanning import ADAPTIVE
-from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.registry import plan
 
-way = Beside(replace(ADAPTIVE, search_seconds=100000), plan(ADAPTIVE), 600)
+way = BackgroundPlan(replace(ADAPTIVE, search_seconds=100000), plan(ADAPTIVE), 600)
 child = way._process.pid
 while (nice := int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[16])) != 19:
     time.sleep(0.02)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.planner.background import BesideError
+from megatron.schedules.planner.background import BackgroundPlanError
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.replanning import Proposal, propose
 from megatron.schedules.planner.request import Request
@@ -63,7 +63,7 @@ class Here:
         try:
             return propose(*self._asked)
         except PlanError as error:
-            raise BesideError(str(error)) from None
+            raise BackgroundPlanError(str(error)) from None
 
     def close(self) -> None: ...
 
@@ -71,7 +71,7 @@ class Here:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started."""
-    monkeypatch.setattr(replanner, "Beside", Here)
+    monkeypatch.setattr(replanner, "BackgroundPlan", Here)
 
 
 class Plans:
@@ -203,7 +203,7 @@ def test_where_no_process_starts_all_go_on_with_a_warning(monkeypatch: pytest.Mo
     def refuses(*args: Any) -> None:
         raise OSError("out of processes")
 
-    monkeypatch.setattr(replanner, "Beside", refuses)
+    monkeypatch.setattr(replanner, "BackgroundPlan", refuses)
     said = job().run({0: [MEASURED]})
     assert said[2] == ["WARNING: replanning failed, and the current plan stays: no process can be started to plan: "
                        "out of processes"]  # fmt: skip
@@ -219,14 +219,14 @@ def test_a_second_request_replaces_the_first() -> None:
 
 def test_the_processes_that_plan_end_with_the_job() -> None:
     begun: list[Any] = []
-    stock: Callable[..., Any] = replanner.Beside
+    stock: Callable[..., Any] = replanner.BackgroundPlan
 
     def noted(*args: Any) -> Any:
         begun.append(stock(*args))
         return begun[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replanner, "Beside", noted)
+        patch.setattr(replanner, "BackgroundPlan", noted)
         job().run({0: [replace(MEASURED, search_seconds=1000.0)]}, iterations=5)
     assert [each._process.poll() is None for each in begun] == [False]
     assert json.loads(propose(ASKED, FIRST).to_text())["csv"] == ""

@@ -32,11 +32,11 @@ print(subprocess.run(command, env=isolated_environment(), check=True, capture_ou
 """
 REPLANS = """
 import time
-from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.registry import plan
 from megatron.schedules.planner.request import Request
 request = Request("v-half", 4, 8)
-way = Beside(request, plan(request), 200)
+way = BackgroundPlan(request, plan(request), 200)
 while (found := way.poll()) is None:
     time.sleep(0.05)
 print("replanned", found.before.makespan > 0)

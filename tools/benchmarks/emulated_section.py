@@ -78,7 +78,7 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
             enough = speedup > least if schedule == "v-half" else speedup >= least
             found = f"{speedup:.3f} x at {held:.3f} of its memory"
             yield Claim(f"{what} (d={KEY[0]}, n={KEY[1]})", found, verdict(enough and held <= share))
-    if pairs := list(_beside_equals(rows)):
+    if pairs := list(_against_equals(rows)):
         worst_by, mine, theirs = max(pairs, key=lambda pair: pair[0])
         yield Claim(
             f"No schedule of ours is slower than the same one elsewhere, by more than {NOISE:.0%}",
@@ -87,7 +87,7 @@ def _claims(rows: Sequence[Row]) -> Iterator[Claim]:
         )
 
 
-def _beside_equals(rows: Sequence[Row]) -> Iterator[tuple[float, Row, Row]]:
+def _against_equals(rows: Sequence[Row]) -> Iterator[tuple[float, Row, Row]]:
     """Yields how much longer each of our schedules took than the same one of others."""
     found = {(_setting(row), row["engine"], row["schedule"]): row for row in rows}
     for (setting, engine, schedule), mine in found.items():

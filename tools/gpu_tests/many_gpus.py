@@ -34,15 +34,17 @@ def _flags(setting: Setting, layout: Layout, schedules: Sequence[str], iteration
 
 def trains(setting: Setting, name: str, connections: int, family: str) -> Iterator[Row]:
     """Compares every schedule of ``family`` with stock's 1F1B of the same layout."""
-    yield from _beside_stock(setting, name, connections, FAMILIES[family])
+    yield from _against_stock(setting, name, connections, FAMILIES[family])
 
 
 def vocabulary(setting: Setting, name: str, connections: int) -> Iterator[Row]:
     """Trains with vocabulary parallelism, whose collectives run in the background of passes."""
-    yield from _beside_stock(setting, name, connections, ("1f1b", "zb-1p", "v-half", "v-zb"), VOCABULARY)
+    yield from _against_stock(setting, name, connections, ("1f1b", "zb-1p", "v-half", "v-zb"), VOCABULARY)
 
 
-def _beside_stock(setting: Setting, name: str, connections: int, schedules: Sequence[str], *more: str) -> Iterator[Row]:
+def _against_stock(
+    setting: Setting, name: str, connections: int, schedules: Sequence[str], *more: str
+) -> Iterator[Row]:
     # Where there is no GPU, as few ranks as show the layout.
     gpus = setting.gpus or (8 if name == "tp-pp-dp" else 4)
     layout = layout_of(name, gpus, jobs.marks_norms(setting))

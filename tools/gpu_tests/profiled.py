@@ -30,7 +30,7 @@ _COUNTED, _LAST = 2, 5
 _OFF, _OFF_MS = 0.03, 0.1
 
 
-class Beside(Spans):
+class WithStock(Spans):
     """Records its own events round each pass; a mark of the recorder that waits for the device raises."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def measures_itself(setting: Setting) -> Iterator[Row]:
             csv.write_text(to_csv(schedule))
             files = ("--pipeline-schedule", str(csv), "--pipeline-measure", f"{folder}:{_COUNTED}-{_LAST}")
             try:
-                ran = jobs.train(_RANKS, jobs.Job((*flags, *files), Beside), shared=True)
+                ran = jobs.train(_RANKS, jobs.Job((*flags, *files), WithStock), shared=True)
                 profile = read_profile(costs)
             except (RankError, ValueError) as error:
                 yield {"schedule": name, FAULT: fault_of(error)}

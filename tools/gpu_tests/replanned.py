@@ -11,7 +11,7 @@ from typing import Any
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.log.run_log import Logged, RunLog
 from megatron.schedules.job.flags import SEARCH_VARIABLE
-from megatron.schedules.planner.background import Beside
+from megatron.schedules.planner.background import BackgroundPlan
 from megatron.schedules.planner.replanning import Proposal
 from megatron.schedules.runtime.program import Action, Program
 from megatron.schedules.schedule.kinds import WHOLES, Kind
@@ -30,7 +30,7 @@ class Replanning:
     def __init__(self) -> None:
         self._programs: list[int] = []
         self._logged: list[tuple[float, float | None]] = []
-        stock, poll = RunLog.logged, Beside.poll
+        stock, poll = RunLog.logged, BackgroundPlan.poll
 
         def logged(log: RunLog, counted: int) -> Logged | None:
             found = stock(log, counted)
@@ -38,12 +38,12 @@ class Replanning:
                 self._logged.append((found.measured.bubble, found.peak))
             return found
 
-        def waited(beside: Beside) -> Proposal:
-            while (found := poll(beside)) is None:
+        def waited(search: BackgroundPlan) -> Proposal:
+            while (found := poll(search)) is None:
                 time.sleep(0.05)
             return found
 
-        RunLog.logged, Beside.poll = logged, waited  # type: ignore[assignment,method-assign]
+        RunLog.logged, BackgroundPlan.poll = logged, waited  # type: ignore[assignment,method-assign]
 
     def program(self, program: Program) -> AbstractContextManager[Any]:
         if any(action.op in _BACKWARDS for action in program.actions):

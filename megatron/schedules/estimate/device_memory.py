@@ -184,6 +184,6 @@ def memory(
     activations = activation_bytes(schedule, costs, model, counts)
     ranks = (RankMemory.static_of(count, numbers, waiting) for count, waiting in zip(sizes, messages, strict=True))
     return tuple(
-        rank._replace(activations=held, host=rank.host + unit * away)
-        for rank, held, away in zip(ranks, activations, host, strict=True)
+        rank._replace(activations=held, host=rank.host + unit * moved)
+        for rank, held, moved in zip(ranks, activations, host, strict=True)
     )

@@ -135,12 +135,14 @@ def with_model(
     numbers = model.numbers if placed else None
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
-    again = recomputed_share(model.recompute, layer_work(build, experts=any(build.where)), build.shape.layers / stages)
+    repeated = recomputed_share(
+        model.recompute, layer_work(build, experts=any(build.where)), build.shape.layers / stages
+    )
     return replace(
         costs,
         model=replace(costs.model or loads(build), stand_in=model.stand_in),
         # Measured times include it if it was on.
-        stock_recompute=again if profile is None or profile.facts.recompute is None else costs.stock_recompute,
+        stock_recompute=repeated if profile is None or profile.facts.recompute is None else costs.stock_recompute,
         shared_vocabulary=shared,
         memory=kept,
         weight_share=kept.weight_share,

@@ -69,7 +69,7 @@ class ModelBinding:
         """
         stages = program.placement.stages_of(program.rank)
         if program.has_offload and self._offloads is None:
-            self._offloads, self._store = offloads_of(chunks, stages, self._planner.layers_away), None
+            self._offloads, self._store = offloads_of(chunks, stages, self._planner.layers_offloaded), None
         if self._offloads is not None:
             self._offloads.meter = meter
         if program.has_recompute and self._recompute is None:

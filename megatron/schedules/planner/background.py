@@ -27,11 +27,11 @@ from megatron.schedules.utils.errors import one_line
 _NICENESS = 19
 
 
-class BesideError(RuntimeError):
+class BackgroundPlanError(RuntimeError):
     """Error when replanning fails; the message says why, in one line."""
 
 
-class Beside:
+class BackgroundPlan:
     """A background process that replans.
 
     Args:
@@ -60,22 +60,22 @@ class Beside:
         """Returns the proposal, or None while it is being made. Does not block.
 
         Raises:
-            BesideError: if there will be no proposal.
+            BackgroundPlanError: if there will be no proposal.
         """
         status = self._process.poll()
         if status is None and time.monotonic() < self._until:
             return None
         self._ending()
         if status is None:
-            raise BesideError("no plan was found in time")
+            raise BackgroundPlanError("no plan was found in time")
         said = _all_of(self._said).splitlines()
         with suppress(ValueError, LookupError, TypeError):
             answer = json.loads(said[-1])
             if "error" in answer:
-                raise BesideError(str(answer["error"]))
+                raise BackgroundPlanError(str(answer["error"]))
             return Proposal.from_text(said[-1])
         complaint = _all_of(self._complaints).strip().splitlines()[-1:]
-        raise BesideError(
+        raise BackgroundPlanError(
             one_line(f"the process that plans ended with {status}{': ' if complaint else ''}{''.join(complaint)}")
         )
 

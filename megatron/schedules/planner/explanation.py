@@ -42,7 +42,7 @@ def explanation(
     ]
     if limit is not None:
         fitting = [line for line in named if line.limit <= limit * ranks + EPSILON]
-        lines.append(_beside_named(timeline, fitting))
+        lines.append(_against_named(timeline, fitting))
     if vocabulary_gain is not None and vocabulary_gain >= _WORTH:
         lines.append(
             "Not chosen, as it changes the rounding of results: vocabulary parallelism would make the iteration some "
@@ -51,7 +51,7 @@ def explanation(
     return "\n".join(lines)
 
 
-def _beside_named(timeline: Timeline, fitting: list[Timeline]) -> str:
+def _against_named(timeline: Timeline, fitting: list[Timeline]) -> str:
     if not fitting:
         return "No schedule by name fits within the limit."
     best = min(fitting, key=lambda line: line.makespan)

@@ -199,7 +199,7 @@ class _Search:
         self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(request.microbatches)))
-        self._spread, self.length = self._even, math.inf
+        self._best, self.length = self._even, math.inf
 
     @property
     def effort(self) -> float:
@@ -225,7 +225,7 @@ class _Search:
     def descend(self, progress: Progress) -> None:
         """Descends from two start partitions until no move gains."""
         ends = [self._down(start, progress) for start in (self._even, self._levelled())]
-        self._spread, self.length = min(ends, key=lambda each: each[1])
+        self._best, self.length = min(ends, key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
         """Continues with random moves until all plans are used."""
@@ -233,12 +233,12 @@ class _Search:
         for _ in range(self._most):
             if self._spent:
                 break
-            other = self._spread
+            other = self._best
             for _ in range(_STEPS):
                 other = self._aside(other, _NEAR * self.length, draw)
             other, now = self._down(other, progress)
             if now < self.length - EPSILON:
-                self._spread, self.length = other, now
+                self._best, self.length = other, now
 
     @property
     def _spent(self) -> bool:

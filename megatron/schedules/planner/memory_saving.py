@@ -62,12 +62,12 @@ class Shares(NamedTuple):
         recomputed, offloaded = [0.0] * placement.stages, [0.0] * placement.stages
         counts = request.layers_on(placement)
         for rank in range(placement.ranks):
-            away = placement.chunks * self.offloaded / _FINEST
-            either = away + placement.chunks * self.recomputed / _FINEST
+            moved = placement.chunks * self.offloaded / _FINEST
+            either = moved + placement.chunks * self.recomputed / _FINEST
             for chunk, stage in enumerate(placement.stages_of(rank)):
                 parts = counts[stage] if counts else _FINEST
                 to_host, saved = (
-                    round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (away, either)
+                    round(parts * min(1.0, max(0.0, end - chunk))) / max(1, parts) for end in (moved, either)
                 )
                 offloaded[stage], recomputed[stage] = to_host, saved - to_host
         return request.decisions.saving(recomputed, offloaded)
@@ -244,4 +244,4 @@ class _Search:
 def _around(shares: Shares, step: int) -> list[Shares]:
     recomputed, offloaded = shares
     moves = [(step, 0), (-step, 0), (0, step), (0, -step), (step, -step), (-step, step)]
-    return [Shares(recomputed + more, offloaded + away) for more, away in moves]
+    return [Shares(recomputed + more, offloaded + moved) for more, moved in moves]

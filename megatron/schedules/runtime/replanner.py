@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron.schedules.planner.adaptive import search_seconds
-from megatron.schedules.planner.background import Beside, BesideError
+from megatron.schedules.planner.background import BackgroundPlan, BackgroundPlanError
 from megatron.schedules.planner.replanning import Proposal, digest, moved, read_rows
 from megatron.schedules.planner.request import Request
 from megatron.schedules.runtime.control_messages import ControlMessages, gather_texts
@@ -63,7 +63,7 @@ class Replanner:
         self._plans, self._messages, self._first, self._say, self._exchange = plans, messages, first, say, exchange
         self._now = self._started = self._round = 0
         self._request: Request | None = None
-        self._beside: Beside | None = None
+        self._search: BackgroundPlan | None = None
         self._fault = ""
 
     @property
@@ -78,7 +78,9 @@ class Replanner:
         if not self._first:
             return
         try:
-            self._beside = Beside(request, self._plans.running, _AT_LEAST_S + _PATIENCE * search_seconds(request))
+            self._search = BackgroundPlan(
+                request, self._plans.running, _AT_LEAST_S + _PATIENCE * search_seconds(request)
+            )
         except OSError as error:
             self._fault = f"no process can be started to plan: {error}"
         self._post("")
@@ -97,9 +99,9 @@ class Replanner:
 
     def close(self) -> None:
         """Gives up a plan that is being made."""
-        if self._beside is not None:
-            self._beside.close()
-        self._request = self._beside = None
+        if self._search is not None:
+            self._search.close()
+        self._request = self._search = None
         self._fault = ""
 
     def _post(self, text: str) -> None:
@@ -109,10 +111,10 @@ class Replanner:
     def _status(self) -> str:
         """Returns a proposal as text, or why there is none; empty while it is being made."""
         try:
-            if self._fault or self._beside is None:
-                raise BesideError(self._fault)
-            found = self._beside.poll()
-        except BesideError as error:
+            if self._fault or self._search is None:
+                raise BackgroundPlanError(self._fault)
+            found = self._search.poll()
+        except BackgroundPlanError as error:
             return json.dumps({"error": str(error)})
         return "" if found is None else found.to_text()
 

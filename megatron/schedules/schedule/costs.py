@@ -163,7 +163,7 @@ class Costs:
         recomputed, _ = decisions.savings_on(placement)
         times = self._times(placement, parts)
         # ``copy`` is the time for half of the activations of an average rank's layers.
-        copies = tuple(2 * self.copy * away for away in held[Share.OFFLOADED])
+        copies = tuple(2 * self.copy * each for each in held[Share.OFFLOADED])
         times |= {
             Kind.R: tuple(share * time for share, time in zip(recomputed, times[Kind.R], strict=True)),
             Kind.O: copies,

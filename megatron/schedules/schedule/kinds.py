@@ -160,7 +160,7 @@ _SINGLE = {
         of_ranks=True,
     ),
     Kind.R: Row(
-        "forward again",
+        "recompute",
         needs=(Need((Kind.F,), At.SAME),),
         takes=(Share.RECOMPUTED,),
         optional=True,

@@ -241,7 +241,7 @@ def _peak(row: Sequence[Pass], costs: StageCosts, unit: float, passing: Sequence
     most = before = 0.0
     for (stage, kind, _), after in zip(row, accumulate(costs.changes_of(row)), strict=True):
         whole_backward, half = passing[stage]
-        beside = {Kind.B: whole_backward, Kind.I: half}.get(kind, 0.0)
-        most = max(most, unit * before + beside, unit * after + (beside if kind is Kind.I else 0.0))
+        extra = {Kind.B: whole_backward, Kind.I: half}.get(kind, 0.0)
+        most = max(most, unit * before + extra, unit * after + (extra if kind is Kind.I else 0.0))
         before = after
     return most

@@ -87,18 +87,18 @@ class Planner:
         return self._request.costs.shared_vocabulary
 
     @cached_property
-    def layers_away(self) -> tuple[int, ...] | None:
+    def layers_offloaded(self) -> tuple[int, ...] | None:
         """Number of each stage's first decoder layers whose activations are offloaded; None for all."""
         return self._layers_of(self._request.decisions.offloaded)
 
     @cached_property
     def recomputed_layers(self) -> tuple[range, ...] | None:
         """Decoder layers of each stage that R recomputes, which follow the offloaded layers; None for all."""
-        again = self._layers_of(self._request.decisions.recomputed)
-        away = self.layers_away or (0,) * self.placement.stages
-        if again is None:
+        recomputed = self._layers_of(self._request.decisions.recomputed)
+        offloaded = self.layers_offloaded or (0,) * self.placement.stages
+        if recomputed is None:
             return None
-        return tuple(range(first, first + count) for first, count in zip(away, again, strict=True))
+        return tuple(range(first, first + count) for first, count in zip(offloaded, recomputed, strict=True))
 
     def _layers_of(self, shares: tuple[float, ...] | None) -> tuple[int, ...] | None:
         counts = self._request.layers_on(self.placement)
