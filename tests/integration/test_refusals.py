@@ -222,6 +222,7 @@ REFUSED = {
         "--pipeline-schedule interleaved-1f1b: 'two' is not a whole number: a rank holds 1 chunk or more",
     ),
     "a configuration in YAML": ("--pipeline-schedule v-half --yaml-cfg none.yaml", "--yaml-cfg"),
+    "a file of configuration that is called none": ("--pipeline-schedule v-half --yaml-cfg none", "--yaml-cfg"),
     "data of another make": ("--pipeline-schedule v-half --fim-data", "--fim-data is not supported here"),
     "conversations made up": ("--pipeline-schedule 1f1b --sft", "give --data-path"),
     "packed samples side by side": (

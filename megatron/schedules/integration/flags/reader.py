@@ -74,6 +74,8 @@ def check_unscheduled(args: Any) -> None:
 
 def _stock_flags(args: Any) -> StockFlags:
     given = {name for name, value in vars(args).items() if value not in (None, False, 0, "none", [])}
+    if getattr(args, "yaml_cfg", None) is not None:  # a file may be called none
+        given.add("yaml_cfg")
     return StockFlags(
         frozenset(given),
         args.transformer_impl,
