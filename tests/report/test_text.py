@@ -118,7 +118,8 @@ def test_memory_has_its_unit_and_is_in_gib_too_where_a_model_says_what_a_microba
     line = timeline("v-half", 4, 8)
     plain = draw_text([line], 100, colour=False, microbatch_bytes=0.5 * 2**30).plain
     assert "peak memory  3 microbatches (1.50 GiB) of activations on rank 0, 75.0 % of 1F1B's 4" in plain
-    assert "peak memory, microbatches" in plain
+    assert "peak memory, microbatches (GiB)" in plain
+    assert rows(plain)[0].endswith(" 3 (1.50 GiB)")
     assert max(map(len, plain.splitlines())) <= 100
     one = draw_text([timeline("1f1b", 2, 1)], 100, colour=False).plain
     assert "peak memory  1 microbatch of activations" in one

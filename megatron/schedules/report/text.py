@@ -13,6 +13,7 @@ from megatron.schedules.report import palette
 from megatron.schedules.report.figures import (
     Figures,
     above_itself,
+    amount,
     figures,
     microbatches,
     number,
@@ -27,6 +28,7 @@ from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.printable import counted, percent, printable
 
 _BAR = 8  # columns of a memory bar
+_AMOUNT = 13  # columns of an amount in GiB
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _SHADES = " ░▒▓█"
 _PAGE = 78  # width of text, columns
@@ -55,7 +57,7 @@ def draw_text(
         labels: a word for each timeline, to distinguish schedules of the same name.
         microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
-    frame = _Frame(timelines, width, colour)
+    frame = _Frame(timelines, width, colour, microbatch_bytes)
     named = zip(timelines, labels or [""] * len(timelines), strict=True)
     parts = [frame.section(timeline, figures(timeline, microbatch_bytes), label) for timeline, label in named]
     return Text("\n").join([*parts, frame.legend()])
@@ -64,7 +66,7 @@ def draw_text(
 class _Frame:
     """Scales and looks that all timelines share."""
 
-    def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool) -> None:
+    def __init__(self, timelines: Sequence[Timeline], width: int, colour: bool, microbatch_bytes: float) -> None:
         self.colour = colour
         self.kinds = sorted(
             {kind for timeline in timelines for kind in timeline.schedule.kinds},
@@ -73,7 +75,9 @@ class _Frame:
         self.chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
         self.memory = max(max(timeline.peak, timeline.schedule.ranks) for timeline in timelines)
         self.gutter = max(len(f"rank {timeline.schedule.ranks - 1}") for timeline in timelines) + 2
-        room = max(_NARROWEST, width - self.gutter - _BAR - 8)
+        self.heading = "peak memory, microbatches" + " (GiB)" * bool(microbatch_bytes)
+        self.amounts = _BAR + 8 + _AMOUNT * bool(microbatch_bytes)
+        room = max(_NARROWEST, width - self.gutter - self.amounts)
         until = max(timeline.makespan for timeline in timelines)
         self.scale, self.cells = _scale(timelines, room / until)
         self.columns = math.ceil(until * self.scale - 1e-6)
@@ -87,7 +91,7 @@ class _Frame:
             f": {counted(schedule.ranks, 'pipeline rank')}, {counted(schedule.microbatches, 'microbatch')}, "
             f"{counted(schedule.placement.chunks, 'chunk')} a rank\n"
         )
-        text.append("peak memory, microbatches\n".rjust(self.gutter + self.columns + _BAR + 8), Style(dim=True))
+        text.append(f"{self.heading}\n".rjust(self.gutter + self.columns + self.amounts), Style(dim=True))
         for rank in range(schedule.ranks):
             computing, *copies = lanes(timeline, rank)
             text.append(f"rank {rank}".ljust(self.gutter))
@@ -95,7 +99,8 @@ class _Frame:
             text.append_text(row)
             text.append("  ")
             text.append(_bar(found.peaks[rank] / self.memory), Style(color="cyan" if self.colour else None))
-            text.append(f" {number(found.peaks[rank])}\n")
+            size = f" ({amount(found.peaks[rank] * found.microbatch_bytes)})" if found.microbatch_bytes else ""
+            text.append(f" {number(found.peaks[rank])}{size}\n")
             if below is not None:
                 text.append(" " * self.gutter + below + "\n")
             for kinds, lane in zip(copied(timeline), copies, strict=True):
