@@ -42,8 +42,7 @@ class Prices:
     """Time of each sort of work on a device.
 
     This class describes any GPU, in FLOPs: it computes about 200 FLOPs while its memory moves a byte. An A100 computes
-        150
-    and an H100 300 (data sheets).
+    150 and an H100 300 (data sheets).
     """
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:

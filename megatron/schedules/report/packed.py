@@ -55,8 +55,9 @@ def packed(view: View, until: float, gaps: Sequence[Sequence[Gap]], into: Packer
 
     - ``rows``: index of the first pass of each lane, those of rank 0 first.
     - ``kind``, ``stage``, ``microbatch``: of each pass.
-    - ``gap``: ticks from the end of the previous pass (or 0) to the start of each pass; ``length``: its duration in
-    ticks. - ``awaited``: the pass that its rank waited for before it; -1 for none.
+    - ``gap``: ticks from the end of the previous pass (or 0) to the start of each pass.
+    - ``length``: its duration in ticks.
+    - ``awaited``: the pass that its rank waited for before it; -1 for none.
     - ``levels``: steps of memory, ``since`` ticks after the previous step, and ``held`` from then on.
     - ``turns``: end of warm-up and start of cool-down.
     """
