@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -19,7 +19,7 @@ from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.measure.cost_profile import Profile, read_costs
 from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.measure.profile_facts import CopyRates, copy_time
-from megatron.schedules.planner.adaptive import FINER_CHUNKS, chunk_choices, wants_finer_chunks
+from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.costs import Costs
@@ -192,11 +192,7 @@ class JobPlans:
 
     def request(self, spec: JobSpec) -> Request:
         """Returns the planning request for ``spec``."""
-        found = self._request(spec, spec.settings.schedule.chunks)
-        if spec.settings.schedule.chunks is None and wants_finer_chunks(found):
-            with suppress(PlanError):  # too few layers
-                return self._request(spec, FINER_CHUNKS)
-        return found
+        return with_finer_chunks(spec.settings.schedule.chunks, partial(self._request, spec), lambda request: request)
 
     def _request(self, spec: JobSpec, most: int | None) -> Request:
         """Like :meth:`request` with at most ``most`` chunks per rank; None for the default."""

@@ -125,7 +125,7 @@ class StockFlags:
     """Megatron's other arguments that the compatibility rules read.
 
     Args:
-        given: names of the arguments whose value is not None, False, 0 or ``none``.
+        given: names of the arguments whose value is set, and not one that switches them off.
         transformer_impl: value of this argument.
         checkpoint_format: value of this argument.
         dataloader_type: value of this argument.

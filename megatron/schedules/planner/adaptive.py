@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron.schedules.planner.request import Request
@@ -25,7 +26,7 @@ _MOST_SECONDS = 1_000_000  # more than eleven days
 # skipped.
 _SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS = (400, 700), 0.1, 5.0, 0.1
 # Chunks per rank if memory is scarce and the request does not say how many.
-FINER_CHUNKS = 8
+_FINER_CHUNKS = 8
 # Factor on the search time with a shared vocabulary: S and T add a third more passes.
 _WITH_VOCABULARY = 1.5
 
@@ -58,14 +59,30 @@ def chunk_choices(most: int) -> tuple[int, ...]:
     return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
 
 
-def wants_finer_chunks(request: Request) -> bool:
-    """Returns True if plans with :data:`FINER_CHUNKS` chunks per rank are often shorter.
+def with_finer_chunks[Made](
+    chunks: int | None, make: Callable[[int | None], Made], request_of: Callable[[Made], Request]
+) -> Made:
+    """Makes a request with at most ``chunks`` chunks per rank; without that number, with finer chunks where they help.
 
-    This is so with recompute or offload and a memory limit below one microbatch. With more memory, finer chunks do not
-    make plans shorter, and they slow the search down.
+    Plans with finer chunks are often shorter if a rank may hold less than one microbatch and recompute or offload is
+    allowed. With more memory they make plans no shorter, and the search slower.
+
+    Args:
+        chunks: the user's number; None without one.
+        make: makes a request with at most so many chunks per rank; None for the default.
+        request_of: the planning request in what ``make`` returns.
+
+    Raises:
+        PlanError: as ``make`` does.
     """
+    made = make(chunks)
+    request = request_of(made)
     limit = request.memory_limit
-    return (request.recompute or request.offload) and limit is not None and limit * request.ranks < 1 - EPSILON
+    scarce = limit is not None and limit * request.ranks < 1 - EPSILON
+    if chunks is None and scarce and (request.recompute or request.offload):
+        with suppress(PlanError):  # too few layers
+            return make(_FINER_CHUNKS)
+    return made
 
 
 def least_limit(request: Request) -> float:

@@ -72,12 +72,13 @@ def check_unscheduled(args: Any) -> None:
             raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(NAMES)}")
 
 
+# Words that switch single flags off. A file, elsewhere, may be called none.
+_OFF = {"cuda_graph_impl": "none"}
+
+
 def _stock_flags(args: Any) -> StockFlags:
-    given = {name for name, value in vars(args).items() if value not in (None, False, 0, "none", [])}
-    if getattr(args, "yaml_cfg", None) is not None:  # a file may be called none
-        given.add("yaml_cfg")
     return StockFlags(
-        frozenset(given),
+        frozenset(name for name, value in vars(args).items() if value not in (None, False, 0, [], _OFF.get(name))),
         args.transformer_impl,
         args.ckpt_format,
         args.dataloader_type,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.estimate.model_build import MESSAGES
@@ -17,7 +17,7 @@ from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
 from megatron.schedules.job.values import MemoryLimit
-from megatron.schedules.planner.adaptive import FINER_CHUNKS, chunk_choices, wants_finer_chunks
+from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, stages
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.size_limits import check_size
@@ -56,16 +56,11 @@ def request_of(spec: JobSpec) -> LimitedRequest:
     Raises:
         PlanError: a flag is wrong; the error names it.
     """
-    chunks = spec.settings.schedule.chunks
-    found = _request_of(spec, chunks or 4)
-    if chunks is None and wants_finer_chunks(found.request):
-        with suppress(PlanError):  # too few layers
-            return _request_of(spec, FINER_CHUNKS)
-    return found
+    return with_finer_chunks(spec.settings.schedule.chunks, partial(_request_of, spec), lambda found: found.request)
 
 
-def _request_of(spec: JobSpec, most_chunks: int) -> LimitedRequest:
-    """Like :func:`request_of` with at most ``most_chunks`` chunks per rank, if the planner chooses their number."""
+def _request_of(spec: JobSpec, most_chunks: int | None) -> LimitedRequest:
+    """Like :func:`request_of` with at most ``most_chunks`` chunks per rank, if the planner chooses; None: 4."""
     settings, choice = spec.settings, spec.settings.schedule
     request = Request(
         schedule=choice.name,
@@ -76,7 +71,7 @@ def _request_of(spec: JobSpec, most_chunks: int) -> LimitedRequest:
     )
     searched = request.schedule in ("adaptive", AUTO)
     if searched:
-        choices = _chunk_choices(spec, most_chunks)
+        choices = _chunk_choices(spec, most_chunks or 4)
         request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
     number = stages(request)
     request = replace(
