@@ -29,6 +29,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
+from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -439,6 +440,9 @@ def _rank_main(flags: list[str]) -> None:
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
+    board = get_tensorboard_writer()
+    if board is not None:  # its thread may still be writing, and a forked rank ends without waiting for threads
+        board.flush()
 
 
 def _save_quickly(flags: list[str]) -> None:
