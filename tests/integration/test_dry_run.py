@@ -52,6 +52,14 @@ def test_without_a_launcher_as_on_a_login_node():
     assert "not counted: the CUDA context" in text
 
 
+def test_layers_of_a_hybrid_model_are_told_and_its_memory_is_not(megatron):
+    status, text = said(megatron, "--pipeline-dry-run", "--hybrid-layer-pattern", "M-|*-M|E|*E/*E")
+    assert status == 0
+    assert "2 ranks, 8 microbatches, planned bubble" in text
+    assert "layers by stage: M-|*-M|E|*E\n" in text
+    assert text.endswith("memory of hybrid models is not estimated so far\n")
+
+
 def test_of_a_launchers_processes_the_first_speaks(megatron):
     status, text = said(megatron, "--pipeline-dry-run", world=4)
     assert status == 0
