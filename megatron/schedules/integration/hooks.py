@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
-from megatron.core.models.hybrid import hybrid_layer_allocation
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
@@ -225,7 +225,7 @@ HOOKS = (
         _compile_helpers,
     ),
     Hook(
-        hybrid_layer_allocation,
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; which module depends on version
         "select_pipeline_segment",
         "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
         _select_pipeline_segment,
