@@ -190,10 +190,6 @@ REFUSED = {
         "--pipeline-schedule adaptive --pipeline-memory-limit 20GiB --hybrid-layer-pattern M-M-*-M-",
         "--pipeline-memory-limit in GiB does not work with --hybrid-layer-pattern so far",
     ),
-    "whether a hybrid model fits": (
-        "--pipeline-schedule v-half --hybrid-layer-pattern M-M-*-M- --pipeline-dry-run 4x80GiB",
-        "--pipeline-dry-run with the memory of a GPU does not work with --hybrid-layer-pattern so far",
-    ),
     "activation offloading": (
         "--pipeline-schedule v-half --fine-grained-activation-offloading",
         "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",
