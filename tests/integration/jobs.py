@@ -48,6 +48,7 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     plain_attention,
+    residual_streams,
     stalled_step,
     stock_script,
 )
@@ -75,6 +76,7 @@ def train(
     adapters: bool = False,
     attention: str = "stock",
     orders: Sequence[Sequence[Sequence[int]]] = (),
+    streams: bool = False,
     timeout: float = HANGS_S,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
@@ -82,9 +84,10 @@ def train(
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
     with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
     ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
-    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`.
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
+    several residual streams: see :mod:`.residual_streams`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
     return Result(
         last["losses"],
@@ -460,7 +463,12 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
 
 
 def _rank(
-    flags: list[str], samples: str, adapters: bool, attention: str, orders: Sequence[Sequence[Sequence[int]]]
+    flags: list[str],
+    samples: str,
+    adapters: bool,
+    attention: str,
+    orders: Sequence[Sequence[Sequence[int]]],
+    streams: bool,
 ) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
@@ -474,6 +482,8 @@ def _rank(
         plain_attention.put_in_place()
     if adapters:
         low_rank.put_in_place()
+    if streams:
+        residual_streams.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
     if samples == "cut":

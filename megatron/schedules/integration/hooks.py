@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
@@ -31,7 +32,7 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.running_job import begin
 from megatron.schedules.integration.session import Session, Stock
@@ -81,12 +82,13 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
-    placed = job.request.decisions.layers if settings.places_layers else None
-    if placed is not None:  # as if the user had given the flag
-        args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
+    hybrid = spec.layers.pattern is not None
+    if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
+        args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
     if placement.chunks > 1:
-        _set_chunks(args, placement, placed or layers_by_stage(spec.layers, placement.stages))
+        _set_chunks(args, placement, job.layers)
+    session.hybrid_layers = job.layers if hybrid else None
     session.args, session.spec, session.planner = args, spec, Planner(job)
     return result
 
@@ -99,6 +101,17 @@ def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> Non
     # The layout contains this; stock's configuration allows only one of the two.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+
+
+def _select_pipeline_segment(
+    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
+) -> tuple[list[str], int]:
+    layers, planner = session.hybrid_layers, session.planner
+    if layers is None or planner is None:
+        found: tuple[list[str], int] = stock(pattern, pp_group, vp_stage, *args, **kwargs)
+        return found
+    stage = planner.placement.stages_of(pp_group.rank())[vp_stage or 0]
+    return list(letters_by_stage(pattern, layers)[stage]), sum(layers[:stage])
 
 
 def _get_forward_backward_func(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +223,12 @@ HOOKS = (
         "compile_helpers",
         "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
+    ),
+    Hook(
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; which module depends on version
+        "select_pipeline_segment",
+        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
+        _select_pipeline_segment,
     ),
     Hook(training, "get_forward_backward_func", "stock chooses by pipeline size alone", _get_forward_backward_func),
     Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),

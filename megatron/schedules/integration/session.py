@@ -25,6 +25,7 @@ class Session:
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
         self.args: Any = None
+        self.hybrid_layers: tuple[int, ...] | None = None  # of each stage of a hybrid model
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets
         self._running: int | None = None

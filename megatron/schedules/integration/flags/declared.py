@@ -106,6 +106,7 @@ STOCK: megatron_flags.Flags = {
     "--fp8-param-gather": (None, False),
     "--fp8-recipe": (str, "delayed"),
     "--hybrid-layer-pattern": (str, None),
+    "--hybrid-override-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
     "--moe-expert-rank-capacity-factor": (float, None),
