@@ -30,8 +30,9 @@ def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
     if one_kernel:
         spec = completed(asked.spec, args)
         assert spec.model is not None
-        shape = replace(spec.model.build.shape, fused=True)
-        spec = replace(spec, model=replace(spec.model, build=replace(spec.model.build, shape=shape)))
+        build = spec.model.build
+        build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
+        spec = replace(spec, model=replace(spec.model, build=build))
         costs = costs_of(spec, asked.schedule.placement.stages)
         asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
     return estimated(asked, Planner(asked)).ranks

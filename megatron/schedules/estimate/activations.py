@@ -150,7 +150,7 @@ def _scores(build: Build) -> float:
 def _attention(build: Build, operand: float) -> dict[str, Kept]:
     """Bytes of each part of attention.
 
-    Queries, keys and values are views of one tensor, which stays allocated as long as any of them.
+    Queries, keys and values are views of one tensor, which stays allocated as long as any of them is not copied.
     """
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
     together = queries + 2 * keys
@@ -160,6 +160,8 @@ def _attention(build: Build, operand: float) -> dict[str, Kept]:
         # Each group's keys and values are copied for every head, and queries unless they lie side by side.
         alone = build.groups == 1 and build.samples == 1 and not changed
         kept = 2 * queries + (together if alone else queries)
+    elif build.contiguous:
+        kept = together
     else:
         kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
     if build.rotary and not build.fused_rotary:
@@ -173,7 +175,7 @@ def _latent(build: Build, operand: float, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
     out = build.shape.hidden / _between(build)
     queries, values = heads * (latent.head + latent.position), heads * latent.value
-    # Keys and values are projected up together; keys, and queries, are then joined with their positions.
+    # Keys and values are projected up together. Keys, and queries, are then joined with their positions, values copied.
     together = heads * latent.head + values
     squeezed = (latent.query or 0) + latent.key_value
     down = squeezed + latent.position
@@ -185,7 +187,7 @@ def _latent(build: Build, operand: float, latent: Latent) -> dict[str, Kept]:
         kept += _norm_input(build, squeezed) if build.plain else number * down
     kept += _shared(build, operand, kept=build.shape.fused) * values
     return {
-        "mla_up_proj": Kept(number * (2 * queries + together)),
+        "mla_up_proj": Kept(number * (2 * queries + values)),
         "attention": Kept(kept, operand * (goes_up + queries + together + down + values + out)),
     }
 

@@ -157,6 +157,8 @@ class Build:
         given_mask: true if each microbatch has an attention mask.
         fused_activation: true if the activation function of an MLP is one kernel.
         fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
+        contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
+            Engine's does; otherwise it keeps views.
         plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
             keeps two tensors in single precision instead of its input.
         samples: samples of a microbatch.
@@ -183,6 +185,7 @@ class Build:
     given_mask: bool = False
     fused_activation: bool = True
     fused_loss: bool = False
+    contiguous: bool = False
     plain: bool = False
     samples: int = 1
     context: int = 1

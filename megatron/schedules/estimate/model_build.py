@@ -56,6 +56,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         given_mask=args.create_attention_mask_in_dataloader,
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        contiguous=args.transformer_impl != "local",
         plain=args.distributed_backend == "gloo" and args.transformer_impl == "local",
         samples=args.micro_batch_size or 1,
         context=args.context_parallel_size,
