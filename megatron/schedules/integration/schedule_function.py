@@ -19,6 +19,7 @@ from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import LossRelay
 from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.log import first_iteration
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
@@ -82,6 +83,7 @@ class ScheduleFunction:
         self._rank = dist.get_rank(self._group)
         self._relay = LossRelay(self._group, planner.last_stage_rank)
         self._model = ModelBinding(planner)
+        self._reported = False
         self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
@@ -194,6 +196,10 @@ class ScheduleFunction:
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
             tied.sum_gradients(chunks)
         self._peaks.end()
+        if self._log is not None and not self._reported:
+            self._reported = True
+            peak = max(self._peaks.bytes, self._log.peak or 0)
+            first_iteration.report(self._planner, self._group, first_iteration.seen(chunks, self._model.offloads, peak))
         if self.profiler is not None:
             self.profiler.end()
 

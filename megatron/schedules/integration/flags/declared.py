@@ -102,9 +102,7 @@ STOCK: megatron_flags.Flags = {
     "--external-cuda-graph": (None, False),
     "--fine-grained-activation-offloading": (None, False),
     "--fp4-format": (str, None),
-    "--fp8-format": (str, None),
     "--fp8-param-gather": (None, False),
-    "--fp8-recipe": (str, "delayed"),
     "--hybrid-layer-pattern": (str, None),
     "--hybrid-override-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
@@ -136,7 +134,6 @@ STOCK: megatron_flags.Flags = {
 _NAMED_OTHERWISE = {
     **megatron_flags.NAMED_OTHERWISE,
     "--fp4-format": "fp4",
-    "--fp8-format": "fp8",
 }
 
 
