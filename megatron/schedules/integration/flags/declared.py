@@ -101,7 +101,8 @@ STOCK: megatron_flags.Flags = {
     "--enable-cuda-graph": (None, False),
     "--external-cuda-graph": (None, False),
     "--fine-grained-activation-offloading": (None, False),
-    "--fp4-format": (str, None),
+    "--fp4-param-gather": (None, False),
+    "--fp4-quantizer-factory": (str, None),
     "--fp8-format": (str, None),
     "--fp8-param-gather": (None, False),
     "--fp8-recipe": (str, "delayed"),
@@ -134,7 +135,6 @@ STOCK: megatron_flags.Flags = {
 }
 _NAMED_OTHERWISE = {
     **megatron_flags.NAMED_OTHERWISE,
-    "--fp4-format": "fp4",
     "--fp8-format": "fp8",
 }
 
