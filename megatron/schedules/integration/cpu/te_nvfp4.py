@@ -38,13 +38,18 @@ def copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
             if quantizer.with_amax_reduction:
                 group = quantizer.amax_reduction_group
                 torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-            shape = x.shape if side == "rowwise" else quantizer.get_columnwise_shape(x.shape)
             data, unpadded = _quantized(lines, float(amax), quantizer)
-            data = data.view(quantizer.convert_shape_for_fp4(shape))
-            scales = torch.zeros(quantizer.get_scale_shape(x.shape, side == "columnwise"), dtype=torch.uint8)
-            scales[: unpadded.shape[0], : unpadded.shape[1]] = unpadded
+            if side == "rowwise":
+                data = data.view(*x.shape[:-1], -1)
+            scales = padded(unpadded)
         found |= {f"{side}_data": data, f"{side}_scale_inv": scales, f"amax_{side}": amax}
     return found
+
+
+def padded(scales: Tensor) -> Tensor:
+    """Returns scales with zeros up to multiples of (128, 4), as products of matrices read them."""
+    down, across = (-size % multiple for size, multiple in zip(scales.shape, (128, 4), strict=True))
+    return torch.nn.functional.pad(scales, (0, across, 0, down))
 
 
 def matrix(tensor: Any, columnwise: bool) -> Tensor:
