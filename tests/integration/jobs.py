@@ -6,6 +6,7 @@ Importing this turns the CPU stand-in on, for the whole process: only :mod:`test
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import sys
@@ -43,6 +44,7 @@ from tests.integration import (
     conversations,
     counted_forwards,
     fake_wandb,
+    fused_kernels,
     held_in_jobs,
     kernel_attention,
     low_rank,
@@ -65,6 +67,8 @@ from tools.benchmarks.quick_start import quick_start
 from tools.gpu_tests.weights import named_parameters
 
 quick_start()
+
+_EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
 __all__ = ["in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
 
@@ -221,7 +225,9 @@ def _hooks() -> list[tuple[str, str, bool, bool]]:
     for hook in integration.HOOKS:
         now = getattr(hook.module, hook.name)
         below = getattr(now, "megatron_schedules_stock", None)
-        found.append((hook.name, hook.why, below is not None, hasattr(below, "megatron_schedules_stock")))
+        # What is None belongs to a library that is not there.
+        replaced = now is None or below is not None
+        found.append((hook.name, hook.why, replaced, hasattr(below, "megatron_schedules_stock")))
     return found
 
 
@@ -476,6 +482,8 @@ def _rank(
     if orders:
         ordered_samples.put_in_place(orders)
     fake_wandb.put_in_place()
+    if "--pipeline-schedule" in flags:
+        fused_kernels.forget()
     # Whatever is read or given back too soon is nonsense.
     offloaded_layers.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
@@ -490,7 +498,7 @@ def _rank(
         ordered_samples.cut()
     if samples in ("packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
-        _attend_to_packed(seen["shapes"])
+        _attend_to_packed(seen["shapes"], local="local" in flags)
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]
@@ -530,16 +538,18 @@ def _joined(ranks: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, int, 
     return found | {key: torch.cat([tensors[at] for at in sorted(tensors)]) for key, tensors in parts.items()}
 
 
-def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
-    """Stock's local layers attend to whole samples only; the attention in its place says what bounds it was given."""
-    plain_attention.put_in_place()
-    attend = PlainAttention.forward
+def _attend_to_packed(seen: set[tuple[int, ...]], local: bool) -> None:
+    """Attention says what bounds it was given. That of stock's ``local`` layers cannot, and is replaced."""
+    if local:
+        plain_attention.put_in_place()
+    kind = PlainAttention if local else importlib.import_module(_EXTENSIONS).TEDotProductAttention
+    attend = kind.forward
 
     def forward(*args: Any, **named: Any) -> torch.Tensor:
         seen.add(tuple(named["packed_seq_params"].cu_seqlens_q.tolist()))
         return attend(*args, **named)
 
-    PlainAttention.forward = forward
+    kind.forward = forward
 
 
 def _vary_sizes(seen: set[tuple[int, int]]) -> None:

@@ -1,7 +1,7 @@
 """All replacements in stock Megatron, each with its reason. Nothing is replaced anywhere else.
 
-Without ``--pipeline-schedule`` each replacement only calls the original. The one exception lets jobs start from the
-wheel, and is always active.
+Only :mod:`.linears.fused_accumulation` adds a kernel that is missing. Without ``--pipeline-schedule`` each replacement
+only calls the original. The one exception lets jobs start from the wheel, and is always active.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.models.common.language_module import language_module
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
+from megatron.core.utils import is_te_min_version
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 from torch import Tensor
@@ -34,6 +36,7 @@ from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.running_job import begin
 from megatron.schedules.integration.session import Session, Stock
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
@@ -90,6 +93,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         _set_chunks(args, placement, job.layers)
     session.hybrid_layers = job.layers if hybrid else None
     session.args, session.spec, session.planner = args, spec, Planner(job)
+    fuse_without_apex()
     return result
 
 
@@ -210,6 +214,13 @@ def _evaluate_and_print_results(
     return stock(prefix, step, data_iterator, *rest, **kwargs)
 
 
+def _te_parallel_cross_entropy(
+    stock: Stock, session: Session, logits: Tensor, labels: Tensor, group: Any, for_graphs: bool = False
+) -> Any:
+    # Later versions never wait, and warn about the argument; those before 2.7 do not have it.
+    return stock(logits, labels, group, for_graphs or (session.planner is not None and not is_te_min_version("2.20.0")))
+
+
 def _compile_helpers(stock: Stock, session: Session) -> None:
     if not came_compiled():
         stock()
@@ -238,6 +249,12 @@ HOOKS = (
         "validate_result",
         "scripts look for NaN in each loss, and reading one waits for the device: read when all passes are queued",
         _validate_result,
+    ),
+    Hook(
+        language_module,
+        "te_parallel_cross_entropy",
+        "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
+        _te_parallel_cross_entropy,
     ),
     Hook(training, "get_model", "stock's places of embedding and output layer (model providers)", _build_chunks),
     Hook(dist_utils, "build_virtual_pipeline_stages", "the same (scripts with a model configuration)", _build_chunks),
@@ -293,6 +310,8 @@ def install() -> Session:
     session = Session()
     for hook in HOOKS:
         stock = getattr(hook.module, hook.name)
+        if stock is None:  # of a library that is not installed
+            continue
         stock = getattr(stock, "megatron_schedules_stock", stock)
         setattr(hook.module, hook.name, _replacement(hook, stock, session))
     return session

@@ -174,12 +174,7 @@ _NOT_SPLIT = (
     "backward"
 )
 _NOT_RECOMPUTED = "a schedule does not recompute quantised layers so far; use bf16, or a schedule without R"
-_QUANTISED = {
-    "fp4": "--fp4-format",
-    "te_precision_config_file": "",
-    "kitchen_config_file": "",
-    "kitchen_recipe_number": "",
-}
+_QUANTISED = ("fp4_quantizer_factory", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 _RULES = (
     _layers,
     _ends,
@@ -191,9 +186,10 @@ _RULES = (
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
     _fp8_recipe,
     _flag("fp8_param_gather", f"primary FP8 weights are not split so far; {_OUT}", _SPLIT_TE),
+    _flag("fp4_param_gather", f"primary FP4 weights are not split so far; {_OUT}", _SPLIT_TE),
     _fp8_order,
-    *(_flag(name, _NOT_SPLIT, _SPLIT_TE, written) for name, written in _QUANTISED.items()),
-    *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE, written) for name, written in _QUANTISED.items()),
+    *(_flag(name, _NOT_SPLIT, _SPLIT_TE) for name in _QUANTISED),
+    *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE) for name in _QUANTISED),
     _flag(
         "fp8",
         "scales change between F and R; use tensorwise, blockwise or mxfp8, or a schedule without R",
