@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megatron.core import parallel_state
+from torch.nn import Module
 
+from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob
@@ -18,9 +22,19 @@ Stock = Callable[..., Any]
 
 
 class Session:
-    """The schedule chosen on the command line, after it is parsed, and the stage whose forward is running."""
+    """The schedule chosen on the command line, after it is parsed, and the stage whose forward is running.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: arguments of ``install()``, by name.
+
+    Attributes:
+        settings: settings given without flags, see :func:`.given`.
+        loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.arguments, self.settings = arguments, given(arguments)
+        self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
