@@ -43,7 +43,7 @@ def core_loop(
         calls: the calls.
         options: of the model, see :func:`model_of`.
     """
-    world = math.prod(sizes.values())
+    world = math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
     groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
     return in_groups(world, _loop, settings, calls, options, **groups)
 

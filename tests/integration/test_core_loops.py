@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from tests.integration.results import Call, Done
 
+PIPELINE, CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CALLS = (
     Call(2, forward_only=True),
     Call(5, seed=1),
@@ -61,20 +64,30 @@ def check_passes(ours: list[list[Done]], *, splits: bool) -> None:
         assert any("W" in rank.passes for rank in ranks) == (splits and not call.forward_only)
 
 
-@pytest.mark.parametrize("schedule", ONE_CHUNK)
-def test_one_chunk_schedules_train_any_loop_alike(megatron: Any, schedule: str) -> None:
-    sizes = {"pipeline_model_parallel_size": 2}
-    ours = megatron("core_loop", sizes, ONE_CHUNK[schedule], CALLS)
-    check_same(ours, megatron("core_loop", sizes, None, CALLS))
+@pytest.fixture(scope="module")
+def stock(megatron: Any) -> Callable[..., list[list[Done]]]:
+    """The same loop without this package, once for each size."""
+    return cache(lambda ranks: megatron("core_loop", {PIPELINE: ranks}, None, CALLS))
+
+
+def _some(schedules: Any, default: Sequence[str]) -> list[Any]:
+    marks = {name: () if name in default else pytest.mark.full_matrix for name in schedules}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("schedule", _some(ONE_CHUNK, ("zb-1p", "adaptive")))
+def test_one_chunk_schedules_train_any_loop_alike(megatron: Any, stock: Any, schedule: str) -> None:
+    ours = megatron("core_loop", {PIPELINE: 2}, ONE_CHUNK[schedule], CALLS)
+    check_same(ours, stock(2))
     check_passes(ours, splits="1f1b" not in schedule)
 
 
 SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "four ranks": ({"pipeline_model_parallel_size": 4}, {}),
-    "lengths vary, as in verl": ({"pipeline_model_parallel_size": 2}, {"varied": True}),
-    "no data parallelism around the model": ({"pipeline_model_parallel_size": 2}, {"wrapped": False}),
+    "four ranks": ({PIPELINE: 4}, {}),
+    "lengths vary, as in verl": ({PIPELINE: 2}, {"varied": True}),
+    "no data parallelism around the model": ({PIPELINE: 2}, {"wrapped": False}),
     "data and tensor parallelism": (
-        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "data_parallel_size": 2},
+        {PIPELINE: 2, "tensor_model_parallel_size": 2, "data_parallel_size": 2},
         {},
     ),
 }
@@ -89,7 +102,25 @@ def test_zb_1p_trains_alike_with(megatron: Any, setting: str) -> None:
 
 
 def test_linears_of_transformer_engine_are_split_in_any_loop(te: Any) -> None:
-    sizes = {"pipeline_model_parallel_size": 2}
+    sizes = {PIPELINE: 2}
     ours = te("core_loop", sizes, ONE_CHUNK["zb-1p"], CALLS, engine=True)
     check_same(ours, te("core_loop", sizes, None, CALLS, engine=True))
     check_passes(ours, splits=True)
+
+
+SEVERAL_CHUNKS: dict[str, dict[str, Any]] = {
+    "v-half": {"schedule": "v-half"},
+    "v-min": {"schedule": "v-min"},
+    "v-zb": {"schedule": "v-zb"},
+    "1f1b-v": {"schedule": "1f1b-v"},
+    "interleaved-1f1b": {"schedule": "interleaved-1f1b"},
+    "adaptive": {"schedule": "adaptive", "memory_limit": 0.6},
+    "auto": {"schedule": "auto"},
+}
+
+
+@pytest.mark.parametrize("schedule", _some(SEVERAL_CHUNKS, ("v-half", "auto")))
+def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any, stock: Any, schedule: str) -> None:
+    ours = megatron("core_loop", {PIPELINE: 2, CHUNKS: 2}, SEVERAL_CHUNKS[schedule], CALLS)
+    check_same(ours, stock(2))
+    check_passes(ours, splits="1f1b" not in schedule)

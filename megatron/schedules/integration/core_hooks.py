@@ -11,11 +11,13 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
-from megatron.schedules.integration.loops import schedule_function
+from megatron.schedules.integration.loops import place_layers, schedule_function
 from megatron.schedules.integration.replacement import Hook
 from megatron.schedules.integration.session import Session, Stock
 
@@ -50,6 +52,18 @@ def _is_pipeline_last_stage(
     return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
 
 
+def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
+    if session.stock_is_wrong(ignore_virtual=not session.building):
+        return session.first_and_last(-1)[1]
+    return bool(stock(pp_group))
+
+
+def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
+    stock(config)
+    if session.spec is None:
+        place_layers(session, config)
+
+
 def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
     return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
 
@@ -68,6 +82,8 @@ CORE_HOOKS = (
     ),
     Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
     Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
+    Hook(pipeline_utils, "is_pp_last_stage", "the same, in newer loops", _is_pp_last_stage),
+    Hook(TransformerConfig, "__post_init__", "stock's places of layers, if a loop has no arguments", _config_made),
     Hook(
         parallel_state,
         "default_embedding_ranks",

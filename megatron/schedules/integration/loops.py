@@ -12,16 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.live import live_args
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.run_flags import run_flags
+from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.running_job import begin
 from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Session
+from megatron.schedules.job.spec import StockLayers
+from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
+
+_TIED = "share_embeddings_and_output_weights"
 
 
 def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
@@ -48,6 +55,28 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
     return session.loops[chunks[0]]
 
 
+def place_layers(session: Session, config: TransformerConfig) -> None:
+    """Puts the layers of a model that a loop builds where the schedule has them, if stock has them elsewhere."""
+    ranks, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    placement = session.placement(ranks, chunks)
+    if placement is None or placement.looped or isinstance(config.pipeline_model_parallel_layout, PlacedLayout):
+        return
+    if config.pipeline_model_parallel_layout is not None:
+        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} places layers itself: set no layout")
+    stand_in = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    ahead = config.mtp_num_layers or 0
+    stock = StockLayers(config.num_layers, first, last, stand_in=stand_in, ahead=ahead)
+    try:
+        layers = layers_by_stage(stock, placement.stages)
+    except PlanError as error:
+        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} {error}")
+    config.pipeline_model_parallel_layout = PlacedLayout(placement, layers, ahead)
+    # The layout contains these.
+    config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+
+
 class LoopJob:
     """Job of one model. It counts training calls as iterations.
 
@@ -68,6 +97,13 @@ class LoopJob:
             refuse(
                 f"--pipeline-schedule {args.pipeline_schedule} has {counted(placement.chunks, 'model chunk')} a "
                 f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
+            )
+        if placement.rank_of[-1] == 0 and any(
+            getattr(each, _TIED, False) for chunk in chunks for each in chunk.modules()
+        ):
+            refuse(
+                f"--pipeline-schedule {args.pipeline_schedule} does not work with a tied output layer in this loop: "
+                "use a schedule of one chunk, such as zb-1p"
             )
         session.planner = Planner(job)
         self._job = begin(

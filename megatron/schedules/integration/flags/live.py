@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.layers.layout import PlacedLayout
 
 # Arguments whose field in the model's configuration has another name.
 _IN_CONFIG = {
@@ -27,6 +28,8 @@ _IN_CONFIG = {
     "swiglu": "gated_linear_unit",
     "te_rng_tracker": "use_te_rng_tracker",
 }
+# Schedules that take as many chunks as the loop has built.
+_ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
 # Fields that our parser does not declare and that our checks read.
 _MORE = ("attention_backend", "variable_seq_lengths")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -55,7 +58,7 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
     vars(args).update(settings)
     _refuse_what_comes_too_late(args)
-    if args.pipeline_schedule in ("adaptive", "auto"):
+    if args.pipeline_schedule in _ANY_CHUNKS:
         args.pipeline_schedule += f":{len(chunks)}"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, vars(args))
@@ -103,15 +106,18 @@ def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
         "group_query_attention": config.num_query_groups not in (None, config.num_attention_heads),
         "transformer_impl": "transformer_engine" if engine else "local",
         "create_attention_mask_in_dataloader": not engine,
-        "pipeline_model_parallel_layout": None if layout is None else _written(layout.layout),
+        "pipeline_model_parallel_layout": None if layout is None else _written(layout),
         "bf16": config.params_dtype is torch.bfloat16,
         "fp16": config.params_dtype is torch.float16,
     }
 
 
-def _written(layout: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Writes a layout, by rank and chunk, as Megatron's flag does."""
-    stages = [chunk for by_rank in zip(*layout, strict=True) for chunk in by_rank]
+def _written(layout: Any) -> str:
+    """Writes a layout of Megatron's or ours as Megatron's flag does."""
+    if isinstance(layout, PlacedLayout):
+        stages = [layout.of_stage(stage) for stage in range(layout.placement.stages)]
+    else:
+        stages = [stage for chunk in zip(*layout.layout, strict=True) for stage in chunk]
     return "|".join("".join(_LETTERS[layer.name] for layer in stage) for stage in stages)
 
 
