@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from megatron.core import parallel_state
@@ -17,8 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.loops import place_layers, schedule_function
-from megatron.schedules.integration.replacement import Hook
+from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
 
 
@@ -103,3 +108,17 @@ CORE_HOOKS = (
         checkpoints.fill_in_deferred_sharded_items,
     ),
 )
+
+
+def install(arguments: Mapping[str, Any]) -> None:
+    """Installs the hooks in ``megatron.core`` alone, where the training loop that came with it is not ours to hook.
+
+    Args:
+        arguments: arguments of :func:`megatron.schedules.install`, by name.
+    """
+    if any(word.startswith(FLAGS["schedule"]) for word in sys.argv):
+        refuse(
+            f"{FLAGS['schedule']} is a flag of Megatron-LM's training loop from megatron-core 0.18 on, and this is "
+            f"{version('megatron-core')}; other loops take $PIPELINE_SCHEDULE (docs/loops.md)"
+        )
+    put_in(CORE_HOOKS, Session(arguments))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.session import Session, Stock
 
 
@@ -27,9 +28,17 @@ class Hook(NamedTuple):
 
 
 def put_in(hooks: Iterable[Hook], session: Session) -> None:
-    """Puts ``hooks`` in place in this process. A second call replaces the session and does not stack hooks."""
+    """Puts ``hooks`` in place in this process. A second call replaces the session and does not stack hooks.
+
+    A name that is missing ends the process with one line and status 2.
+    """
     for hook in hooks:
-        stock = getattr(hook.module, hook.name)
+        stock = getattr(hook.module, hook.name, None)
+        if stock is None:
+            refuse(
+                f"this megatron-core has no {hook.module.__name__}.{hook.name}, which pipeline schedules replace: use "
+                "a version from 0.17 to 0.19"
+            )
         stock = getattr(stock, "megatron_schedules_stock", stock)
         setattr(hook.module, hook.name, _replacement(hook, stock, session))
 
