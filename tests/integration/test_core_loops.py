@@ -40,6 +40,8 @@ def same(ours: Any, theirs: Any) -> bool:
     """Whether two nested results are equal, tensors to the bit."""
     if type(ours) is not type(theirs):
         return False
+    if isinstance(ours, torch.Tensor) and ours.is_nested:
+        return same(list(ours.unbind()), list(theirs.unbind()))
     if isinstance(ours, torch.Tensor):
         return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(ours, dict):
