@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.flags.declared import FLAGS
@@ -152,7 +153,7 @@ class ScheduleFunction:
         deferred = self._model.bind(chunks, program, measuring.meter)
         if deferred.offloads is not None:
             deferred.offloads.copies.watch = measuring.copies
-        spec = _message_spec(config, message, call.cp_size)
+        spec = _message_spec(config, message)
         exchange = self._exchange(spec, message, call.cp_size)
         stages = MegatronStages(
             program,
@@ -256,13 +257,16 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def _message_spec(config: Any, sizes: Sizes, cp_size: int) -> MessageSpec:
-    """Shape of every message: one microbatch's hidden states, as in stock.
-
-    Variable lengths change the first two sizes.
-    """
-    length = sizes.sequence // cp_size
-    if config.sequence_parallel:
-        length //= parallel_state.get_tensor_model_parallel_world_size()
-    device = torch.empty(0, device="cuda").device
-    return MessageSpec((length, sizes.rows, config.hidden_size), config.pipeline_dtype, device)
+def _message_spec(config: Any, sizes: Sizes) -> MessageSpec:
+    """Shape of every message, as stock's own schedules have it. Under variable lengths only its dimensions count."""
+    shape = (0, 0, 0)
+    if not config.variable_seq_lengths:
+        [shape] = get_tensor_shapes(
+            seq_length=sizes.sequence,
+            micro_batch_size=sizes.rows,
+            decoder_seq_length=sizes.sequence,
+            config=config,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_group=parallel_state.get_context_parallel_group(),
+        )
+    return MessageSpec(shape, config.pipeline_dtype, torch.empty(0, device="cuda").device)
