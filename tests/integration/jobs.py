@@ -37,6 +37,7 @@ from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.model_stages import MegatronStages
+from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,
@@ -51,6 +52,7 @@ from tests.integration import (
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
+from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
@@ -64,7 +66,7 @@ from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
-__all__ = ["in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
+__all__ = ["core_loop", "in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
 
 
 def train(
@@ -575,6 +577,13 @@ def _listen(seen: dict[str, Any]) -> None:
         return result
 
     training.training_log, training.evaluate = training_log, evaluate
+    end_call = PeakReport.end
+
+    def end(report: PeakReport) -> None:
+        end_call(report)
+        seen["peak"] = report.bytes
+
+    PeakReport.end = end
     stock_pretrain = pretrain_gpt.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
@@ -595,7 +604,6 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         if not forward_only:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
-            seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
         else:
             seen["weights"] = _gradients(model, lambda parameter: parameter.data)
         return result

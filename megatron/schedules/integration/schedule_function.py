@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from megatron.training import print_rank_last
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
-from megatron.schedules.integration.layers.losses import LossRelay
+from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
@@ -77,7 +77,7 @@ class ScheduleFunction:
         self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
-        self._relay = LossRelay(self._group, planner.last_stage_rank)
+        self._relay = ResultRelay(self._group, planner.last_stage_rank)
         self._model = ModelBinding(planner)
         self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
@@ -110,7 +110,7 @@ class ScheduleFunction:
         """
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
-        chunks, iterators = _listed(model), _listed(data_iterator)
+        chunks, iterators = listed(model), listed(data_iterator)
         sizes, cp_size = Sizes(num_microbatches, seq_length, micro_batch_size), _context_parallel_size()
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
         with _timed(get_model_config(chunks[0])):
@@ -208,7 +208,7 @@ class ScheduleFunction:
         config = get_model_config(chunks[0])
         if self._planner.last_stage_rank == self._group.size() - 1:
             return stages.losses, stages.tokens
-        losses, tokens = self._relay(stages.losses, stages.tokens)
+        losses, tokens = self._relay((stages.losses, stages.tokens), stages.tokens.device)
         if config.mtp_num_layers and not forward_only:
             mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         return losses, tokens
@@ -218,7 +218,7 @@ def _nothing() -> None:
     """Does nothing between two iterations."""
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Returns a list with one value per chunk; stock passes a single chunk's value without a list."""
     return value if isinstance(value, list) else [value]
 

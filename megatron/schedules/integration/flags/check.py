@@ -16,7 +16,7 @@ from megatron.schedules.integration.flags.incompatible import refusal, unsplitta
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.memory_saving import check_host
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
-from megatron.schedules.integration.flags.reader import check_unscheduled, completed, spec_of
+from megatron.schedules.integration.flags.reader import check_unscheduled, completed, settings_of, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan import check_replan
 from megatron.schedules.integration.flags.request import LimitedRequest, request_of
@@ -82,6 +82,17 @@ def check(args: Any) -> PlannedJob | None:
         message = error.told(FLAGS)
         named = message.startswith(("--", "$"))
         refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
+
+
+def check_settings(args: Any) -> None:
+    """Checks our flags alone, for a job whose model is not known yet.
+
+    Raises:
+        PlanError: a flag is wrong; the error names it.
+    """
+    settings = settings_of(args)
+    check_parts(settings.parts, [settings.schedule.name], FLAGS)
+    check_replan(settings)
 
 
 def validate(spec: JobSpec) -> None:

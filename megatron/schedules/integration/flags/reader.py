@@ -24,7 +24,7 @@ def spec_of(args: Any) -> JobSpec:
     Raises:
         PlanError: a flag cannot be read; the error names it.
     """
-    settings = _settings(args)
+    settings = settings_of(args)
     dry_run = settings.dry_run
     world = args.world_size if dry_run is None else assumed_gpus(sizes_of(args), dry_run.gpus)[0]
     stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
@@ -86,7 +86,12 @@ def _stock_flags(args: Any) -> StockFlags:
     )
 
 
-def _settings(args: Any) -> Settings:
+def settings_of(args: Any) -> Settings:
+    """Reads our own flags.
+
+    Raises:
+        PlanError: a flag cannot be read; the error names it.
+    """
     return Settings(
         values.schedule_choice(FLAGS["schedule"], args.pipeline_schedule),
         values.memory_limit(FLAGS["memory_limit"], args.pipeline_memory_limit),
