@@ -22,7 +22,7 @@ class _Nothing:
 class _Module(ModuleType):
     """Has every name that is asked for."""
 
-    __path__: list[str] = []
+    __path__: tuple[str, ...] = ()
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:
@@ -33,14 +33,8 @@ class _Module(ModuleType):
         return made
 
 
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``packages`` and whatever is in them.
-
-    Args:
-        packages: their names, such as ``nvidia_resiliency_ext`` or ``torch.cuda.nothing``.
-    """
-
-    def __init__(self, *packages: str) -> None:
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
 
     def find_spec(
@@ -55,8 +49,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None: ...
 
-    def __enter__(self) -> None:
-        sys.meta_path.append(self)
 
-    def __exit__(self, *args: object) -> None:
-        sys.meta_path.remove(self)
+def leave_out(packages: Sequence[str]) -> None:
+    """Lets this process import ``packages``, and whatever is in them."""
+    sys.meta_path.append(_Absent(packages))

@@ -33,7 +33,10 @@ def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tup
     passes = install(schedule)
     torch.distributed.init_process_group("gloo")
     engine = MegatronEngineWithLMHead(
-        _model(folder), _parallel(pipeline, chunks), McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10), CheckpointConfig()
+        _model(folder),
+        _parallel(pipeline, chunks),
+        McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10),
+        CheckpointConfig(),
     )
     model_parallel_cuda_manual_seed(7)  # as verl does where it sees a GPU
     engine.initialize()
