@@ -56,9 +56,16 @@ def install(
 
     if "megatron.core" not in sys.modules or "pipeline_schedule" in given(arguments):
         refuse_early(sys.argv[1:], arguments=arguments)
-    from megatron.schedules.integration import hooks
+    try:
+        from megatron.schedules.integration import hooks
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron.training"):
+            raise
+        from megatron.schedules.integration import core_hooks
 
-    hooks.install(arguments)
+        core_hooks.install(arguments)
+    else:
+        hooks.install(arguments)
 
 
 def without_gpu() -> None:

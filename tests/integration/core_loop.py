@@ -171,7 +171,9 @@ def loss(tokens: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict
     mean = losses.mean()
     results = {
         "loss": mean.detach().item(),
-        "metrics": {"tokens": tokens.numel(), "names": ["a", ("b", None)]},
-        "model_output": {"losses": losses.detach().clone(), "words": tokens[0]},
+        "metrics": {"tokens": tokens.numel(), "names": ["a", ("b", None)], "tuple": Call(1, seed=tokens.shape[1])},
+        "model_output": {"high": losses[0, :3] > mean, "half": losses.detach().bfloat16(), "words": tokens[0]},
+        "mean": mean.detach().clone(),
+        "rows": torch.nested.as_nested_tensor([losses.detach()[0, :2], losses.detach()[1]], layout=torch.jagged),
     }
     return mean, results

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.results import Call, Done
+from tests.integration.server import ROOT
+from tests.waiting import HANGS_S
 
 PIPELINE, CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CALLS = (
@@ -33,6 +40,8 @@ def same(ours: Any, theirs: Any) -> bool:
     """Whether two nested results are equal, tensors to the bit."""
     if type(ours) is not type(theirs):
         return False
+    if isinstance(ours, torch.Tensor) and ours.is_nested:
+        return same(list(ours.unbind()), list(theirs.unbind()))
     if isinstance(ours, torch.Tensor):
         return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(ours, dict):
@@ -124,3 +133,40 @@ def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any
     ours = megatron("core_loop", {PIPELINE: 2, CHUNKS: 2}, SEVERAL_CHUNKS[schedule], CALLS)
     check_same(ours, stock(2))
     check_passes(ours, splits="1f1b" not in schedule)
+
+
+PROGRAM = """
+import megatron.schedules as ms
+ms.without_gpu()
+import megatron.core
+from tests.integration.core_loop import core_loop
+from tests.integration.test_core_loops import CALLS, CHUNKS, PIPELINE, SEVERAL_CHUNKS, check_passes, check_same
+
+theirs = core_loop({PIPELINE: 2}, None, CALLS)
+for schedule, sizes in {"zb-1p": {PIPELINE: 2}, "v-half": {PIPELINE: 2, CHUNKS: 2}}.items():
+    ours = core_loop(sizes, {"schedule": schedule}, CALLS)
+    check_same(ours, theirs)
+    check_passes(ours, splits=True)
+print("megatron-core", megatron.core.__version__)
+"""
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("version", ["0.17", "0.18"])
+def test_loops_on_earlier_versions_of_megatron_core_train_alike(tmp_path: Path, version: str) -> None:
+    wanted = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", f"megatron-core=={version}.*"]
+    subprocess.run(wanted, cwd=tmp_path, check=True, timeout=300)
+    for wheel in tmp_path.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(tmp_path)
+    folders = map(str, (ROOT, ROOT / "tests/integration", tmp_path))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"megatron-core {version}." in done.stdout

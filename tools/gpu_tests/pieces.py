@@ -126,6 +126,11 @@ PIECES = (
         for family, schedules in FAMILIES.items()
     ),
     Piece(
+        "fp8",
+        "zb-1p and v-half train in FP8 as stock does, with each recipe that the GPU computes",
+        (f"{_ONE}:fp8", ()),
+    ),
+    Piece(
         "vocabulary",
         "Schedules with vocabulary parallelism train as stock does, by ranks that share a GPU",
         (f"{_ONE}:vocabulary", ()),

@@ -38,7 +38,7 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
         session: settings, and the jobs that have begun.
         call: arguments of the call, by name.
     """
-    if session.spec is None and "pipeline_schedule" not in session.settings:
+    if not session.has_schedule:
         return None
     chunks = listed(call["model"])
     if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:

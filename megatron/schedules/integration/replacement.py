@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.session import Session, Stock
 
 _MEGATRON = ("megatron.core", "megatron.training", "megatron.schedules")
@@ -32,11 +33,19 @@ class Hook(NamedTuple):
 def put_in(hooks: Iterable[Hook], session: Session) -> None:
     """Puts ``hooks`` in place in this process. A second call replaces the session and does not stack hooks.
 
-    Training loops that imported a name from one of Megatron's modules before get the replacement too.
+    Training loops that imported a name from one of Megatron's modules before get the replacement too. A name that is
+    missing ends the process with one line and status 2.
     """
     loops = [module for name, module in sys.modules.items() if not name.startswith(_MEGATRON)]
     for hook in hooks:
+        if not hasattr(hook.module, hook.name):
+            refuse(
+                f"this megatron-core has no {hook.module.__name__}.{hook.name}, which pipeline schedules replace: use "
+                "a version from 0.17 to 0.19"
+            )
         stock = _stock(getattr(hook.module, hook.name))
+        if stock is None:  # of a library that is not installed
+            continue
         replacement = _replacement(hook, stock, session)
         setattr(hook.module, hook.name, replacement)
         for module in loops:

@@ -24,6 +24,8 @@ from unittest import mock
 
 import torch
 
+from megatron.schedules.integration.cpu import te_nvfp4
+
 PACKAGE = "transformer_engine"
 _COMPILED = Path(__file__).with_name("te_extension.py")
 CAPABILITY_VARIABLE = "PIPELINE_STANDIN_CAPABILITY"
@@ -74,6 +76,7 @@ def replace_in_torch() -> None:
     distributed: Any = sys.modules[f"{PACKAGE}.pytorch.distributed"]
     distributed._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
+    distributed.pad_columnwise_scale_inv = te_nvfp4.padded  # a Triton kernel
     torch.distributed._coalescing_manager = _one_by_one
     torch.distributed.distributed_c10d._coalescing_manager = _one_by_one
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ def refuse_early(
         _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
         if args.pipeline_schedule is not None:
             check_environment()
-        if not known and args.pipeline_schedule == settings.get("pipeline_schedule", ""):
+        if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
             check_settings(args)  # the other words may be those of another framework
             return
         args.world_size = whole_variable("WORLD_SIZE", 1)
