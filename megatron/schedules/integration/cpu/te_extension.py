@@ -139,7 +139,6 @@ def _unpad_rows(tensor: Tensor, out: Tensor, padded: Sequence[int], rows: Sequen
         into.copy_(part[: into.shape[0]])
 
 
-<<<<<<< HEAD
 def _unpack(packed: Tensor, bounds: Tensor, rows: int, longest: int) -> Tensor:
     """Returns (rows, longest, heads, d) of the packed sequences (tokens, heads, d), each followed by zeros."""
     out = packed.new_zeros(rows, longest, *packed.shape[1:])
@@ -157,17 +156,11 @@ def _pack(batch: Tensor, bounds: Tensor, tokens: int) -> Tensor:
 
 
 def _fused_attention(*parameters: Any, **_: Any) -> Any:
-    """Returns no kernel; from 2.20 on, which passes all parameters in one, also the reason."""
-    none = globals()["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
-    return (none, "no GPU") if len(parameters) == 1 else none
-=======
-def _fused_attention(*parameters: Any) -> Any:
     """Returns the kernel, if there is one; from 2.20 on, which passes all parameters in one, also the reason."""
     kernels = globals()["NVTE_Fused_Attn_Backend"]
     here = te_attention.supported(*parameters)
     kernel = kernels.NVTE_F16_arbitrary_seqlen if here else kernels.NVTE_No_Backend
     return (kernel, "" if here else "no GPU") if len(parameters) == 1 else kernel
->>>>>>> main
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
