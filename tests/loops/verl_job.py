@@ -75,7 +75,7 @@ def _parallel(pipeline: int, chunks: int) -> Any:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         use_distributed_optimizer=False,
         override_transformer_config={
-            "attention_backend": "unfused",
+            "attention_backend": "fused",
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
             "bias_dropout_fusion": False,

@@ -13,7 +13,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,35 +138,12 @@ def _unpad_rows(tensor: Tensor, out: Tensor, padded: Sequence[int], rows: Sequen
         into.copy_(part[: into.shape[0]])
 
 
-<<<<<<< HEAD
-def _unpack(packed: Tensor, bounds: Tensor, rows: int, longest: int) -> Tensor:
-    """Returns (rows, longest, heads, d) of the packed sequences (tokens, heads, d), each followed by zeros."""
-    out = packed.new_zeros(rows, longest, *packed.shape[1:])
-    for row, (start, end) in zip(out, pairwise(bounds.tolist()), strict=True):
-        row[: end - start] = packed[start:end]
-    return out
-
-
-def _pack(batch: Tensor, bounds: Tensor, tokens: int) -> Tensor:
-    """Undoes :func:`_unpack`."""
-    out = batch.new_zeros(tokens, *batch.shape[2:])
-    for row, (start, end) in zip(batch, pairwise(bounds.tolist()), strict=True):
-        out[start:end] = row[: end - start]
-    return out
-
-
-def _fused_attention(*parameters: Any, **_: Any) -> Any:
-    """Returns no kernel; from 2.20 on, which passes all parameters in one, also the reason."""
-    none = globals()["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
-    return (none, "no GPU") if len(parameters) == 1 else none
-=======
 def _fused_attention(*parameters: Any) -> Any:
     """Returns the kernel, if there is one; from 2.20 on, which passes all parameters in one, also the reason."""
     kernels = globals()["NVTE_Fused_Attn_Backend"]
     here = te_attention.supported(*parameters)
     kernel = kernels.NVTE_F16_arbitrary_seqlen if here else kernels.NVTE_No_Backend
     return (kernel, "" if here else "no GPU") if len(parameters) == 1 else kernel
->>>>>>> main
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -189,8 +165,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "fused_multi_quantize": _fused_multi_quantize,
     "fused_multi_row_padding": _pad_rows,
     "fused_multi_row_unpadding": _unpad_rows,
-    "convert_thd_to_bshd": _unpack,
-    "convert_bshd_to_thd": _pack,
     "multi_tensor_l2norm": te_kernels.multi_tensor_l2norm,
     "multi_tensor_unscale_l2norm": te_kernels.multi_tensor_unscale_l2norm,
     "multi_tensor_scale": te_kernels.multi_tensor_scale,
