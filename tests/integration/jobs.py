@@ -63,6 +63,7 @@ from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
+from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
 from tools.benchmarks.quick_start import quick_start
@@ -72,7 +73,8 @@ quick_start()
 
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
-__all__ = ["core_loop", "in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
+# What the server is asked for by name, among others.
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
 
 
 def train(

@@ -60,7 +60,7 @@ MESSAGES: Mapping[Result, Message] = {
     Result.GRADIENT: Message(Op.SEND_B, Op.RECV_B, -1),
 }
 # The most unfinished sends of a rank to one other. Simulated with passes that vary by 30 %, a slow rank, and messages
-# that take as long as F, two cost no time; one costs up to 0.2 %.
+# as long as F, two cost no time; one costs up to 0.2 %.
 SENDS_IN_FLIGHT = 2
 SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
 RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
