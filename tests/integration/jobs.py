@@ -30,6 +30,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
+from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -38,6 +39,7 @@ from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.model_stages import MegatronStages
+from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,
@@ -49,16 +51,19 @@ from tests.integration import (
     low_rank,
     ordered_samples,
     plain_attention,
+    residual_streams,
     stalled_step,
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
+from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
 from tests.integration.sync_detector import detected
+from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
 from tools.benchmarks.quick_start import quick_start
@@ -68,7 +73,8 @@ quick_start()
 
 _EXTENSIONS = "megatron.core.extensions.transformer_engine"
 
-__all__ = ["in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
+# What the server is asked for by name, among others.
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
 
 
 def train(
@@ -78,6 +84,7 @@ def train(
     adapters: bool = False,
     attention: str = "stock",
     orders: Sequence[Sequence[Sequence[int]]] = (),
+    streams: bool = False,
     timeout: float = HANGS_S,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
@@ -85,9 +92,10 @@ def train(
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
     with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
     ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
-    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`.
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
+    several residual streams: see :mod:`.residual_streams`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
     return Result(
         last["losses"],
@@ -445,6 +453,9 @@ def _rank_main(flags: list[str]) -> None:
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
+    board = get_tensorboard_writer()
+    if board is not None:  # its thread may still be writing, and a forked rank ends without waiting for threads
+        board.flush()
 
 
 def _save_quickly(flags: list[str]) -> None:
@@ -462,7 +473,12 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
 
 
 def _rank(
-    flags: list[str], samples: str, adapters: bool, attention: str, orders: Sequence[Sequence[Sequence[int]]]
+    flags: list[str],
+    samples: str,
+    adapters: bool,
+    attention: str,
+    orders: Sequence[Sequence[Sequence[int]]],
+    streams: bool,
 ) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
@@ -478,6 +494,8 @@ def _rank(
         plain_attention.put_in_place()
     if adapters:
         low_rank.put_in_place()
+    if streams:
+        residual_streams.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
     if samples == "cut":
@@ -585,6 +603,13 @@ def _listen(seen: dict[str, Any]) -> None:
         return result
 
     training.training_log, training.evaluate = training_log, evaluate
+    end_call = PeakReport.end
+
+    def end(report: PeakReport) -> None:
+        end_call(report)
+        seen["peak"] = report.bytes
+
+    PeakReport.end = end
     stock_pretrain = pretrain_gpt.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
@@ -605,7 +630,6 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         if not forward_only:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
-            seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
         else:
             seen["weights"] = _gradients(model, lambda parameter: parameter.data)
         return result

@@ -16,6 +16,7 @@ UNFUSED = "--no-gradient-accumulation-fusion"
 TENSOR = "--tensor-model-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MOE = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm"
+HYBRID = "--hybrid-layer-pattern *-*-*-*-"
 MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
 
 
@@ -69,6 +70,13 @@ JOBS = {
     "grouped-query attention": Job(f"{MODERN} --group-query-attention --num-query-groups 2"),
     "multi-latent attention": Job(MLA),
     "multi-token prediction": Job(f"{MODERN} --mtp-num-layers 1"),
+    "hybrid, sequence parallel": Job(f"{MODERN} {HYBRID}", f"{TENSOR} --sequence-parallel", 2),
+    "hybrid, distributed optimizer": Job(
+        f"{MODERN} {HYBRID}", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks=2
+    ),
+    "hybrid, tied embeddings": Job(f"{MODERN} {HYBRID}", tied=True),
+    "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}/*-"),
+    "hybrid, full recompute": Job(f"{MODERN} {HYBRID}", FULL),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),
     "packed documents": Job(MODERN, "--dataloader-inter-document-masking", samples="packed"),
@@ -124,6 +132,8 @@ USUAL = {
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
+# Memory of hybrid models is not estimated.
+_LEFT_OUT |= {(job, order) for job in JOBS if "hybrid" in job for order in ("recompute", "offload", "vocabulary")}
 _LEFT_OUT |= {("packed documents", "vocabulary")}
 # Random numbers come in another order: those of dropout in forwards, those of NVFP4's gradients in backwards.
 _LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}
