@@ -43,6 +43,7 @@ FLAGS: Flags = {
     "--distributed-backend": (str, "nccl"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
+    "--fp4-format": (str, None),
     "--fp8-format": (str, None),
     "--fp8-recipe": (str, "delayed"),
     "--expert-model-parallel-size": (int, 1),
@@ -73,6 +74,7 @@ FLAGS: Flags = {
 # Flags whose attribute has another name.
 NAMED_OTHERWISE = {
     "--disable-bias-linear": "add_bias_linear",
+    "--fp4-format": "fp4",
     "--fp8-format": "fp8",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",

@@ -81,7 +81,9 @@ class Session:
     @property
     def current_placement(self) -> Placement | None:
         """Position of the stages of the model that is built or trained now."""
-        if self.planner is None and not parallel_state.model_parallel_is_initialized():
+        if self.planner is not None:
+            return self.planner.placement  # asked before this rank has its pipeline group
+        if not parallel_state.model_parallel_is_initialized():
             return None
         return self.placement(
             parallel_state.get_pipeline_model_parallel_world_size(),
