@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules import install
 from megatron.schedules.integration import schedule_function
+from megatron.schedules.integration.layers.tied import copies as found_copies
 from tests.integration.in_groups import in_groups
 from tests.integration.results import Call, Done
 from tools.gpu_tests.weights import named_parameters
@@ -76,11 +77,18 @@ class WideModel(GPTModel):
 
 
 def model_of(
-    wide: bool = False, engine: bool = False, wrapped: bool = True, varied: bool = False, layers: int = 8, **more: Any
+    tied: bool = False,
+    wide: bool = False,
+    engine: bool = False,
+    wrapped: bool = True,
+    varied: bool = False,
+    layers: int = 8,
+    **more: Any,
 ) -> list[Any]:
     """The chunks of this rank.
 
     Args:
+        tied: whether embedding and output layer share their weights.
         wide: whether hidden states are wider between stages.
         engine: whether linears are Transformer Engine's.
         wrapped: whether data parallelism wraps the model.
@@ -118,10 +126,14 @@ def model_of(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             position_embedding_type="rope",
             vp_stage=vp_stage,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=tied,
         )
         chunks.append(model)
+    copies = found_copies(chunks)
+    assert copies is None or (torch.equal(*copies) and copies[0].any()), "a tied output layer starts as the embedding"
     for name, parameter in named_parameters(chunks):
+        if tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
         with torch.no_grad():
             parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(sum(map(ord, name))))
     if not wrapped:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from megatron.core import parallel_state
 from torch.nn import Module
@@ -31,11 +31,13 @@ class Session:
 
     Attributes:
         settings: settings given without flags, see :func:`.given`.
+        first_chunk: chunk with the embedding of the model that a loop without arguments builds.
         loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
     """
 
     def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.arguments, self.settings = arguments, given(arguments)
+        self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
@@ -75,7 +77,9 @@ class Session:
     @property
     def _placement(self) -> Placement | None:
         """Position of the stages of the model that is built or trained now."""
-        if self.planner is None and not parallel_state.model_parallel_is_initialized():
+        if self.planner is not None:
+            return self.planner.placement
+        if not parallel_state.model_parallel_is_initialized():
             return None
         return self.placement(
             parallel_state.get_pipeline_model_parallel_world_size(),
