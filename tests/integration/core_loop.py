@@ -21,12 +21,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules import install
 from megatron.schedules.integration import schedule_function
 from megatron.schedules.integration.layers.tied import copies as found_copies
-from tests.integration.in_groups import in_groups
+from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
 from tools.gpu_tests.weights import named_parameters
 
@@ -46,12 +47,18 @@ def core_loop(
     """
     world = math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
     groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
-    return in_groups(world, _loop, settings, calls, options, **groups)
+    return run_ranks(world, _loop, groups, settings, calls, options)
 
 
-def _loop(settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]) -> list[Done]:
+def _loop(
+    groups: dict[str, int], settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]
+) -> list[Done]:
     if settings is not None:
         install(**settings)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(**groups)
+    model_parallel_cuda_manual_seed(1)
     passes: Counter[str] = Counter()
     run = schedule_function.run
 
@@ -60,7 +67,9 @@ def _loop(settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[
         run(program, *rest)
 
     schedule_function.run = counted
-    return trained(model_of(**options), calls, passes, **options)
+    done = trained(model_of(**options), calls, passes, **options)
+    torch.distributed.barrier()  # nobody takes its connections away while another still talks
+    return done
 
 
 class WideModel(GPTModel):

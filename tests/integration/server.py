@@ -1,6 +1,7 @@
 """A process that imports torch and Megatron once, and forks the ranks of every job it is asked for.
 
-It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`).
+It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`) for jobs
+without our schedules.
 
 Jobs come in as pickles on standard input, results go out on the descriptor given. Run by :class:`Megatron` below, one
 for a whole test session.

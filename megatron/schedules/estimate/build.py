@@ -43,6 +43,61 @@ class Experts:
     shared: int = 0
 
 
+# Bytes of scales for each number of an operand: four for 128 numbers, one for 32. Other recipes have one for a tensor.
+_SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
+# Both copies of a weight, with scales: four bytes for 128 x 128 numbers, one for 32.
+_WEIGHTS = {"blockwise": 2 + 2 * 4 / 128**2, "mxfp8": 2 + 2 / 32}
+
+
+class Quantized(NamedTuple):
+    """FP8 linears, as Transformer Engine quantizes them. Their weights stay in half precision too.
+
+    Args:
+        recipe: Megatron's name of the recipe.
+        ends: decoder layers at the start, and at the end, that stay in half precision.
+        output: true if the output layer is quantized too.
+    """
+
+    recipe: str
+    ends: tuple[int, int] = (0, 0)
+    output: bool = False
+
+    @property
+    def operand(self) -> float:
+        """Bytes of a number of an input, or of an output's gradient, that waits for W: one copy, with its scales."""
+        return 1 + _SCALES.get(self.recipe, 0.0)
+
+    @property
+    def weight(self) -> float:
+        """Bytes of a weight's cached copies, by rows and by columns."""
+        return _WEIGHTS.get(self.recipe, 2.0)
+
+    @property
+    def scales_now(self) -> bool:
+        """True if a tensor has one scale, of its own largest number."""
+        return self.recipe == "tensorwise"
+
+    @property
+    def keeps_originals(self) -> bool:
+        """True if Megatron makes linears keep inputs that another operation keeps anyway, instead of a quantized copy.
+
+        W then quantizes them. With delayed scaling it cannot: the scale has changed.
+        """
+        return self.recipe != "delayed"
+
+
+class Kind(NamedTuple):
+    """Kind of a decoder layer.
+
+    Args:
+        experts: true if it has experts.
+        fp8: true if its linears are quantized.
+    """
+
+    experts: bool = False
+    fp8: bool = False
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a GPT.
@@ -101,13 +156,17 @@ class Build:
         fused_rotary: true if one kernel applies rotary positions.
         given_mask: true if each microbatch has an attention mask.
         fused_activation: true if the activation function of an MLP is one kernel.
+        fused_gradients: true if products add weight gradients to ``main_grad`` (gradient accumulation fusion).
         fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
+        contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
+            Engine's does; otherwise it keeps views.
         plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
             keeps two tensors in single precision instead of its input.
         samples: samples of a microbatch.
         context: context-parallel ranks, which share the tokens of a sample.
         number: bytes of one number of activations.
         residual: bytes of one number of the residual stream.
+        fp8: FP8 of the linears; None without it.
     """
 
     shape: Shape
@@ -126,12 +185,15 @@ class Build:
     fused_rotary: bool = True
     given_mask: bool = False
     fused_activation: bool = True
+    fused_gradients: bool = False
     fused_loss: bool = False
+    contiguous: bool = False
     plain: bool = False
     samples: int = 1
     context: int = 1
     number: int = 2
     residual: int = 2
+    fp8: Quantized | None = None
 
     @property
     def tokens(self) -> float:
@@ -152,3 +214,19 @@ class Build:
     def where(self) -> tuple[bool, ...]:
         """For each layer, true if it has experts."""
         return self.shape.experts.where if self.shape.experts else (False,) * self.shape.layers
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of each layer."""
+        first, last = self.fp8.ends if self.fp8 else (self.shape.layers, 0)
+        inner = range(first, self.shape.layers - last)
+        return tuple(Kind(experts, at in inner) for at, experts in enumerate(self.where))
+
+    @property
+    def kind_ahead(self) -> Kind:
+        """Kind of the layers of multi-token prediction, which are quantized even if the last layers are not."""
+        return Kind(self.where[-1], self.fp8 is not None)
+
+    def operand(self, *, fp8: bool) -> float:
+        """Bytes of one number of a linear's input, or of its output's gradient."""
+        return self.fp8.operand if fp8 and self.fp8 else self.number

@@ -42,6 +42,9 @@ class Question:
         gpus: number of GPUs.
         global_batch: samples of an iteration.
         correction: correction of the roofline, from a measured profile.
+
+    Raises:
+        PlanError: the device cannot compute the model's FP8.
     """
 
     model: Model
@@ -49,6 +52,16 @@ class Question:
     gpus: int
     global_batch: int
     correction: PassTimes = ONES
+
+    def __post_init__(self) -> None:
+        fp8, device = self.model.whole.fp8, self.device
+        if fp8 is not None and fp8.recipe not in device.fp8_recipes:
+            known = ", ".join(device.fp8_recipes)
+            raise PlanError(
+                f"--fp8-recipe {fp8.recipe} does not run on {device.name}, which "
+                + (f"has {known}: use one of them" if known else "has no FP8: leave out --fp8-format"),
+                "model",
+            )
 
     def settings(self, method: Method) -> Iterator[Setting]:
         """Yields all settings of ``method``, including those that do not fit."""

@@ -14,17 +14,20 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.models.common.language_module import language_module
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
 from megatron.schedules.integration.loops import place_layers, schedule_function
 from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
@@ -70,6 +73,15 @@ def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> N
     stock(config)
     if session.spec is None:
         place_layers(session, config)
+    if session.has_schedule and config.gradient_accumulation_fusion:
+        fuse_without_apex()
+
+
+def _te_parallel_cross_entropy(
+    stock: Stock, session: Session, logits: Tensor, labels: Tensor, group: Any, for_graphs: bool = False
+) -> Any:
+    # Later versions never wait, and warn about the argument; those before 2.7 do not have it.
+    return stock(logits, labels, group, for_graphs or (session.planner is not None and not is_te_min_version("2.20.0")))
 
 
 def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
@@ -79,8 +91,16 @@ def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]
 
 
 def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) -> None:
+    here = session.spec is None and session.two_copies  # Megatron-LM's loop does so when it has built all chunks
+    copied = chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers
+    tied_group = chunk.embd_group if copied else None
+    if here and tied_group is not None and tied_group.size() > 1:
+        refuse(
+            f"{FLAGS['schedule']} has both copies of a tied embedding on one rank: initialize parallel_state after "
+            "megatron.schedules.install(), and without get_embedding_ranks"
+        )
     stock(chunk)
-    if session.spec is None and session.two_copies:  # Megatron-LM's loop does so when it has built all chunks
+    if here:
         if chunk.pre_process:
             session.first_chunk = weakref.ref(chunk)
         elif session.first_chunk is not None and (first := session.first_chunk()) is not None:
@@ -102,7 +122,18 @@ CORE_HOOKS = (
     Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
     Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
     Hook(pipeline_utils, "is_pp_last_stage", "the same, in newer loops", _is_pp_last_stage),
-    Hook(TransformerConfig, "__post_init__", "stock's places of layers, if a loop has no arguments", _config_made),
+    Hook(
+        TransformerConfig,
+        "__post_init__",
+        "stock's places of layers, if a loop has no arguments; its fusion that asks for Apex",
+        _config_made,
+    ),
+    Hook(
+        language_module,
+        "te_parallel_cross_entropy",
+        "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
+        _te_parallel_cross_entropy,
+    ),
     Hook(
         parallel_state,
         "default_embedding_ranks",

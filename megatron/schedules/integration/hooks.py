@@ -1,6 +1,7 @@
 """All replacements in stock Megatron, each with its reason. Nothing is replaced anywhere else.
 
-Those in ``megatron.core``, which serve every training loop, are in :mod:`.core_hooks`.
+Those in ``megatron.core``, which serve every training loop, are in :mod:`.core_hooks`. Only
+:mod:`.linears.fused_accumulation` adds a kernel that is missing.
 
 Without ``--pipeline-schedule`` each replacement only calls the original. The one exception lets jobs start from the
 wheel, and is always active.
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 
@@ -29,7 +31,7 @@ from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
@@ -65,12 +67,13 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
-    placed = job.request.decisions.layers if settings.places_layers else None
-    if placed is not None:  # as if the user had given the flag
-        args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
+    hybrid = spec.layers.pattern is not None
+    if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
+        args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
     if placement.chunks > 1:
-        _set_chunks(args, placement, placed or layers_by_stage(spec.layers, placement.stages))
+        _set_chunks(args, placement, job.layers)
+    session.hybrid_layers = job.layers if hybrid else None
     session.args, session.spec, session.planner = args, spec, Planner(job)
     return result
 
@@ -83,6 +86,17 @@ def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> Non
     # The layout contains this; stock's configuration allows only one of the two.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+
+
+def _select_pipeline_segment(
+    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
+) -> tuple[list[str], int]:
+    layers, planner = session.hybrid_layers, session.planner
+    if layers is None or planner is None:
+        found: tuple[list[str], int] = stock(pattern, pp_group, vp_stage, *args, **kwargs)
+        return found
+    stage = planner.placement.stages_of(pp_group.rank())[vp_stage or 0]
+    return list(letters_by_stage(pattern, layers)[stage]), sum(layers[:stage])
 
 
 def _placed(build: Stock, session: Session) -> Stock:
@@ -155,6 +169,12 @@ HOOKS = (
         "compile_helpers",
         "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
+    ),
+    Hook(
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; which module depends on version
+        "select_pipeline_segment",
+        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
+        _select_pipeline_segment,
     ),
     Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),
     Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", log_line.print_rank_last),

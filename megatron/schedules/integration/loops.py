@@ -37,7 +37,7 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
         session: settings, and the jobs that have begun.
         call: arguments of the call, by name.
     """
-    if session.spec is None and "pipeline_schedule" not in session.settings:
+    if not session.has_schedule:
         return None
     chunks = listed(call["model"])
     if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
@@ -98,11 +98,6 @@ class LoopJob:
                 f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
             )
         copies = tied.copies(chunks)
-        if copies is not None and parallel_state.get_embedding_group().size() > 1:
-            refuse(
-                f"--pipeline-schedule {args.pipeline_schedule} has both copies of a tied embedding on one rank: "
-                "initialize parallel_state after install(), and without get_embedding_ranks"
-            )
         if copies is not None and not torch.equal(*copies):
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         session.planner = Planner(job)

@@ -43,9 +43,15 @@ class Session:
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
         self.args: Any = None
+        self.hybrid_layers: tuple[int, ...] | None = None  # of each stage of a hybrid model
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets
         self._running: int | None = None
+
+    @property
+    def has_schedule(self) -> bool:
+        """True if a schedule is given, by a flag or without one."""
+        return self.spec is not None or "pipeline_schedule" in self.settings
 
     def iteration(self) -> int:
         """Current iteration, as stock logs it."""

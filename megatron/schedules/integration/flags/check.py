@@ -21,7 +21,9 @@ from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan import check_replan
 from megatron.schedules.integration.flags.request import LimitedRequest, request_of
 from megatron.schedules.integration.late_imports import after_megatron
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
@@ -52,6 +54,11 @@ class PlannedJob(NamedTuple):
     schedule: Schedule
     assumed: str = ""
     explanation: str = ""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage."""
+        return self.request.decisions.layers or layers_by_stage(self.spec.layers, self.schedule.placement.stages)
 
 
 def check(args: Any) -> PlannedJob | None:
@@ -114,6 +121,8 @@ def validate(spec: JobSpec) -> None:
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
+    if spec.layers.pattern is not None:
+        _check_hybrid(settings)
     check_plan_lengths(spec)
     measured_iterations(settings.measuring, spec.iterations)
     if name in ("adaptive", AUTO) and (fault := unsplittable(spec)):
@@ -125,8 +134,28 @@ def validate(spec: JobSpec) -> None:
         given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
         raise PlanError(
             f"{FLAGS['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
-            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split, and "
+            "every | in --hybrid-layer-pattern"
         )
+
+
+def _check_hybrid(settings: Settings) -> None:
+    """Refuses flags that need time and memory of each layer, which are not estimated for hybrid models."""
+    limit, dry_run = settings.memory_limit, settings.dry_run
+    needing = {
+        FLAGS["shared_vocabulary"]: settings.vocabulary_parallel,
+        FLAGS["save_memory"]: settings.saving != MemorySaving(),
+        FLAGS["plan_lengths"]: settings.plan_lengths,
+        f"{FLAGS['layers']} auto": settings.layers == "auto",
+        f"{FLAGS['memory_limit']} in GiB": limit is not None and limit.size is not None,
+        f"{FLAGS['dry_run']} with the memory of a GPU": dry_run is not None and dry_run.device_bytes is not None,
+    }
+    for flag, is_given in needing.items():
+        if is_given:
+            raise PlanError(
+                f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
+                "estimated; leave the flag out"
+            )
 
 
 def planned_job(spec: JobSpec, *, quiet: bool = False) -> PlannedJob:
