@@ -149,6 +149,12 @@ def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any
     check_passes(ours, splits="1f1b" not in schedule)
 
 
+def test_two_copies_of_a_tied_embedding_on_one_rank_start_and_stay_equal(megatron: Any) -> None:
+    sizes, options = {PIPELINE: 2, "data_parallel_size": 2}, {"tied": True}
+    ours = megatron("core_loop", sizes | {CHUNKS: 2}, SEVERAL_CHUNKS["v-half"], CALLS, **options)
+    check_same(ours, megatron("core_loop", sizes, None, CALLS, **options))
+
+
 PROGRAM = """
 import megatron.schedules as ms
 ms.without_gpu()

@@ -19,6 +19,7 @@ from megatron.schedules.integration.flags.live import live_args
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.run_flags import run_flags
+from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.running_job import begin
@@ -28,8 +29,6 @@ from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
-
-_TIED = "share_embeddings_and_output_weights"
 
 
 def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
@@ -125,13 +124,9 @@ class LoopJob:
                 f"--pipeline-schedule {args.pipeline_schedule} has {counted(placement.chunks, 'model chunk')} a "
                 f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
             )
-        if placement.rank_of[-1] == 0 and any(
-            getattr(each, _TIED, False) for chunk in chunks for each in chunk.modules()
-        ):
-            refuse(
-                f"--pipeline-schedule {args.pipeline_schedule} does not work with a tied output layer in this loop: "
-                "use a schedule of one chunk, such as zb-1p"
-            )
+        copies = tied.copies(chunks)
+        if copies is not None and not torch.equal(*copies):
+            refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         session.planner = Planner(job)
         self._job = begin(
             job.spec, session.planner, run_flags(args), lambda: self._done + 1, session.running, session.late_checks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from megatron.core import parallel_state
 from torch.nn import Module
@@ -31,11 +31,13 @@ class Session:
 
     Attributes:
         settings: settings given without flags, see :func:`.given`.
+        first_chunk: chunk with the embedding of the model that a loop without arguments builds.
         loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
     """
 
     def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.arguments, self.settings = arguments, given(arguments)
+        self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
