@@ -1,4 +1,4 @@
-"""FP8 in estimates: one byte a number for what a linear keeps, twice the rate for products, attention as in bf16."""
+"""FP8 in estimates: a byte a number for what a linear keeps, twice the rate of products, attention as in bf16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of(recipe: str, more: str = "") -> Build:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_operands_take_a_byte_a_number_and_scales(recipe: str) -> None:
-    """Of inputs and outputs' gradients for W; from F to I also what norms and attention keep in bf16."""
+    """For W, of inputs and outputs' gradients. From F to I norms, attention and activations keep bf16 too."""
     plain, quantized = (activations(of(each)).layers[1] for each in ("", recipe))
     each = RECIPES[recipe]
     assert whole(quantized).weights == pytest.approx(each / 2 * whole(plain).weights)

@@ -62,12 +62,26 @@ def _loop(settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[
     return trained(model_of(**options), calls, passes, **options)
 
 
+class WideModel(GPTModel):
+    """A model whose hidden states are twice as wide between stages, as those of hyper-connections are wider."""
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        if input_tensor is not None and input_tensor[0] is not None:
+            input_tensor = [sum(input_tensor[0].chunk(2, dim=-1))]
+        super().set_input_tensor(input_tensor)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = super().forward(*args, **kwargs)
+        return output if self.post_process else torch.cat((output / 4, output * 0.75), dim=-1)
+
+
 def model_of(
-    engine: bool = False, wrapped: bool = True, varied: bool = False, layers: int = 8, **more: Any
+    wide: bool = False, engine: bool = False, wrapped: bool = True, varied: bool = False, layers: int = 8, **more: Any
 ) -> list[Any]:
     """The chunks of this rank.
 
     Args:
+        wide: whether hidden states are wider between stages.
         engine: whether linears are Transformer Engine's.
         wrapped: whether data parallelism wraps the model.
         varied: whether samples differ in length.
@@ -95,7 +109,7 @@ def model_of(
     chunks: list[Any] = []
     for at in range(number or 1):
         vp_stage = None if number is None else at
-        model = GPTModel(
+        model = (WideModel if wide else GPTModel)(
             config,
             get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(),
             vocab_size=WORDS,

@@ -94,6 +94,7 @@ def test_one_chunk_schedules_train_any_loop_alike(megatron: Any, stock: Any, sch
 SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "four ranks": ({PIPELINE: 4}, {}),
     "lengths vary, as in verl": ({PIPELINE: 2}, {"varied": True}),
+    "hidden states that are wider between stages": ({PIPELINE: 4}, {"varied": True, "wide": True}),
     "no data parallelism around the model": ({PIPELINE: 2}, {"wrapped": False}),
     "data and tensor parallelism": (
         {PIPELINE: 2, "tensor_model_parallel_size": 2, "data_parallel_size": 2},

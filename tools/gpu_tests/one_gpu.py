@@ -205,6 +205,28 @@ def memory_as_planned(setting: Setting) -> Iterator[Row]:
         }
 
 
+def reuse(setting: Setting) -> Iterator[Row]:
+    """Frees memory that a stream, busy for long, is recorded to use, and allocates as much."""
+    if setting.on_cpu:
+        raise Skipped("a CPU has no streams")
+    import torch
+
+    from megatron.schedules.runtime.transport import disowned
+
+    side = torch.cuda.Stream()
+    for owner in (True, False):
+        memory = torch.empty(2**24, device="cuda")
+        address = memory.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2 * 10**9)
+        (memory if owner else disowned(memory)).record_stream(side)
+        del memory
+        again = torch.empty(2**24, device="cuda").data_ptr() == address
+        torch.cuda.synchronize()
+        fault = "" if again != owner else f"reused {'before' if again else 'only when'} the stream was done"
+        yield {"with its owner": owner, "reused at once": again, FAULT: fault}
+
+
 def ranges(setting: Setting) -> Iterator[Row]:
     """Runs a real job under torch's profiler; on a GPU the profile must have kernels too."""
     from tools.gpu_tests import jobs

@@ -117,6 +117,11 @@ PIECES = (
         ("tools.gpu_tests.replanned:replans", ()),
     ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
+    Piece(
+        "reuse",
+        "Memory of a message is used again in its stream's order, however far the host is ahead",
+        (f"{_ONE}:reuse", ()),
+    ),
     *(
         Piece(
             f"shared-{family}",

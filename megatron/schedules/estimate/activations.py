@@ -139,6 +139,16 @@ def _shared(build: Build, operand: float, *, kept: bool) -> float:
     return operand + (build.number if kept else 0.0)
 
 
+def _for_rows(build: Build, operand: float, width: float) -> float:
+    """Bytes from I to W of a row parallel linear: its input of ``width``, and its output's gradient.
+
+    Tensor-parallel ranks that add to ``main_grad`` compute its product in I. Quantized gradients stay gathered.
+    """
+    if build.tensor > 1 and build.fused_gradients:
+        return 0.0
+    return operand * (width + build.shape.hidden / (_between(build) if operand == build.number else 1))
+
+
 def _scores(build: Build) -> float:
     heads, sequence = build.shape.heads / build.tensor, build.shape.sequence
     if build.shape.fused:
@@ -166,14 +176,12 @@ def _attention(build: Build, operand: float) -> dict[str, Kept]:
         kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
     if build.rotary and not build.fused_rotary:
         kept += 4 * build.head / build.samples  # sines and cosines, for queries and for keys
-    out = build.shape.hidden / _between(build)
     scored = _shared(build, operand, kept=build.shape.fused) * queries
-    return {"attention": Kept(build.number * kept + scored, operand * (together + queries + out))}
+    return {"attention": Kept(build.number * kept + scored, operand * together + _for_rows(build, operand, queries))}
 
 
 def _latent(build: Build, operand: float, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
-    out = build.shape.hidden / _between(build)
     queries, values = heads * (latent.head + latent.position), heads * latent.value
     # Keys and values are projected up together. Keys, and queries, are then joined with their positions, values copied.
     together = heads * latent.head + values
@@ -188,18 +196,17 @@ def _latent(build: Build, operand: float, latent: Latent) -> dict[str, Kept]:
     kept += _shared(build, operand, kept=build.shape.fused) * values
     return {
         "mla_up_proj": Kept(number * (2 * queries + values)),
-        "attention": Kept(kept, operand * (goes_up + queries + together + down + values + out)),
+        "attention": Kept(kept, operand * (goes_up + queries + together + down) + _for_rows(build, operand, values)),
     }
 
 
 def _feed_forward(build: Build, operand: float) -> dict[str, Kept]:
     inner = (build.shape.inner or 4 * build.shape.hidden) / build.tensor
-    out = operand * build.shape.hidden / _between(build)
-    return {"mlp": _linears(build, operand, inner, rows=1.0).plus(Kept(0.0, out))}
+    return {"mlp": _linears(build, operand, inner, rows=1.0).plus(Kept(0.0, _for_rows(build, operand, inner)))}
 
 
 def _linears(build: Build, operand: float, inner: float, rows: float, scaled: bool = False) -> Kept:
-    """Bytes of the activations between both linears of an MLP.
+    """Bytes of the activations between both linears of an MLP, and for W of the first.
 
     Args:
         operand: bytes of one number of a linear's input, or of its output's gradient.
@@ -211,7 +218,7 @@ def _linears(build: Build, operand: float, inner: float, rows: float, scaled: bo
     apart = 0.0
     if not build.fused_activation:
         apart = (2 * inner if build.shape.gated else 0.0) + (inner if scaled else 0.0)
-    return Kept(rows * (build.number * (wide + apart) + operand * inner), rows * operand * (wide + inner))
+    return Kept(rows * (build.number * (wide + apart) + operand * inner), rows * operand * wide)
 
 
 def _experts(build: Build, operand: float) -> dict[str, Kept]:
@@ -228,11 +235,11 @@ def _experts(build: Build, operand: float) -> dict[str, Kept]:
     parts = {
         "router": Kept(router),
         "moe_act": Kept(second),
-        "moe": routed.plus(Kept(outer - second, 2 * outer)),
+        "moe": routed.plus(Kept(outer - second, 2 * outer + second)),
     }
     if found.shared:
-        width = hidden / _between(build)
+        width, inner = hidden / _between(build), found.shared / build.tensor
         copy = (_shared(build, operand, kept=True) - build.number) * width  # of the router's input
-        shared = _linears(build, operand, found.shared / build.tensor, 1.0)
-        parts["shared_experts"] = shared.plus(Kept(copy, 2 * operand * width))
+        shared = _linears(build, operand, inner, 1.0)
+        parts["shared_experts"] = shared.plus(Kept(copy, operand * width + _for_rows(build, operand, inner)))
     return parts

@@ -156,6 +156,7 @@ class Build:
         fused_rotary: true if one kernel applies rotary positions.
         given_mask: true if each microbatch has an attention mask.
         fused_activation: true if the activation function of an MLP is one kernel.
+        fused_gradients: true if products add weight gradients to ``main_grad`` (gradient accumulation fusion).
         fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
         contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
             Engine's does; otherwise it keeps views.
@@ -184,6 +185,7 @@ class Build:
     fused_rotary: bool = True
     given_mask: bool = False
     fused_activation: bool = True
+    fused_gradients: bool = False
     fused_loss: bool = False
     contiguous: bool = False
     plain: bool = False

@@ -25,8 +25,8 @@ _OFF = """
     sequence-parallel swiglu use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
 """
 _ON = """
-    disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader no-position-embedding
-    no-rope-fusion
+    disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
+    no-gradient-accumulation-fusion no-position-embedding no-rope-fusion
 """
 _INTEGERS = """
     expert-tensor-parallel-size ffn-hidden-size global-batch-size hidden-size kv-channels max-position-embeddings
@@ -76,6 +76,7 @@ NAMED_OTHERWISE = {
     "--fp8-format": "fp8",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
+    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
     "--no-position-embedding": "add_position_embedding",
     "--no-rope-fusion": "apply_rope_fusion",
 }

@@ -55,6 +55,7 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_rotary=args.apply_rope_fusion,
         given_mask=args.create_attention_mask_in_dataloader,
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
+        fused_gradients=args.gradient_accumulation_fusion,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         contiguous=args.transformer_impl != "local",
         plain=args.distributed_backend == "gloo" and args.transformer_impl == "local",

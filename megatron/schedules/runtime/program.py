@@ -59,7 +59,8 @@ MESSAGES: Mapping[Result, Message] = {
     Result.ACTIVATION: Message(Op.SEND_F, Op.RECV_F, +1),
     Result.GRADIENT: Message(Op.SEND_B, Op.RECV_B, -1),
 }
-# The most unfinished sends of a rank to one other; see Transport.
+# The most unfinished sends of a rank to one other. Simulated with passes that vary by 30 %, a slow rank, and messages
+# as long as F, two cost no time; one costs up to 0.2 %.
 SENDS_IN_FLIGHT = 2
 SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
 RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
@@ -317,9 +318,9 @@ class Program:
 
     @cached_property
     def messages_held(self) -> int:
-        """The most messages in memory during a pass: posted and not yet used, or sent and not known to have ended.
+        """The most messages in memory during a pass: posted and not yet used, and the last that were sent to each peer.
 
-        The result of a collective counts as a message. Of each peer's the transport keeps the last sends.
+        The result of a collective counts as a message.
         """
         most = ahead = 0
         sent: Counter[int | None] = Counter()

@@ -50,14 +50,14 @@ class ChannelEnd:
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Posts the send of a contiguous ``tensor``."""
-        return self.group.send([_disowned(tensor)], self.other, 0)
+        return self.group.send([disowned(tensor)], self.other, 0)
 
     def receive(self, tensor: Tensor) -> dist.Work:
         """Posts a receive into a contiguous ``tensor``."""
-        return self.group.recv([_disowned(tensor)], self.other, 0)
+        return self.group.recv([disowned(tensor)], self.other, 0)
 
 
-def _disowned(tensor: Tensor) -> Tensor:
+def disowned(tensor: Tensor) -> Tensor:
     """Returns the same memory in a tensor whose allocator does not know it (``recordStream`` then does nothing)."""
     return torch.from_dlpack(to_dlpack(tensor))
 

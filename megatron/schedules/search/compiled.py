@@ -13,19 +13,21 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.search import event_queue, microbatch_order
+from megatron.schedules.search import event_queue, moves
 from megatron.schedules.search.event_queue import Queue
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
 from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
-from megatron.schedules.search.microbatch_order import Places
+from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
+# Moves as records in an array.
+MOVES = np.dtype(list(get_type_hints(Move).items()), align=True)
 _SUMS = "sums.json"
 _log = logging.getLogger(__name__)
 
@@ -43,21 +45,21 @@ def compiled() -> Callable[..., tuple[float, int]]:
 
 
 @cache
-def compiled_climb() -> Callable[..., tuple[float, float]]:
-    """Compiles :func:`.microbatch_order.climb` for arrays. The first call on a machine takes some seconds."""
+def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
+    """Compiles :func:`.moves.climb` for arrays. The first call on a machine takes some seconds."""
     import numba
 
     ints, floats, whole, number = *arrays(), numba.int64, numba.float64
-    known = {"settle": compiled()} | _inner()
-    for function in (microbatch_order.put, microbatch_order.fits):
-        known[function.__name__] = numba.njit(calling(function, known))
-    places = named_tuple(Places, both_type(), ints, *(floats,) * 4, floats)
-    of_microbatches = (floats, floats, ints, ints)
+    known: dict[str, Callable[..., Any]] = {"settle": compiled()}
+    for function in (moves.put, moves.fits):
+        known[function.__name__] = numba.njit(function)
+    sizes, orders = named_tuple(Sizes, ints, *(floats,) * 6), named_tuple(Orders, ints, ints)
+    rules, records = named_tuple(Rules, number, number, whole), numba.from_dtype(MOVES)[::1]
     types: Any = numba.types
-    result = types.UniTuple(number, 2)
-    choices = (number, whole, whole, number, whole)
+    result = types.Tuple((number, number, whole, whole))
+    tasks = (both_type(), floats, sizes, rules)
     return kept_code(
-        calling(microbatch_order.climb, known), result(places, work_type(), *of_microbatches, *choices, ints, ints)
+        calling(moves.climb, known), result(*tasks, records, number, work_type(), orders, number, orders, number)
     )
 
 
@@ -93,7 +95,7 @@ def named_tuple(made: type[tuple[Any, ...]], *fields: Any) -> Any:
     import numba
 
     types: Any = numba.types
-    return types.NamedTuple(fields, made)
+    return types.BaseTuple.from_types(fields, made)
 
 
 def both_type() -> Any:

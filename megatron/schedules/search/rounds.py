@@ -22,7 +22,7 @@ class Rounds:
     """
 
     def __init__(self, tasks: Tasks, *, compiled: bool) -> None:
-        self._both: Any
+        self.both: Any
         self._work: Callable[[Both], tuple[Work, Any]]
         self._ints: Callable[[Any], Any]
         self._floats: Callable[[Any], Any]
@@ -31,10 +31,10 @@ class Rounds:
 
             from megatron.schedules.search import compiled as machine_code
 
-            self._both, self._settle, self._work = tasks.arrays, machine_code.compiled(), machine_code.work_for
+            self.both, self._settle, self._work = tasks.arrays, machine_code.compiled(), machine_code.work_for
             self._ints, self._floats = partial(np.asarray, dtype=np.int64), partial(np.asarray, dtype=np.float64)
         else:
-            self._both, self._settle, self._work = tasks.both, settle, work_for
+            self.both, self._settle, self._work = tasks.both, settle, work_for
             self._ints = self._floats = list
 
     def settled(
@@ -58,8 +58,8 @@ class Rounds:
             ValueError: if a policy is invalid, or ``order`` does not keep within ``limits``.
         """
         policies = sound(first), sound(plain or first)
-        order, limits, (work, found) = self._ints(order), self._floats(limits), self._work(self._both)
-        length, rounds = self._settle(self._both, order, limits, *policies, backwards, most, math.inf, work, found)
+        order, limits, (work, found) = self._ints(order), self._floats(limits), self._work(self.both)
+        length, rounds = self._settle(self.both, order, limits, *policies, backwards, most, math.inf, work, found)
         if length >= NEVER:
             raise ValueError("the order cannot run within its limits")
         return found, length, rounds
@@ -68,10 +68,10 @@ class Rounds:
         """Returns the same rounds, compiled, with other times and other changes of memory."""
         import numpy as np
 
-        other, (forward, backward, turned) = copy(self), self._both
+        other, (forward, backward, turned) = copy(self), self.both
         copies = forward.channel >= 0
         timed = {"duration": np.where(copies, 0.0, times), "copying": np.where(copies, times, 0.0)}
-        other._both = Both(
+        other.both = Both(
             forward._replace(change=changes, **timed), backward._replace(change=-changes, **timed), turned
         )
         return other

@@ -62,7 +62,7 @@ def matrix(tensor: Any, columnwise: bool) -> Tensor:
     values = signs * _MAGNITUDES[(codes % _SIGN).long()]
     lines = values.flatten(1) if columnwise else values.flatten(0, -2)
     factors = scales[: lines.shape[0], : lines.shape[1] // _BLOCK].view(torch.float8_e4m3fn).float()
-    scaled = lines * factors.repeat_interleave(_BLOCK, 1) * (amax / (_LARGEST * _LARGEST_SCALE))
+    scaled = lines * (factors * amax / (_LARGEST * _LARGEST_SCALE)).repeat_interleave(_BLOCK, 1)
     whole = scaled.view(codes.shape)
     return whole.movedim(0, -1) if columnwise else whole
 

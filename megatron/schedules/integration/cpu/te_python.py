@@ -15,7 +15,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -77,6 +77,8 @@ def replace_in_torch() -> None:
     distributed._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
     distributed.pad_columnwise_scale_inv = te_nvfp4.padded  # a Triton kernel
+    ring: Any = importlib.import_module(f"{PACKAGE}.pytorch.attention.dot_product_attention.context_parallel")
+    ring.flash_attn_p2p_communicate = _waited_once(ring.flash_attn_p2p_communicate)
     torch.distributed._coalescing_manager = _one_by_one
     torch.distributed.distributed_c10d._coalescing_manager = _one_by_one
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -87,10 +89,20 @@ def replace_in_torch() -> None:
 
 
 class _Done:
-    """Handle of collectives that have ended."""
+    """Handle of communication that has ended, or that ends with the first wait."""
+
+    def __init__(self, work: Any = None) -> None:
+        self._work = work
 
     def wait(self) -> None:
-        """Does nothing."""
+        """Waits once: a second wait for a message of gloo's does not return."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def _waited_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[_Done]]:
+    return lambda *args: [_Done(work) for work in communicate(*args)]
 
 
 @contextmanager

@@ -56,6 +56,8 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
         if value is not None:
             setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
+    if args.hybrid_layer_pattern:
+        args.num_layers = None  # as with Megatron's flag: layers differ, and their arithmetic is not known
     vars(args).update(settings)
     _refuse_what_comes_too_late(args)
     if args.pipeline_schedule in _ANY_CHUNKS:
