@@ -35,6 +35,8 @@ class Work(NamedTuple):
         scores: FLOPs of attention itself, forward.
         moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
         routed: bytes sent to experts on other ranks, one way.
+        projected_up: FLOPs of latent attention's up-projections.
+        experts: true if ``mlp`` are experts.
     """
 
     attention: tuple[Product, ...]
@@ -42,6 +44,8 @@ class Work(NamedTuple):
     scores: float
     moved: tuple[float, float]
     routed: float = 0.0
+    projected_up: float = 0.0
+    experts: bool = False
 
     @property
     def flops(self) -> float:
@@ -51,7 +55,8 @@ class Work(NamedTuple):
     def share(self, module: str) -> float:
         """Share of the forward that ``module``, by Megatron's name, needs; 0 for small modules."""
         mlp = sum(each.flops for each in self.mlp)
-        return {"core_attn": self.scores, "mlp": mlp, "moe": mlp}.get(module, 0.0) / self.flops
+        modules = {"core_attn": self.scores, "mla_up_proj": self.projected_up, "moe" if self.experts else "mlp": mlp}
+        return modules.get(module, 0.0) / self.flops
 
 
 def layer_work(build: Build, *, experts: bool = False) -> Work:
@@ -62,6 +67,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
     mlp = _linears(build, inner, tensor)
     if experts and shape.experts is not None:
         mlp, inner = _experts(build, shape.experts)
+    compressed = () if shape.latent is None else (shape.latent.query, shape.latent.key_value)
     around = 22.0 * shape.hidden / (tensor if build.sequence_parallel else 1)
     return Work(
         attention=linears,
@@ -70,6 +76,8 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
         scores=shape.sequence * scored,
         moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
         routed=_routed(build, shape.experts) if experts and shape.experts is not None else 0.0,
+        projected_up=sum(each.flops for each in linears if each.inner in compressed),
+        experts=experts and shape.experts is not None,
     )
 
 
