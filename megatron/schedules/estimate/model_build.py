@@ -19,7 +19,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
-# Most plans hold fewer messages on a rank at once; the number is known once a plan is lowered.
+# Most plans hold no more messages on a rank at once; the number is known once a plan is lowered.
 MESSAGES = 8
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
