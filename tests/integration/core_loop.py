@@ -92,6 +92,7 @@ def model_of(
     wrapped: bool = True,
     varied: bool = False,
     layers: int = 8,
+    pattern: str | None = None,
     **more: Any,
 ) -> list[Any]:
     """The chunks of this rank.
@@ -103,6 +104,7 @@ def model_of(
         wrapped: whether data parallelism wraps the model.
         varied: whether samples differ in length.
         layers: decoder layers.
+        pattern: layers of a hybrid model; None for a GPT.
         more: other fields of the configuration.
     """
     more = {name: value for name, value in more.items() if name in TransformerConfig.__dataclass_fields__}
@@ -126,18 +128,23 @@ def model_of(
     chunks: list[Any] = []
     for at in range(number or 1):
         vp_stage = None if number is None else at
-        model = (WideModel if wide else GPTModel)(
-            config,
-            get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(),
-            vocab_size=WORDS,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-            share_embeddings_and_output_weights=tied,
-        )
-        chunks.append(model)
+        settings: dict[str, Any] = {
+            "vocab_size": WORDS,
+            "max_sequence_length": LENGTH,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "position_embedding_type": "rope",
+            "vp_stage": vp_stage,
+            "share_embeddings_and_output_weights": tied,
+        }
+        if pattern is not None:
+            from megatron.core.models.hybrid import hybrid_layer_specs, hybrid_model  # 0.17 has it elsewhere
+
+            spec = hybrid_layer_specs.hybrid_stack_spec
+            chunks.append(hybrid_model.HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings))
+            continue
+        spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec()
+        chunks.append((WideModel if wide else GPTModel)(config, spec, **settings))
     copies = found_copies(chunks)
     assert copies is None or (torch.equal(*copies) and copies[0].any()), "a tied output layer starts as the embedding"
     for name, parameter in named_parameters(chunks):

@@ -118,6 +118,19 @@ def test_linears_of_transformer_engine_are_split_in_any_loop(te: Any) -> None:
     check_passes(ours, splits=True)
 
 
+HYBRID = {"zb-1p": "*-*|-*-*-", "v-half": "*-|*|-*-|*-"}
+
+
+@pytest.mark.parametrize("schedule", _some(HYBRID, ("v-half",)))
+def test_a_hybrid_model_trains_alike_in_any_loop(te: Any, schedule: str) -> None:
+    """Its stages are the segments of its pattern, in model order."""
+    pattern, hybrid = HYBRID[schedule], {"engine": True, "is_hybrid_model": True}
+    sizes = {PIPELINE: 2} if schedule == "zb-1p" else {PIPELINE: 2, CHUNKS: 2}
+    ours = te("core_loop", sizes, {"schedule": schedule}, CALLS, pattern=pattern, **hybrid)
+    check_same(ours, te("core_loop", {PIPELINE: 2}, None, CALLS, pattern=pattern.replace("|", ""), **hybrid))
+    check_passes(ours, splits=True)
+
+
 SEVERAL_CHUNKS: dict[str, dict[str, Any]] = {
     "v-half": {"schedule": "v-half"},
     "v-min": {"schedule": "v-min"},

@@ -6,10 +6,11 @@ Only names of arguments and shapes of results are theirs.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,21 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.schedules import install
 from tests.integration.core_loop import LENGTH, ROWS, forward_step, model_of, samples
 from tests.integration.in_groups import in_groups
-from tests.integration.results import Call
+from tests.integration.results import Call, Done
+from tests.loops import ours
 from tests.loops.loop_calls import CALLS, LoopCall
 from tools.gpu_tests.weights import named_parameters
 
 _MICROBATCHES = 5
-
-
-class Done(NamedTuple):
-    """What a rank has after a call: what the function returned, and gradients by name in the whole model."""
-
-    results: list[Any]
-    gradients: dict[str, torch.Tensor]
 
 
 def called(schedule: str | None, chunks: int) -> list[list[Done]]:
@@ -47,28 +41,28 @@ def called(schedule: str | None, chunks: int) -> list[list[Done]]:
     return in_groups(2, _called, schedule, **sizes)
 
 
-def imported_before(names: dict[str, str]) -> dict[str, bool]:
-    """Whether a loop that imports ``names``, each from its module, before install() gets what install() replaces."""
-    return in_groups(1, _imported_before, names)[0]
+def imported_before(module: str, name: str) -> bool:
+    """Whether a loop that imported ``name`` before install() has the replacement too, also after a second install()."""
+    return in_groups(1, _imported_before, module, name)[0]
 
 
-def _imported_before(names: dict[str, str]) -> dict[str, bool]:
+def _imported_before(module: str, name: str) -> bool:
     loop = sys.modules["a_loop"] = ModuleType("a_loop")
-    for name, module in names.items():
-        setattr(loop, name, getattr(sys.modules[module], name))
-    install(schedule="zb-1p")
-    install(schedule="zb-1p")
-    return {name: getattr(loop, name) is getattr(sys.modules[module], name) for name, module in names.items()}
+    stock = getattr(sys.modules[module], name)
+    setattr(loop, name, stock)
+    ours.install("zb-1p")
+    ours.install("zb-1p")
+    return stock is not getattr(loop, name) is getattr(sys.modules[module], name)
 
 
 def _called(schedule: str | None) -> list[Done]:
-    if schedule:
-        install(schedule=schedule)
+    passes = ours.install(schedule)
     chunks = model_of()
-    return [_once(chunks, call) for call in CALLS.values()]
+    return [_once(chunks, call, passes) for call in CALLS.values()]
 
 
-def _once(chunks: list[Any], call: LoopCall) -> Done:
+def _once(chunks: list[Any], call: LoopCall, passes: Counter[str]) -> Done:
+    passes.clear()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     iterators = [samples(Call(_MICROBATCHES), varied=False) for _ in chunks]
@@ -89,7 +83,7 @@ def _once(chunks: list[Any], call: LoopCall) -> Done:
     }
     results = get_forward_backward_func()(**{name: known[name] for name in call.arguments})
     named = ((name, parameter.main_grad.clone()) for name, parameter in named_parameters(chunks))
-    return Done(results, dict(named))
+    return Done(results, dict(named), dict(passes))
 
 
 def _forward_step(results: str, data_iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from tests.loops.frameworks import FRAMEWORKS, Job, Outcome, UnreachableError, outcomes, site
+from tests.loops.loop_calls import CALLS
 from tests.tolerances import likely
 
 PIPELINES = (2, 4)
 SCHEDULES = {"zb-1p": 1, "v-half": 2, "auto": 2}
 """Model chunks that the loop builds for each."""
+OF_THE_INDEX = [name for name in CALLS if name.split()[0] in FRAMEWORKS]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +57,16 @@ def test_losses_are_those_of_the_same_job_without_us(run: Any, name: str, schedu
     assert all(passes["F"] for passes in ours.passes) and any("W" in passes for passes in ours.passes)
     # Gradients are equal to the bit. Their norm, which clips them, is summed over other ranks' parameters in a V.
     assert close(ours.losses, stock.losses, 0.0 if schedule == "zb-1p" else likely(100))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", OF_THE_INDEX)
+def test_the_call_is_what_the_wheel_has(name: str) -> None:
+    call = CALLS[name]
+    try:
+        source = (site() / call.source).read_text()
+    except UnreachableError as error:
+        pytest.skip(f"{name} cannot be downloaded: {error}")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.lineno == call.line]
+    arguments = {frozenset(keyword.arg for keyword in node.keywords) for node in calls}
+    assert frozenset(call.arguments) in arguments, arguments

@@ -19,6 +19,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
@@ -28,7 +29,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
-from megatron.schedules.integration.loops import place_layers, schedule_function
+from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
 from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
 
@@ -67,6 +68,13 @@ def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
     if session.stock_is_wrong(ignore_virtual=not session.building):
         return session.first_and_last(-1)[1]
     return bool(stock(pp_group))
+
+
+def _select_pipeline_segment(
+    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
+) -> tuple[list[str], int]:
+    found: tuple[list[str], int] | None = hybrid_stage(session, pattern, vp_stage)
+    return found or stock(pattern, pp_group, vp_stage, *args, **kwargs)
 
 
 def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
@@ -127,6 +135,12 @@ CORE_HOOKS = (
         "__post_init__",
         "stock's places of layers, if a loop has no arguments; its fusion that asks for Apex",
         _config_made,
+    ),
+    Hook(
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; where it is depends on version
+        "select_pipeline_segment",
+        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
+        _select_pipeline_segment,
     ),
     Hook(
         language_module,
