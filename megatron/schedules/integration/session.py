@@ -101,7 +101,7 @@ class Session:
     @property
     def two_copies(self) -> bool:
         """True if one rank may have both copies of a tied embedding, which stock has on two ranks."""
-        return self.planner is not None and (self.loss_on_first_rank or self.planner.shares_vocabulary)
+        return self.loss_on_first_rank or (self.planner is not None and self.planner.shares_vocabulary)
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
         """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""
