@@ -21,11 +21,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules import install
 from megatron.schedules.integration import schedule_function
-from tests.integration.in_groups import in_groups
+from megatron.schedules.integration.layers.tied import copies as found_copies
+from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
 from tools.gpu_tests.weights import named_parameters
 
@@ -45,12 +47,18 @@ def core_loop(
     """
     world = math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
     groups = {name: size for name, size in sizes.items() if name != "data_parallel_size"}
-    return in_groups(world, _loop, settings, calls, options, **groups)
+    return run_ranks(world, _loop, groups, settings, calls, options)
 
 
-def _loop(settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]) -> list[Done]:
+def _loop(
+    groups: dict[str, int], settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]
+) -> list[Done]:
     if settings is not None:
         install(**settings)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(**groups)
+    model_parallel_cuda_manual_seed(1)
     passes: Counter[str] = Counter()
     run = schedule_function.run
 
@@ -59,7 +67,9 @@ def _loop(settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[
         run(program, *rest)
 
     schedule_function.run = counted
-    return trained(model_of(**options), calls, passes, **options)
+    done = trained(model_of(**options), calls, passes, **options)
+    torch.distributed.barrier()  # nobody takes its connections away while another still talks
+    return done
 
 
 class WideModel(GPTModel):
@@ -76,16 +86,25 @@ class WideModel(GPTModel):
 
 
 def model_of(
-    wide: bool = False, engine: bool = False, wrapped: bool = True, varied: bool = False, layers: int = 8, **more: Any
+    tied: bool = False,
+    wide: bool = False,
+    engine: bool = False,
+    wrapped: bool = True,
+    varied: bool = False,
+    layers: int = 8,
+    pattern: str | None = None,
+    **more: Any,
 ) -> list[Any]:
     """The chunks of this rank.
 
     Args:
+        tied: whether embedding and output layer share their weights.
         wide: whether hidden states are wider between stages.
         engine: whether linears are Transformer Engine's.
         wrapped: whether data parallelism wraps the model.
         varied: whether samples differ in length.
         layers: decoder layers.
+        pattern: layers of a hybrid model; None for a GPT.
         more: other fields of the configuration.
     """
     more = {name: value for name, value in more.items() if name in TransformerConfig.__dataclass_fields__}
@@ -109,19 +128,28 @@ def model_of(
     chunks: list[Any] = []
     for at in range(number or 1):
         vp_stage = None if number is None else at
-        model = (WideModel if wide else GPTModel)(
-            config,
-            get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(),
-            vocab_size=WORDS,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-            share_embeddings_and_output_weights=False,
-        )
-        chunks.append(model)
+        settings: dict[str, Any] = {
+            "vocab_size": WORDS,
+            "max_sequence_length": LENGTH,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "position_embedding_type": "rope",
+            "vp_stage": vp_stage,
+            "share_embeddings_and_output_weights": tied,
+        }
+        if pattern is not None:
+            from megatron.core.models.hybrid import hybrid_layer_specs, hybrid_model  # 0.17 has it elsewhere
+
+            spec = hybrid_layer_specs.hybrid_stack_spec
+            chunks.append(hybrid_model.HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings))
+            continue
+        spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec()
+        chunks.append((WideModel if wide else GPTModel)(config, spec, **settings))
+    copies = found_copies(chunks)
+    assert copies is None or (torch.equal(*copies) and copies[0].any()), "a tied output layer starts as the embedding"
     for name, parameter in named_parameters(chunks):
+        if tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
         with torch.no_grad():
             parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(sum(map(ord, name))))
     if not wrapped:

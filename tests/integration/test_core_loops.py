@@ -118,6 +118,19 @@ def test_linears_of_transformer_engine_are_split_in_any_loop(te: Any) -> None:
     check_passes(ours, splits=True)
 
 
+HYBRID = {"zb-1p": "*-*|-*-*-", "v-half": "*-|*|-*-|*-"}
+
+
+@pytest.mark.parametrize("schedule", _some(HYBRID, ("v-half",)))
+def test_a_hybrid_model_trains_alike_in_any_loop(te: Any, schedule: str) -> None:
+    """Its stages are the segments of its pattern, in model order."""
+    pattern, hybrid = HYBRID[schedule], {"engine": True, "is_hybrid_model": True}
+    sizes = {PIPELINE: 2} if schedule == "zb-1p" else {PIPELINE: 2, CHUNKS: 2}
+    ours = te("core_loop", sizes, {"schedule": schedule}, CALLS, pattern=pattern, **hybrid)
+    check_same(ours, te("core_loop", {PIPELINE: 2}, None, CALLS, pattern=pattern.replace("|", ""), **hybrid))
+    check_passes(ours, splits=True)
+
+
 SEVERAL_CHUNKS: dict[str, dict[str, Any]] = {
     "v-half": {"schedule": "v-half"},
     "v-min": {"schedule": "v-min"},
@@ -134,6 +147,12 @@ def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any
     ours = megatron("core_loop", {PIPELINE: 2, CHUNKS: 2}, SEVERAL_CHUNKS[schedule], CALLS)
     check_same(ours, stock(2))
     check_passes(ours, splits="1f1b" not in schedule)
+
+
+def test_two_copies_of_a_tied_embedding_on_one_rank_start_and_stay_equal(megatron: Any) -> None:
+    sizes, options = {PIPELINE: 2, "data_parallel_size": 2}, {"tied": True}
+    ours = megatron("core_loop", sizes | {CHUNKS: 2}, SEVERAL_CHUNKS["v-half"], CALLS, **options)
+    check_same(ours, megatron("core_loop", sizes, None, CALLS, **options))
 
 
 PROGRAM = """

@@ -172,6 +172,7 @@ TE_IN_FULL = {
     ),
     "tensorwise, ends in bf16": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --first-last-layers-bf16"),
     "tensorwise, latent attention": ("zb-1p", 1, "9.0", f"{MLA} {FP8} tensorwise"),
+    "nvfp4": ("zb-1p", 1, "10.0", f"{MODERN} --fp4-format e2m1"),
     "tensorwise, multi-token prediction": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --mtp-num-layers 1"),
     "tensorwise, recomputed by the plan": (
         "adaptive",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.schedules.estimate.build import Build, Experts, Latent, Shape
 from megatron.schedules.estimate.device_memory import Recompute
 from megatron.schedules.estimate.model_build import StockRecompute, recomputed_share
 from megatron.schedules.estimate.models import MODELS
@@ -22,6 +23,16 @@ def test_the_least_world_has_a_place_for_every_expert():
     assert Sizes(0, pipeline=4, tensor=2, context=3).least_world == 24
     assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2, has_experts=True).least_world == 64
     assert Sizes(0, pipeline=4, tensor=2, expert=8, expert_tensor=2).least_world == 8
+
+
+def test_recompute_of_a_module_repeats_its_own_products_only():
+    shape = Shape(1, 64, 4, 128, 0, inner=256, latent=Latent(24, 16, 12, 4, 10), experts=Experts((True,), 32, 2, 8))
+    dense, experts = (layer_work(Build(shape, head=16, experts=8), experts=each) for each in (False, True))
+    up = 2 * (24 * 4 * 16 + 16 * 4 * (12 + 10))
+    for work in (dense, experts):
+        assert work.share("mla_up_proj") == up / work.flops
+        linears = sum(each.flops for each in work.mlp) / work.flops
+        assert (work.share("mlp"), work.share("moe")) == ((linears, 0) if work is dense else (0, linears))
 
 
 def test_megatrons_recompute_repeats_its_share_of_the_forward():

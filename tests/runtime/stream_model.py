@@ -97,9 +97,6 @@ class Event(NamedTuple):
 
     after: dict[Stream, int]
 
-    def query(self) -> bool:
-        return _reached(self.after)
-
 
 def _reached(after: dict[Stream, int]) -> bool:
     return all(stream.done >= number for stream, number in after.items())

@@ -66,13 +66,13 @@ def activations(build: Build) -> Activations:
     """Counts the activations of ``build``."""
     hidden = build.shape.hidden / _between(build)
     kinds = {kind: _layer(build, kind) for kind in {*build.kinds, build.kind_ahead}}
-    norm = Kept(_norm_input(build, hidden) + build.operand(fp8=build.fp8 is not None and build.fp8.output) * hidden)
+    norm = Kept(_norm_input(build, hidden) + build.operand(quantized=build.output_quantized) * hidden)
     size = build.number if build.fused_loss else _SINGLE
     logits = Kept(size * build.shape.vocabulary / build.tensor)
     ahead = Kept()
     if build.shape.ahead:
         # Both streams' norms, and their outputs side by side for the projection that joins them.
-        operand = build.operand(fp8=build.kind_ahead.fp8)
+        operand = build.operand(quantized=build.kind_ahead.quantized)
         both = Kept(2 * _norm_input(build, hidden) + 2 * operand * hidden, 3 * operand * hidden)
         ahead = whole(kinds[build.kind_ahead]).plus(both).plus(norm).plus(logits)
     return Activations(
@@ -116,9 +116,9 @@ def _norm_input(build: Build, width: float) -> float:
 
 
 def _layer(build: Build, kind: Kind) -> Layer:
-    hidden, operand = build.shape.hidden / _between(build), build.operand(fp8=kind.fp8)
+    hidden, operand = build.shape.hidden / _between(build), build.operand(quantized=kind.quantized)
     # Of a latent attention's input each of the first two linears has a quantized copy.
-    into = (2 if kind.fp8 and build.shape.latent else 1) * operand * hidden
+    into = (2 if kind.quantized and build.shape.latent else 1) * operand * hidden
     # A router keeps its input itself and computes its weight gradient in I.
     behind = Kept(build.number * hidden) if kind.experts else Kept(operand * hidden, operand * hidden)
     parts = {
@@ -134,7 +134,7 @@ def _layer(build: Build, kind: Kind) -> Layer:
 
 def _shared(build: Build, operand: float, *, kept: bool) -> float:
     """Bytes of one number that a linear reads, and that its producer keeps too if ``kept``."""
-    if operand == build.number or (build.fp8 and build.fp8.keeps_originals):
+    if operand == build.number or (build.quantized and build.quantized.keeps_originals):
         return build.number
     return operand + (build.number if kept else 0.0)
 

@@ -43,14 +43,14 @@ class Experts:
     shared: int = 0
 
 
-# Bytes of scales for each number of an operand: four for 128 numbers, one for 32. Other recipes have one for a tensor.
-_SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
-# Both copies of a weight, with scales: four bytes for 128 x 128 numbers, one for 32.
-_WEIGHTS = {"blockwise": 2 + 2 * 4 / 128**2, "mxfp8": 2 + 2 / 32}
+# Bytes of a number with its share of scales: four for 128 numbers, or one for 32 or 16. FP8 has one for a tensor else.
+_OPERANDS = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+# The same of a weight, which has four bytes for 128 x 128 numbers in blockwise.
+_WEIGHTS = _OPERANDS | {"blockwise": 1 + 4 / 128**2}
 
 
 class Quantized(NamedTuple):
-    """FP8 linears, as Transformer Engine quantizes them. Their weights stay in half precision too.
+    """Linears in FP8 or FP4, as Transformer Engine quantizes them. Their weights stay in half precision too.
 
     Args:
         recipe: Megatron's name of the recipe.
@@ -62,20 +62,28 @@ class Quantized(NamedTuple):
     ends: tuple[int, int] = (0, 0)
     output: bool = False
 
+    def __str__(self) -> str:
+        return "FP4 (nvfp4)" if self.recipe == "nvfp4" else f"FP8 ({self.recipe})"
+
     @property
     def operand(self) -> float:
         """Bytes of a number of an input, or of an output's gradient, that waits for W: one copy, with its scales."""
-        return 1 + _SCALES.get(self.recipe, 0.0)
+        return _OPERANDS.get(self.recipe, 1.0)
 
     @property
     def weight(self) -> float:
         """Bytes of a weight's cached copies, by rows and by columns."""
-        return _WEIGHTS.get(self.recipe, 2.0)
+        return 2 * _WEIGHTS.get(self.recipe, 1.0)
+
+    @property
+    def speed(self) -> float:
+        """FLOPs of a product for one of bf16 in the same time (NVIDIA's data sheets of the H100 and the B200)."""
+        return 4.0 if self.recipe == "nvfp4" else 2.0
 
     @property
     def scales_now(self) -> bool:
-        """True if a tensor has one scale, of its own largest number."""
-        return self.recipe == "tensorwise"
+        """True if a tensor has one scale, of its own largest number, which must be found first."""
+        return self.recipe in ("tensorwise", "nvfp4")
 
     @property
     def keeps_originals(self) -> bool:
@@ -91,11 +99,11 @@ class Kind(NamedTuple):
 
     Args:
         experts: true if it has experts.
-        fp8: true if its linears are quantized.
+        quantized: true if its linears are.
     """
 
     experts: bool = False
-    fp8: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,7 @@ class Build:
         context: context-parallel ranks, which share the tokens of a sample.
         number: bytes of one number of activations.
         residual: bytes of one number of the residual stream.
-        fp8: FP8 of the linears; None without it.
+        quantized: how linears are quantized; None if they are not.
     """
 
     shape: Shape
@@ -193,7 +201,7 @@ class Build:
     context: int = 1
     number: int = 2
     residual: int = 2
-    fp8: Quantized | None = None
+    quantized: Quantized | None = None
 
     @property
     def tokens(self) -> float:
@@ -218,15 +226,20 @@ class Build:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Kind of each layer."""
-        first, last = self.fp8.ends if self.fp8 else (self.shape.layers, 0)
+        first, last = self.quantized.ends if self.quantized else (self.shape.layers, 0)
         inner = range(first, self.shape.layers - last)
         return tuple(Kind(experts, at in inner) for at, experts in enumerate(self.where))
 
     @property
     def kind_ahead(self) -> Kind:
-        """Kind of the layers of multi-token prediction, which are quantized even if the last layers are not."""
-        return Kind(self.where[-1], self.fp8 is not None)
+        """Kind of the layers of multi-token prediction: in FP8 even if the last layers are not, and never in FP4."""
+        return Kind(self.where[-1], self.quantized is not None and self.quantized.recipe != "nvfp4")
 
-    def operand(self, *, fp8: bool) -> float:
+    @property
+    def output_quantized(self) -> bool:
+        """True if the output layer is quantized."""
+        return self.quantized is not None and self.quantized.output
+
+    def operand(self, *, quantized: bool) -> float:
         """Bytes of one number of a linear's input, or of its output's gradient."""
-        return self.fp8.operand if fp8 and self.fp8 else self.number
+        return self.quantized.operand if quantized and self.quantized else self.number

@@ -44,7 +44,7 @@ class Question:
         correction: correction of the roofline, from a measured profile.
 
     Raises:
-        PlanError: the device cannot compute the model's FP8.
+        PlanError: the device cannot compute the model's FP8 or FP4.
     """
 
     model: Model
@@ -54,12 +54,12 @@ class Question:
     correction: PassTimes = ONES
 
     def __post_init__(self) -> None:
-        fp8, device = self.model.whole.fp8, self.device
-        if fp8 is not None and fp8.recipe not in device.fp8_recipes:
-            known = ", ".join(device.fp8_recipes)
+        quantized, device = self.model.whole.quantized, self.device
+        if quantized is not None and quantized.recipe not in device.recipes:
+            known = ", ".join(device.recipes)
             raise PlanError(
-                f"--fp8-recipe {fp8.recipe} does not run on {device.name}, which "
-                + (f"has {known}: use one of them" if known else "has no FP8: leave out --fp8-format"),
+                f"{quantized.recipe} does not run on {device.name}, which "
+                + (f"has {known}: give one of them as --fp8-recipe" if known else "has no FP8: leave out --fp8-format"),
                 "model",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
@@ -43,6 +43,7 @@ FLAGS: Flags = {
     "--distributed-backend": (str, "nccl"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
+    "--fp4-format": (str, None),
     "--fp8-format": (str, None),
     "--fp8-recipe": (str, "delayed"),
     "--expert-model-parallel-size": (int, 1),
@@ -73,6 +74,7 @@ FLAGS: Flags = {
 # Flags whose attribute has another name.
 NAMED_OTHERWISE = {
     "--disable-bias-linear": "add_bias_linear",
+    "--fp4-format": "fp4",
     "--fp8-format": "fp8",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
@@ -162,14 +164,13 @@ def parse(text: str, name: str) -> argparse.Namespace:
         PlanError: if the flags describe no model.
     """
     try:
-        # As in a shell: a backslash continues a line.
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = script_words(text)
     except ValueError as error:
         raise PlanError(f"{name}: {str(error).lower()}", "model") from None
     parser = _Parser(add_help=False, allow_abbrev=False)
     declare(parser, FLAGS, NAMED_OTHERWISE)
     try:
-        args, _ = parser.parse_known_args(_expanded(words))
+        args, _ = parser.parse_known_args(words)
         check_bounds(args)
         if args.vocab_size is None and args.padded_vocab_size:
             args.vocab_size = args.padded_vocab_size
@@ -183,8 +184,14 @@ def parse(text: str, name: str) -> argparse.Namespace:
         raise PlanError(f"{name} holds no model in Megatron's flags: {error}", "model") from None
 
 
-def _expanded(words: Sequence[str]) -> list[str]:
-    """Returns the words of a script with arrays unwrapped, and with the last value or the default of each variable."""
+def script_words(text: str) -> list[str]:
+    """Returns the words of a script with arrays unwrapped, and with the last value or the default of each variable.
+
+    Raises:
+        ValueError: a quotation is not closed.
+    """
+    # As in a shell: a backslash continues a line.
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
     values: dict[str, str] = {}
     found: list[str] = []
     for word in words:

@@ -10,7 +10,7 @@ from megatron.schedules.estimate.build import Build, Quantized, Shape
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.times import FP8_SPEED, loads
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.estimate.work import Work, layer_work
 from megatron.schedules.measure.cost_profile import Profile
 from megatron.schedules.planner.request import Request
@@ -19,7 +19,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
-# Most plans hold fewer messages on a rank at once; the number is known once a plan is lowered.
+# Most plans hold no more messages on a rank at once; the number is known once a plan is lowered.
 MESSAGES = 8
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
@@ -63,15 +63,15 @@ def as_built(args: Any, shape: Shape) -> Build:
         context=args.context_parallel_size,
         number=number,
         residual=4 if args.fp32_residual_connection else number,
-        fp8=_quantized(args),
+        quantized=_quantized(args),
     )
 
 
 def _quantized(args: Any) -> Quantized | None:
-    """Reads Megatron's FP8 flags. Local linears do not know them."""
-    if not args.fp8 or args.transformer_impl == "local":
+    """Reads Megatron's FP8 and FP4 flags. Local linears do not know them."""
+    if not (args.fp8 or args.fp4) or args.transformer_impl == "local":
         return None
-    recipe = str(args.fp8_recipe)
+    recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
     ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
     return Quantized(
         recipe, ends if args.first_last_layers_bf16 else (0, 0), bool(args.fp8_output_proj) and recipe == "mxfp8"
@@ -150,7 +150,7 @@ def with_model(
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
     work = layer_work(build, experts=any(build.where))
-    speed = FP8_SPEED if build.fp8 else 1.0
+    speed = build.quantized.speed if build.quantized else 1.0
     repeated = recomputed_share(model.recompute, work, build.shape.layers / stages, speed)
     return replace(
         costs,
@@ -213,8 +213,8 @@ def number_bytes(args: Any) -> int:
 
 def numbers(args: Any) -> Numbers:
     """Bytes of each parameter, without a distributed optimizer."""
-    weight, fp8 = float(number_bytes(args)), _quantized(args)
-    copies = 0.0 if fp8 is None else fp8.weight
+    weight, quantized = float(number_bytes(args)), _quantized(args)
+    copies = 0.0 if quantized is None else quantized.weight
     return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args), copies=copies)
 
 

@@ -91,8 +91,8 @@ def parameters(build: Build) -> Parameters:
         joined = 2.0 * hidden * hidden / build.tensor
         for _ in range(shape.ahead):
             ahead = ahead.plus(kinds[build.kind_ahead])
-            ahead = ahead.plus(Count(joined + 3 * norm, quantized=joined if build.fp8 else 0.0))
-    last = Count(norm, quantized=table.all if build.fp8 and build.fp8.output else 0.0)
+            ahead = ahead.plus(Count(joined + 3 * norm, quantized=joined if build.kind_ahead.quantized else 0.0))
+    last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
     return Parameters(table, positions, tuple(kinds[each] for each in build.kinds), last, ahead)
 
 
@@ -102,7 +102,7 @@ def _norm(build: Build, width: int) -> float:
 
 def _layer(build: Build, kind: Kind) -> Count:
     hidden, work = build.shape.hidden, layer_work(build, experts=kind.experts)
-    quantized = _weights((*work.attention, *work.mlp)) if kind.fp8 else 0.0
+    quantized = _weights((*work.attention, *work.mlp)) if kind.quantized else 0.0
     into, out = work.attention[0], work.attention[-1]
     dense = 2 * _norm(build, hidden) + _weights(work.attention) + (out.out if build.biases else 0.0)
     if build.shape.latent is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.schedules.estimate.build import Kind
 from megatron.schedules.estimate.models import Model, built, gpt
-from megatron.schedules.estimate.times import FP8_SPEED, PassTimes, Prices, layer_times
+from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
 from megatron.schedules.measure.cost_profile import Profile
 
 GIB = 2.0**30
@@ -32,7 +32,7 @@ class Device:
         attention: shares of ``matrix_flops`` that FlashAttention reaches forward and backward.
         host_link: bytes per second one way between GPU and host while all GPUs of the node copy both ways.
         host_memory: bytes of host memory of a node.
-        fp8_recipes: FP8 recipes that it computes, at twice the rate.
+        recipes: FP8 and FP4 recipes that it computes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Device:
     attention: tuple[float, float]
     host_link: float
     host_memory: float
-    fp8_recipes: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
 
 
 # Vendor data sheets; FlashAttention-2's shares of peak from arXiv 2307.08691 (figures 4 to 7, causal, heads of 128) and
@@ -59,7 +59,7 @@ DEVICES = {
         Device("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9, 8, 108, (0.58, 0.50), 12.5e9, 2e12),
         Device(
             *("H100-80GB", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 8, 132, (0.60, 0.50), 25e9, 2e12),
-            fp8_recipes=("tensorwise", "delayed", "blockwise"),
+            recipes=("tensorwise", "delayed", "blockwise"),
         ),
     )
 }
@@ -77,13 +77,12 @@ class Roofline(Prices):
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, *, fp8: bool = False) -> float:
-        """Seconds of a product in bf16 or FP8: whole waves of tiles, or the bytes of its matrices."""
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
+        """Seconds of a product: whole waves of tiles, or the bytes of its matrices."""
         (tall, wide), device = _TILE, self._device
         tiles = math.ceil(rows / tall) * math.ceil(columns / wide)
         waves = math.ceil(tiles / device.multiprocessors)
         flops = 2.0 * waves * device.multiprocessors * tall * wide * inner
-        speed = FP8_SPEED if fp8 else 1.0
         moved = 2.0 / speed * inner * (rows + columns) + bytes_out * rows * columns
         return max(flops / (_MATRIX * speed * device.matrix_flops), self.stream(moved, 0)) + _LAUNCH
 

@@ -16,11 +16,6 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 # Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
 _MOVED_BY_LOGITS = 18.0, 6.0
-# FLOPs of FP8 products for one of bf16 in the same time (NVIDIA's data sheets of the H100 and the B200).
-FP8_SPEED = 2.0
-# Bytes moved to quantize a number: read in bf16, and written by rows and by columns. The scale of a tensor as it is now
-# needs another read.
-_QUANTIZED, _READ_AGAIN = 4.0, 2.0
 _DENSE = Kind()
 
 
@@ -51,9 +46,9 @@ class Prices:
     150 and an H100 300 (data sheets).
     """
 
-    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, *, fp8: bool = False) -> float:
-        """Time of one product of matrices."""
-        return 2.0 * rows * columns * inner / (FP8_SPEED if fp8 else 1.0)
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
+        """Time of one product of matrices. Quantized ones compute ``speed`` times as fast, from smaller numbers."""
+        return 2.0 * rows * columns * inner / speed
 
     def attention(self, flops: float, *, backward: bool) -> float:
         """Time of attention itself."""
@@ -96,7 +91,7 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
     for _ in range(build.shape.ahead):
         # A projection joins two streams before the layer, and it has logits of its own.
         projection = Product(2 * build.shape.hidden, build.shape.hidden / build.tensor)
-        joined = _linear(build, projection, prices, tokens, fp8=build.kind_ahead.fp8)
+        joined = _linear(build, projection, prices, tokens, quantized=build.kind_ahead.quantized)
         layer = Load(*kinds[build.kind_ahead]).plus(Load(*joined, tokens * kept.ahead.forward))
         last = last.plus(Part(layer, Load(*output)))
     looked_up = prices.stream(4.0 * build.shape.hidden * tokens / build.tensor)
@@ -112,9 +107,9 @@ def attention_shares(build: Build) -> tuple[float, float]:
 
 
 def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE) -> PassTimes:
-    """Times of one decoder layer. Attention itself is never in FP8."""
+    """Times of one decoder layer. Attention itself is never quantized."""
     work = layer_work(build, experts=kind.experts)
-    times = [_linear(build, each, prices, tokens, fp8=kind.fp8) for each in (*work.attention, *work.mlp)]
+    times = [_linear(build, each, prices, tokens, quantized=kind.quantized) for each in (*work.attention, *work.mlp)]
     forward, input_grad, weight_grad = (sum(each) for each in zip(*times, strict=True))
     scores, (moved_forward, moved_backward) = work.scores * tokens, work.moved
     forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
@@ -127,26 +122,29 @@ def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
     """Times of the output layer with the loss."""
-    fp8 = build.fp8 is not None and build.fp8.output
-    forward, input_grad, weight_grad = _linear(build, output_layer(build), prices, tokens, fp8=fp8)
+    output, quantized = output_layer(build), build.output_quantized
+    forward, input_grad, weight_grad = _linear(build, output, prices, tokens, quantized=quantized)
     moved = [prices.stream(each * tokens * build.shape.vocabulary / build.tensor, 0) for each in _MOVED_BY_LOGITS]
     return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
 
 
-def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, fp8: bool) -> PassTimes:
+def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
     inner, out, rows, parts = product
-    each = tokens * rows / parts
+    each, how = tokens * rows / parts, build.quantized if quantized else None
+    speed = 1.0 if how is None else how.speed
     found = PassTimes(
-        parts * prices.product(each, out, inner, fp8=fp8),
-        parts * prices.product(each, inner, out, fp8=fp8),
+        parts * prices.product(each, out, inner, speed=speed),
+        parts * prices.product(each, inner, out, speed=speed),
         # Added to gradients in single precision: read and written.
-        parts * prices.product(out, inner, each, bytes_out=8, fp8=fp8),
+        parts * prices.product(out, inner, each, bytes_out=8, speed=speed),
     )
-    if not fp8 or build.fp8 is None:
+    if how is None:
         return found
-    moved = tokens * rows * (_QUANTIZED + (_READ_AGAIN if build.fp8.scales_now else 0.0))
-    quantized = PassTimes(prices.stream(moved * inner), prices.stream(moved * out), 0.0)
-    return PassTimes(*(product + cast for product, cast in zip(found, quantized, strict=True)))
+    # Each number is read in bf16, perhaps for its scale first, and written by rows and by columns.
+    moved = tokens * rows * ((4.0 if how.scales_now else 2.0) + 2 * how.operand)
+    return found._replace(
+        forward=found.forward + prices.stream(moved * inner), input_grad=found.input_grad + prices.stream(moved * out)
+    )
 
 
 def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:

@@ -35,6 +35,8 @@ class Work(NamedTuple):
         scores: FLOPs of attention itself, forward.
         moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
         routed: bytes sent to experts on other ranks, one way.
+        projected_up: FLOPs of latent attention's up-projections.
+        experts: true if ``mlp`` are experts.
     """
 
     attention: tuple[Product, ...]
@@ -42,6 +44,8 @@ class Work(NamedTuple):
     scores: float
     moved: tuple[float, float]
     routed: float = 0.0
+    projected_up: float = 0.0
+    experts: bool = False
 
     @property
     def flops(self) -> float:
@@ -56,8 +60,9 @@ class Work(NamedTuple):
             speed: speed of linears relative to attention's, in FLOPs.
         """
         attention, mlp = (sum(each.flops for each in linears) / speed for linears in (self.attention, self.mlp))
-        needed = {"core_attn": self.scores, "mlp": mlp, "moe": mlp}.get(module, 0.0)
-        return needed / (self.scores + attention + mlp)
+        up = self.projected_up / speed
+        modules = {"core_attn": self.scores, "mla_up_proj": up, "moe" if self.experts else "mlp": mlp}
+        return modules.get(module, 0.0) / (self.scores + attention + mlp)
 
 
 def layer_work(build: Build, *, experts: bool = False) -> Work:
@@ -68,6 +73,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
     mlp = _linears(build, inner, tensor)
     if experts and shape.experts is not None:
         mlp, inner = _experts(build, shape.experts)
+    compressed = () if shape.latent is None else (shape.latent.query, shape.latent.key_value)
     around = 22.0 * shape.hidden / (tensor if build.sequence_parallel else 1)
     return Work(
         attention=linears,
@@ -76,6 +82,8 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
         scores=shape.sequence * scored,
         moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
         routed=_routed(build, shape.experts) if experts and shape.experts is not None else 0.0,
+        projected_up=sum(each.flops for each in linears if each.inner in compressed),
+        experts=experts and shape.experts is not None,
     )
 
 

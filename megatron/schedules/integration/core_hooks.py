@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.models.common.language_module import language_module
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
@@ -24,8 +27,9 @@ from torch import Tensor
 from megatron.schedules.integration import checkpoints
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
-from megatron.schedules.integration.loops import place_layers, schedule_function
+from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
 from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
 
@@ -66,6 +70,13 @@ def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
     return bool(stock(pp_group))
 
 
+def _select_pipeline_segment(
+    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
+) -> tuple[list[str], int]:
+    found: tuple[list[str], int] | None = hybrid_stage(session, pattern, vp_stage)
+    return found or stock(pattern, pp_group, vp_stage, *args, **kwargs)
+
+
 def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
     stock(config)
     if session.spec is None:
@@ -82,7 +93,26 @@ def _te_parallel_cross_entropy(
 
 
 def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
-    return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
+    placement = session.placement(len(pp_ranks), parallel_state.get_virtual_pipeline_model_parallel_world_size())
+    in_v = placement is not None and placement.rank_of[-1] == 0
+    return [pp_ranks[0]] if in_v or session.two_copies else list(stock(pp_ranks))
+
+
+def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) -> None:
+    here = session.spec is None and session.two_copies  # Megatron-LM's loop does so when it has built all chunks
+    copied = chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers
+    tied_group = chunk.embd_group if copied else None
+    if here and tied_group is not None and tied_group.size() > 1:
+        refuse(
+            f"{FLAGS['schedule']} has both copies of a tied embedding on one rank: initialize parallel_state after "
+            "megatron.schedules.install(), and without get_embedding_ranks"
+        )
+    stock(chunk)
+    if here:
+        if chunk.pre_process:
+            session.first_chunk = weakref.ref(chunk)
+        elif session.first_chunk is not None and (first := session.first_chunk()) is not None:
+            tied.start_equal((first, chunk))
 
 
 _CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
@@ -107,6 +137,12 @@ CORE_HOOKS = (
         _config_made,
     ),
     Hook(
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; where it is depends on version
+        "select_pipeline_segment",
+        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
+        _select_pipeline_segment,
+    ),
+    Hook(
         language_module,
         "te_parallel_cross_entropy",
         "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
@@ -117,6 +153,12 @@ CORE_HOOKS = (
         "default_embedding_ranks",
         "with both copies of a tied embedding on one rank there is no group to reduce over",
         _default_embedding_ranks,
+    ),
+    Hook(
+        LanguageModule,
+        "setup_embeddings_and_output_layer",
+        "stock fills the second copy of a tied embedding from another rank",
+        _embeddings_set_up,
     ),
     Hook(
         fully_parallel,

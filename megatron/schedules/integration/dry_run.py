@@ -65,9 +65,10 @@ def _heading(sizes: Sizes, source: str) -> str:
 def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
     kernel = "in one kernel" if found.fused else "with its scores kept"
-    fp8 = f", linears in FP8 ({spec.build.fp8.recipe})" if spec.build is not None and spec.build.fp8 else ""
+    how = spec.build and spec.build.quantized
+    quantized = f", linears in {how}" if how else ""
     lines = [
-        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}{fp8}",
+        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}{quantized}",
         f"layers by stage: {as_layout(found.counts, spec.layers.ahead)}",
         as_text(ranks).rstrip(),
     ]

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
 
@@ -31,7 +30,6 @@ from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
@@ -86,17 +84,6 @@ def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> Non
     # The layout contains this; stock's configuration allows only one of the two.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-
-
-def _select_pipeline_segment(
-    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
-) -> tuple[list[str], int]:
-    layers, planner = session.hybrid_layers, session.planner
-    if layers is None or planner is None:
-        found: tuple[list[str], int] = stock(pattern, pp_group, vp_stage, *args, **kwargs)
-        return found
-    stage = planner.placement.stages_of(pp_group.rank())[vp_stage or 0]
-    return list(letters_by_stage(pattern, layers)[stage]), sum(layers[:stage])
 
 
 def _placed(build: Stock, session: Session) -> Stock:
@@ -169,12 +156,6 @@ HOOKS = (
         "compile_helpers",
         "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
-    ),
-    Hook(
-        sys.modules[select_pipeline_segment.__module__],  # models import it from there; which module depends on version
-        "select_pipeline_segment",
-        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
-        _select_pipeline_segment,
     ),
     Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),
     Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", log_line.print_rank_last),

@@ -19,16 +19,16 @@ from megatron.schedules.integration.flags.live import live_args
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.run_flags import run_flags
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.by_stage import layers_by_stage, letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.running_job import begin
 from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.spec import StockLayers
+from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
-
-_TIED = "share_embeddings_and_output_weights"
 
 
 def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
@@ -68,13 +68,39 @@ def place_layers(session: Session, config: TransformerConfig) -> None:
     ahead = config.mtp_num_layers or 0
     stock = StockLayers(config.num_layers, first, last, stand_in=stand_in, ahead=ahead)
     try:
-        layers = layers_by_stage(stock, placement.stages)
+        # The pattern of a hybrid model, which it does not read from here, may have other stages.
+        hybrid = getattr(config, "is_hybrid_model", False)
+        layers = even(config.num_layers, placement.stages) if hybrid else layers_by_stage(stock, placement.stages)
     except PlanError as error:
         refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} {error}")
     config.pipeline_model_parallel_layout = PlacedLayout(placement, layers, ahead)
     # The layout contains these.
     config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
     config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+
+
+def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[list[str], int] | None:
+    """Returns the letters of this rank's layers in a hybrid model, and how many layers come before them.
+
+    None if they are where stock has them.
+
+    Args:
+        session: has the placement.
+        pattern: letters of all layers, with ``|`` between stages if it places them.
+        chunk: of this rank; None if it has one.
+    """
+    placement = session.current_placement
+    if placement is None:
+        return None
+    layers = session.hybrid_layers
+    if layers is None:
+        try:
+            layers = layers_by_stage(StockLayers(len(pattern.replace("|", "")), pattern=pattern), placement.stages)
+        except PlanError as error:
+            name = session.settings.get("pipeline_schedule") or session.args.pipeline_schedule
+            refuse(f"--pipeline-schedule {name} {error}")
+    stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
+    return list(letters_by_stage(pattern, layers)[stage]), sum(layers[:stage])
 
 
 class LoopJob:
@@ -98,13 +124,9 @@ class LoopJob:
                 f"--pipeline-schedule {args.pipeline_schedule} has {counted(placement.chunks, 'model chunk')} a "
                 f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
             )
-        if placement.rank_of[-1] == 0 and any(
-            getattr(each, _TIED, False) for chunk in chunks for each in chunk.modules()
-        ):
-            refuse(
-                f"--pipeline-schedule {args.pipeline_schedule} does not work with a tied output layer in this loop: "
-                "use a schedule of one chunk, such as zb-1p"
-            )
+        copies = tied.copies(chunks)
+        if copies is not None and not torch.equal(*copies):
+            refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         session.planner = Planner(job)
         self._job = begin(
             job.spec, session.planner, run_flags(args), lambda: self._done + 1, session.running, session.late_checks

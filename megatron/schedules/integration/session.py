@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from megatron.core import parallel_state
 from torch.nn import Module
@@ -31,11 +31,13 @@ class Session:
 
     Attributes:
         settings: settings given without flags, see :func:`.given`.
+        first_chunk: chunk with the embedding of the model that a loop without arguments builds.
         loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
     """
 
     def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.arguments, self.settings = arguments, given(arguments)
+        self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
@@ -79,9 +81,11 @@ class Session:
         return placement if placement.chunks == chunks else None  # refused when training begins
 
     @property
-    def _placement(self) -> Placement | None:
+    def current_placement(self) -> Placement | None:
         """Position of the stages of the model that is built or trained now."""
-        if self.planner is None and not parallel_state.model_parallel_is_initialized():
+        if self.planner is not None:
+            return self.planner.placement  # asked before this rank has its pipeline group
+        if not parallel_state.model_parallel_is_initialized():
             return None
         return self.placement(
             parallel_state.get_pipeline_model_parallel_world_size(),
@@ -91,7 +95,7 @@ class Session:
     @property
     def loss_on_first_rank(self) -> bool:
         """True if the output layer is on the first rank, and not on the last as stock assumes."""
-        placement = self._placement
+        placement = self.current_placement
         return placement is not None and placement.rank_of[-1] == 0
 
     @property
@@ -110,7 +114,7 @@ class Session:
 
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
         """Returns whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
-        placement, stage = self._placement, self._running
+        placement, stage = self.current_placement, self._running
         assert placement is not None
         if stage is None:
             stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]

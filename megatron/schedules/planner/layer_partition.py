@@ -196,8 +196,8 @@ class _Search:
         assert request.costs.model is not None
         self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
-        self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
         self._climbs = request.schedule == "adaptive"
+        self._limit = limit_in_microbatches(request) if self._climbs else math.inf
         self._bounds: dict[tuple[Partition, int], float] = {}
         # Time of F and of all computing of each stage, by its last layer and the number of its layers.
         self._times: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -205,7 +205,7 @@ class _Search:
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
         self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
         # A named schedule is planned in one way only.
-        alike = few == request.microbatches and request.schedule != "adaptive"
+        alike = few == request.microbatches and not self._climbs
         self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(request.microbatches)))
@@ -258,7 +258,7 @@ class _Search:
 
     def _plans_of(self, microbatches: int) -> int:
         """Number of plans that the effort allows."""
-        passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
+        passes = _EFFORT if self._climbs else _NAMED_EFFORT
         return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
 
     def _levelled(self) -> Partition:

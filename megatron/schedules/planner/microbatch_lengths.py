@@ -12,7 +12,7 @@ from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
-from megatron.schedules.schedule.schedule import Rows, Schedule
+from megatron.schedules.schedule.schedule import Rows, Schedule, all_split
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.polish import finished
@@ -65,7 +65,7 @@ class LengthsPlanner:
         self._costs = costs.around_one()[0].on(base.placement, decisions)
         most = simulate(base, self._costs).limit if limit is None else limit
         self._limits = self._costs.limits(base.placement, most)
-        self._split = _split(base) if base.splits else base
+        self._split = all_split(base)
 
     @property
     def limits(self) -> Sequence[float]:
@@ -178,12 +178,3 @@ def candidates(weights: Sequence[float]) -> list[list[int]]:
     both_ends = rising[: n // 4 : 2] + falling[: n - n // 4] + rising[1 : n // 4 : 2][::-1]
     found = [list(range(n)), rising, falling, mountain, valley, in_turn, small_first, both_ends]
     return [order for order in dict.fromkeys(map(tuple, found)) if sorted(order) == list(range(n))]  # type: ignore[misc]
-
-
-def _split(schedule: Schedule) -> Schedule:
-    """Splits each B into I and W."""
-    rows = (
-        tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
-        for row in schedule.order
-    )
-    return replace(schedule, order=tuple(rows))

@@ -6,12 +6,12 @@ Both directions may run at once. Those of one direction run one after another, i
 from __future__ import annotations
 
 import math
+import mmap
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
-from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,8 +118,8 @@ class StreamCopies(Copies):
         Whole pages, since two registrations may not share one. Children, such as a data loader's workers, do not get
         them: pinned pages would be copied for each child.
         """
-        pages = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
-        pages.madvise(MADV_DONTFORK)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         runtime, start = self._cuda.cudart(), memory.data_ptr()
         if status := int(runtime.cudaHostRegister(start, size, 0)):

@@ -65,6 +65,7 @@ class Climb:
         limits: memory limit of each rank.
         rules: when a new order is accepted.
         passes: order of the passes to start from.
+        seed: random seed of its moves.
         length: makespan of ``passes``; infinite to accept the first move.
         sizes, microbatches: sizes of the microbatches, and the order to start from; empty if all are alike.
     """
@@ -75,13 +76,14 @@ class Climb:
         limits: NDArray[np.float64],
         rules: Rules,
         passes: TaskOrder,
+        seed: int,
         length: float = math.inf,
         sizes: Sizes = _ALIKE,
         microbatches: NDArray[np.int64] = _NONE,
     ) -> None:
         self._tasks, self._length = (both, limits, sizes, rules), length
         self._now, self._best = (Orders(microbatches.copy(), passes.copy()) for _ in range(2))
-        self.makespan = length
+        self.seed, self.makespan = seed, length
 
     @property
     def best(self) -> TaskOrder:
@@ -124,7 +126,7 @@ class OrderClimb(Climb):
     def __init__(self, problem: Problem, limit: float, order: TaskOrder, seed: int) -> None:
         self.problem, ranks = problem, problem.placement.ranks
         threshold = _THRESHOLD * sum(problem.costs.durations[Kind.F]) / (2 * ranks)
-        super().__init__(problem.both, problem.limits(limit), Rules(threshold, math.inf, _INNER), order)
+        super().__init__(problem.both, problem.limits(limit), Rules(threshold, math.inf, _INNER), order, seed)
         self._start = partial(problem.settled, order, limit, Policy(lookahead=1))  # keeps the order
         self._random = random.Random(seed)
         scarce = problem.costs.saved and limit < _SCARCE - EPSILON

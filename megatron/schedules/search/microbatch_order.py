@@ -1,6 +1,6 @@
 """Search for an order of microbatches of different sizes, and for the order of their passes.
 
-It runs during training: each climb is one call of compiled code, which releases the interpreter lock. It is limited by
+It runs during training: a climb is a few calls of compiled code, which release the interpreter lock. It is limited by
 a number of rounds and not by time, so every rank finds the same result.
 """
 
@@ -55,12 +55,6 @@ def _drawn(seed: int, microbatches: int, lookahead: int) -> Iterator[Move]:
             yield Move(lookahead, defer, patience, noise=_NOISE * draws[3], seed=state, backwards=draws[4] < 0.5)
 
 
-class _LengthsClimb(Climb):
-    """A climb that changes the order of the microbatches, too; ``seed`` is its random seed."""
-
-    seed = 0
-
-
 def search(
     tasks: Rounds,
     limits: NDArray[np.float64],
@@ -94,11 +88,10 @@ def search(
             policies = (Policy(lookahead, patience=patience) for patience in _START_PATIENCE)
             settled = [tasks.settled(passes, limits, policy) for policy in policies]
             order, length, _ = min(settled, key=lambda found: found[1])
-            running.append(_LengthsClimb(tasks.both, limits, rules, order, length, sizes, microbatches))
-            running[-1].seed = seed
+            running.append(Climb(tasks.both, limits, rules, order, seed, length, sizes, microbatches))
     parts = [size for size in _CLIMBS if size <= max(1, len(running))]
 
-    def run(part: int, climbs: Sequence[_LengthsClimb]) -> None:
+    def run(part: int, climbs: Sequence[Climb]) -> None:
         each_gets = rounds // len(parts) // parts[part] - (0 if part else len(_START_PATIENCE))
         for climb in climbs:
             climb.follow(_drawn(8 * part + climb.seed, len(orders[0]), lookahead), each_gets)

@@ -1,8 +1,8 @@
 """Runs Transformer Engine's Python code without a GPU, with plain torch in place of its compiled half.
 
 The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
-wheel can be imported, its linears, norms, unfused attention and FP8 recipes run on a CPU. This is for tests and demos,
-because every product is computed in fp32. A GPU's kernels, streams, fused attention and Userbuffers are not covered.
+wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. This is for tests and demos,
+because every product is computed in fp32. A GPU's kernels, streams and Userbuffers are not covered.
 """
 
 from __future__ import annotations

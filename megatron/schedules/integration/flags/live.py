@@ -23,7 +23,6 @@ _IN_CONFIG = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "fp8_param_gather": "fp8_param",
-    "hybrid_layer_pattern": "is_hybrid_model",
     "num_experts": "num_moe_experts",
     "swiglu": "gated_linear_unit",
     "te_rng_tracker": "use_te_rng_tracker",
@@ -56,8 +55,6 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
         if value is not None:
             setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
-    if args.hybrid_layer_pattern:
-        args.num_layers = None  # as with Megatron's flag: layers differ, and their arithmetic is not known
     vars(args).update(settings)
     _refuse_what_comes_too_late(args)
     if args.pipeline_schedule in _ANY_CHUNKS:
@@ -105,6 +102,7 @@ def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
         "padded_vocab_size": getattr(words, "vocab_size", None),
         "max_position_embeddings": getattr(words, "max_sequence_length", None),
         "position_embedding_type": getattr(words, "position_embedding_type", "rope"),
+        "hybrid_layer_pattern": getattr(words, "hybrid_layer_pattern", None),
         "group_query_attention": config.num_query_groups not in (None, config.num_attention_heads),
         "transformer_impl": "transformer_engine" if engine else "local",
         "create_attention_mask_in_dataloader": not engine,

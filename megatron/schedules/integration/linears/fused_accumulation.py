@@ -27,6 +27,9 @@ def fuse_without_apex() -> None:
     needs_workspace = "workspace" in inspect.signature(gemm).parameters
 
     def add(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        if total_input.dtype == main_grad.dtype:  # of fp32, Transformer Engine would round the operands to TF32
+            main_grad.addmm_(grad_output.t(), total_input)
+            return
         workspace: dict[str, Any] = {}
         if needs_workspace:
             workspace["workspace"] = importlib.import_module(f"{ENGINE}.module.base").get_workspace()

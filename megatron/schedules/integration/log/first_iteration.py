@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
-from megatron.training import print_rank_0
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.linears import local, transformer_engine
 from megatron.schedules.integration.linears.output_layers import output_layers
+from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.report.first_iteration import Expected, Seen, lines
 from megatron.schedules.runtime.offload import Offloads
 

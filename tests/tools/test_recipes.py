@@ -1,0 +1,138 @@
+"""tools/recipes: a container of Megatron-Bridge's kind and a script of Megatron-LM's are dry-run; docs/recipes.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.recipes.__main__ import as_json, read
+from tools.recipes.page import as_page
+
+ROOT = Path(__file__).parents[2]
+JSON, PAGE = ROOT / "docs" / "recipes.json", ROOT / "docs" / "recipes.md"
+KNOWN = "llama3_70b_pretrain_64gpu_h100_bf16_config"
+
+# A wheel of Megatron-Bridge in small: it imports what is not installed, and its model is described elsewhere.
+BRIDGE = {
+    "transformers.py": "class AutoConfig:\n"
+    "    from_pretrained = for_model = staticmethod(lambda *args, **kwargs: kwargs)\n",
+    "megatron/bridge/__init__.py": "from not_installed.inside import Name, decorate\n\n"
+    "@decorate\nclass Uses(Name):\n    pass\n",
+    "megatron/bridge/training/__init__.py": "",
+    "megatron/bridge/training/mixed_precision.py": "from types import SimpleNamespace\n\n"
+    "def get_mixed_precision_config(name):\n    return SimpleNamespace(bf16=name == 'bf16_mixed', fp8=None)\n",
+    "megatron/bridge/perf_recipes/__init__.py": "",
+    "megatron/bridge/perf_recipes/llama.py": """
+from types import SimpleNamespace
+from transformers import AutoConfig
+
+def RECIPE():
+    model = AutoConfig.from_pretrained("meta-llama/Meta-Llama-3-70B")
+    return SimpleNamespace(
+        model=SimpleNamespace(
+            num_layers=model["num_hidden_layers"], hidden_size=model["hidden_size"],
+            ffn_hidden_size=model["intermediate_size"], num_attention_heads=model["num_attention_heads"],
+            num_query_groups=model["num_key_value_heads"], vocab_size=model["vocab_size"], kv_channels=128,
+            seq_length=8192, gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm",
+            position_embedding_type="rope", attention_dropout=0.0, hidden_dropout=0.0,
+            tensor_model_parallel_size=4, pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=5,
+            context_parallel_size=2, sequence_parallel=True, cross_entropy_loss_fusion=True,
+            cross_entropy_fusion_impl="te", defer_embedding_wgrad_compute=None,
+        ),
+        train=SimpleNamespace(micro_batch_size=1, global_batch_size=256),
+        ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=False),
+        comm_overlap=SimpleNamespace(tp_comm_overlap=True, defer_embedding_wgrad_compute=True, bucket_size=None),
+        mixed_precision="bf16_mixed",
+    )
+
+def other_pretrain_8gpu_h100_bf16_config():
+    raise FileNotFoundError("a file of the repository")
+""".replace("RECIPE", KNOWN),
+}
+SCRIPT = """
+#!/bin/bash
+TP=2
+MODEL=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512
+       --vocab-size 32000 --swiglu --disable-bias-linear)
+torchrun pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP --pipeline-model-parallel-size 4 \\
+  --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1 --global-batch-size 16 --bf16 \\
+  --recompute-granularity selective --cuda-graph-impl local --overlap-moe-expert-parallel-comm
+"""
+
+
+def said(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    command = [sys.executable, "-m", "tools.recipes", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    for name, text in BRIDGE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
+    script = wheel / "train.sh"
+    script.write_text(SCRIPT)
+    found = said(str(script), KNOWN, "--gpus", "16", "--bridge", str(wheel), "--json", f"{wheel}/a.json", folder=wheel)
+    assert found.returncode == 0, found.stderr
+    answers = read(wheel / "a.json")
+    of_script = answers[str(script)]
+    assert (of_script.sizes, of_script.microbatches, of_script.recompute) == ("T2 P4 V2", 8, "core_attn")
+    assert list(of_script.left_out) == ["cuda_graph_impl", "overlap_moe_expert_parallel_comm"]
+    assert of_script.stock is not None and of_script.stock.schedule == "interleaved-1f1b:2"
+    assert of_script.half is not None and of_script.half.gib < of_script.without.gib
+    assert "leave out cuda_graph_impl: does not work with --cuda-graph-impl: CUDA graphs are not" in found.stdout
+    # The same figures as on the page, which come from Megatron-Bridge itself.
+    assert answers[KNOWN] == read(JSON)[KNOWN]
+
+
+def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
+    found = said("--bridge", str(wheel), "--json", str(JSON), "--page", f"{wheel}/page.md", folder=wheel)
+    assert found.returncode == 0, found.stderr
+    line = "left out: Megatron-Bridge cannot make other_pretrain_8gpu_h100_bf16_config: a file of the repository"
+    assert line in found.stderr and not found.stdout
+    assert (wheel / "page.md").read_text() == PAGE.read_text()
+
+
+def test_what_is_missing_is_said_in_one_line(wheel: Path):
+    for arguments, line in (
+        ([str(wheel / "transformers.py")], f"--gpus is missing: the GPUs of {wheel}/transformers.py"),
+        ([KNOWN], f"--bridge is missing: the unpacked wheel of megatron-bridge, which has {KNOWN}"),
+        (["--bridge", str(wheel / "megatron")], "has no megatron/bridge/perf_recipes"),
+        (["--bridge", str(wheel), "no_8gpu_h100_config"], "has no performance recipe no_8gpu_h100_config"),
+    ):
+        found = said(*arguments, folder=wheel)
+        assert found.returncode == 2 and line in found.stderr and found.stderr.count("\n") == 1
+
+
+def test_the_page_is_written_from_its_results():
+    answers = list(read(JSON).values())
+    assert PAGE.read_text() == as_page(answers)
+    assert JSON.read_text() == as_json(answers)
+    rows = re.findall(r"^\| \w+ \| \d+ [A-Z]+\d+ \|", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == len(answers) > 200
+
+
+@pytest.mark.full_matrix
+def test_rows_are_those_of_the_wheel(tmp_path: Path):
+    folder = os.environ.get("MEGATRON_BRIDGE")
+    if folder is None:
+        pytest.skip("MEGATRON_BRIDGE is the unpacked wheel of megatron-bridge, where transformers is installed")
+    names = [
+        KNOWN,
+        "deepseek_v3_pretrain_256gpu_gb300_fp8cs_config",
+        "qwen3_next_80b_a3b_pretrain_64gpu_gb200_bf16_config",
+    ]
+    found = said("--bridge", folder, "--json", f"{tmp_path}/a.json", *names)
+    assert found.returncode == 0, found.stderr
+    answers, known = read(tmp_path / "a.json"), read(JSON)
+    assert answers == {name: known[name] for name in names}

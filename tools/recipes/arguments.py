@@ -1,0 +1,86 @@
+"""Megatron's arguments of a recipe: of a Megatron-LM script, or of a ``ConfigContainer`` of Megatron-Bridge."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron.schedules.estimate.megatron_flags import script_words
+from megatron.schedules.integration.flags.declared import add_arguments
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import read_text
+from tools._parsing import Parser
+
+# Parts of a ConfigContainer in which Megatron-LM's arguments are; values of later parts count.
+_PARTS = "rng", "checkpoint", "train", "ddp", "optimizer", "model", "mixed_precision", "comm_overlap"
+# These two override the others, with the values that are set.
+_OVERRIDE = "mixed_precision", "comm_overlap"
+# Fields that Megatron-LM calls otherwise.
+_NAMES = {
+    "bias_activation_fusion": "bias_swiglu_fusion",
+    "gated_linear_unit": "swiglu",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "num_moe_experts": "num_experts",
+    "use_te_rng_tracker": "te_rng_tracker",
+}
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+_LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def of_script(file: Path, gpus: int) -> argparse.Namespace:
+    """Returns the arguments in a script for Megatron-LM, or in a file with its flags.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
+    parser = _parser()
+    try:
+        args, _ = parser.parse_known_args(script_words(read_text(file, "model")))
+    except ValueError as error:
+        raise PlanError(f"{file}: {error}") from None
+    args.world_size = gpus
+    return args
+
+
+def of_container(config: Any, gpus: int) -> argparse.Namespace:
+    """Returns the arguments that Megatron-LM would have for a ``ConfigContainer``.
+
+    Args:
+        config: the configuration, or any object with these parts.
+        gpus: GPUs of the job.
+    """
+    args = _parser().parse_args([])
+    for name in _PARTS:
+        part = getattr(config, name, None)
+        for field, value in {} if part is None else vars(part).items():
+            if value is not None or name not in _OVERRIDE:
+                setattr(args, _NAMES.get(field, field), _DTYPES.get(str(value), value))
+    args.world_size = gpus
+    args.peft = getattr(config, "peft", None) is not None
+    args.group_query_attention = args.num_query_groups not in (None, args.num_attention_heads)
+    # Megatron-LM adds gradients up in single precision unless this flag is given, Bridge if it is told to.
+    args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
+    args.padded_vocab_size = None if getattr(args, "should_pad_vocab", True) else args.vocab_size
+    args.tp_comm_overlap = args.tp_comm_overlap and args.tensor_model_parallel_size > 1 and args.sequence_parallel
+    if getattr(getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True):
+        args.create_attention_mask_in_dataloader = False
+    if args.recompute_granularity == "selective" and args.recompute_modules == []:
+        args.recompute_granularity = None
+    if not isinstance(args.pipeline_model_parallel_layout, str | None):
+        args.pipeline_model_parallel_layout = _layout(args.pipeline_model_parallel_layout)
+    return args
+
+
+def _layout(stages: Iterable[Iterable[Any]]) -> str:
+    return "|".join("".join(_LAYERS[str(getattr(layer, "name", layer))] for layer in stage) for stage in stages)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Returns Megatron's own parser with our flags."""
+    megatron: Any = importlib.import_module("megatron.training.arguments")
+    return add_arguments(megatron.add_megatron_arguments(Parser(allow_abbrev=False, add_help=False)))
