@@ -118,6 +118,13 @@ def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any]
     assert "\n" not in str(caught.value)
 
 
+def test_an_argument_that_does_not_exist_is_an_error_of_type() -> None:
+    with pytest.raises(TypeError, match="there is no argument 'memory'"):
+        ms.plan("v-half", **SIZE, memory=1)  # type: ignore[call-arg]
+    with pytest.raises(ms.PlanError, match="microbatches: must be a whole number above zero, not None"):
+        ms.compare(pipeline_size=4)  # type: ignore[call-arg]
+
+
 def test_flags_go_before_arguments_of_install_and_arguments_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {"SCHEDULE": "v-min", "MEMORY_LIMIT": "50%", "REPLAN": "0", "LAYERS": ""}.items():
         monkeypatch.setenv(f"PIPELINE_{variable}", value)
