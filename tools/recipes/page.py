@@ -186,13 +186,13 @@ a GPU.
 _GUIDE = """To train a recipe with a schedule, give two flags:
 
 ```sh
---pipeline-schedule v-half --pipeline-layers auto
+--pipeline-schedule v-half --pipeline-layers auto        # or v-zb, as the recipe's row says
 ```
 
 They replace the virtual pipeline size and the layer layout of the recipe (`virtual_pipeline_model_parallel_size`,
-`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). `v-half` stands for all schedules that split the
-backward. `--pipeline-schedule auto` searches for minutes, and uses the memory that the
-GPU has left for a smaller bubble ([which schedule](which-schedule.md)).
+`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). The figures of this page are without a search
+for layers. `--pipeline-schedule auto` searches for minutes, also for layers and recompute
+([which schedule](which-schedule.md)).
 
 ## Your own recipe
 
@@ -209,7 +209,8 @@ downloaded from Hugging Face.
 """
 _LEGEND = """*Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of stock's schedule.
 *n*: microbatches. *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if
-it is more than the GPU has. *Time*: planned iteration time over that of stock's schedule, both by the model's
+it is more than the GPU has. *Ours*: of `v-zb`, `v-half` and `v-min` the shortest that fits, or the one that needs least
+memory if none fits. *Time*: planned iteration time over that of stock's schedule, both by the model's
 arithmetic, with recompute as in the recipe. ≈: a part of the model is [not counted](#not-counted).
 """
 _HALF = """These recipes recompute parts of each layer. The last columns show what half of 1F1B's activation memory
