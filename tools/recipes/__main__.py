@@ -6,7 +6,6 @@ with Megatron-LM's flags. Needs no GPU.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -42,7 +41,7 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
     multiple=True,
     default=TRIED,
     show_default=True,
-    help="Our schedules; the shortest that fits counts. auto searches for minutes.",
+    help="Our schedules; the first that fits counts. auto searches for minutes.",
 )
 @click.option("--json", "output", type=click.Path(path_type=Path), help="File for all answers; those in it are kept.")
 @click.option("--page", type=click.Path(path_type=Path), help="Markdown page of the answers in --json.")
@@ -56,7 +55,6 @@ def main(
     page: Path | None,
 ) -> None:
     warnings.simplefilter("ignore")
-    importlib.import_module("megatron.training.arguments")
     known = read(output) if output is not None and output.exists() else {}
     scripts = [each for each in recipes if Path(each).is_file()]
     names = [each for each in recipes if each not in scripts]

@@ -22,7 +22,7 @@ from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.utils.errors import PlanError
 
-# Schedules that are tried in place of stock's, and the one with half of 1F1B's activation memory.
+# Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
 TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 _GIB = 2.0**30
 # Arguments without which a recipe would be another model, or in another precision. All others can be left out.
@@ -74,7 +74,7 @@ class Answer:
         precision: precision of the linears.
         recompute: Megatron's recompute in the recipe; empty without.
         stock: stock's schedule.
-        ours: our schedule, by default the shortest of :data:`TRIED` that fits, or the one that needs least memory.
+        ours: our schedule: the first of those tried that fits, or the last.
         half: :data:`HALF` without recompute, for a recipe with recompute.
         without: stock's schedule without recompute, for a recipe with recompute.
         left_out: arguments that have to be left out, and why.
@@ -117,7 +117,7 @@ def answer(name: str, args: argparse.Namespace, device: str, gib: float, tried: 
         name: the recipe.
         args: its arguments, as Megatron's parser returns them.
         device, gib: the GPU, and its memory.
-        tried: our schedules.
+        tried: our schedules, at least one.
 
     Raises:
         PlanError: the arguments cannot be read, or stock's schedule cannot be planned.
@@ -131,12 +131,10 @@ def answer(name: str, args: argparse.Namespace, device: str, gib: float, tried: 
     # A plan does not depend on them. Their rules are asked below.
     plain = replace(spec, stock=StockFlags())
     stock, is_as_set = _stock(plain, chunks)
-    jobs = [_planned(_placed(plain, ScheduleChoice(each, each))) for each in tried]
-    fitting = [job for job in jobs if _figures(job).gib <= gib]
-    if fitting:
-        ours = min(fitting, key=lambda job: _timeline(job).makespan)
-    else:
-        ours = min(jobs, key=lambda job: _figures(job).gib)
+    for each in tried:
+        ours = _planned(_placed(plain, ScheduleChoice(each, each)))
+        if _figures(ours).gib <= gib:
+            break
     kept = replace(spec.stock, given=spec.stock.given & _KEPT)
 
     def why_not(stock: StockFlags) -> str:

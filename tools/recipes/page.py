@@ -131,9 +131,9 @@ def _counts(answers: Sequence[Answer]) -> str:
     stock, half = _fitting(answers, "without"), _fitting(answers, "half")
     lines += [
         "",
-        f"By plan our iteration is shorter than stock's in {shorter} of {len(times)} recipes, by {gain:.0f} % in the median.",
-        f"{len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their GPU under stock's",
-        f"schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
+        f"By plan our iteration is shorter than stock's in {shorter} of {len(times)} recipes, in the median by",
+        f"{gain:.0f} %. {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their",
+        f"GPU under stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -254,7 +254,7 @@ downloaded from Hugging Face.
 _LEGEND = """- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under stock's
   interleaved schedule; *n*: microbatches
 - *Stock*: 1F1B, interleaved if the recipe has V, with its layers and recompute
-- *Ours*: of `v-zb`, `v-half` and `v-min` the shortest that fits, or the one that needs least memory if none fits
+- *Ours*: the first of `v-zb`, `v-half` and `v-min` that fits, otherwise `v-min`
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if it is more than
   the GPU has; ≈ if a part of the model is [not counted](#not-counted)
 - *Time*: our planned iteration time over stock's, both by the model's arithmetic, with recompute as in the recipe.
