@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain GPT with stock Megatron; ``--pipeline-schedule NAME`` chooses the order of the pipeline's passes.
+"""Pretrain GPT, or a hybrid model, with stock Megatron; ``--pipeline-schedule NAME`` chooses the order of its passes.
 
 Takes every flag of Megatron's, and runs on one device, under torchrun or under SLURM as any Megatron script does.
 """
@@ -21,7 +21,11 @@ without_gpu()
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron.schedules.integration import gpt
@@ -32,7 +36,8 @@ def main() -> None:
     refuse_other_data(sys.argv[1:])
     install()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    config = pretrain_cfg_container_from_args(args, model(args))
     pretrain(config, gpt.datasets_provider, ModelType.encoder_or_decoder, gpt.forward_step)
 
 

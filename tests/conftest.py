@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full_matrix: run with --full-matrix alone")
+    config.addinivalue_line("markers", "feature(name, schedule): shows this feature of Megatron's; see --features-to")
     if config.getoption("--features-to"):
         config.pluginmanager.register(_Features(Path(config.getoption("--features-to"))))
 

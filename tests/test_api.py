@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 import megatron.schedules as ms
 from megatron.schedules.cli.program import main
+from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.given import given
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
 
@@ -115,17 +118,36 @@ def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any]
     assert "\n" not in str(caught.value)
 
 
-def test_install_takes_what_the_flags_take_and_flags_go_before() -> None:
+def test_flags_go_before_arguments_of_install_and_arguments_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {"SCHEDULE": "v-min", "MEMORY_LIMIT": "50%", "REPLAN": "0", "LAYERS": ""}.items():
+        monkeypatch.setenv(f"PIPELINE_{variable}", value)
+    settings = given({"schedule": "auto", "memory_limit": None, "replan": True, "plan_lengths": False})
+    assert settings == {"pipeline_schedule": "auto", "pipeline_memory_limit": "50%", "pipeline_replan": True}
+    parser = stock_parser()
+    parser.set_defaults(**settings)
+    args = parser.parse_args(["--pipeline-schedule", "v-half"])
+    assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("v-half", "50%")
+    assert args.pipeline_replan and not args.pipeline_plan_lengths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ({"schedule": "v-halff"}, {}, "unknown schedule 'v-halff': did you mean v-half?"),
+        ({"schedule": "adaptive"}, {}, "--pipeline-memory-limit is missing: "),
+        ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_MEMORY_LIMIT": "0.5"}, "--pipeline-memory-limit goes with "),
+        ({}, {"PIPELINE_SCHEDULE": "zb-1p", "PIPELINE_REPLAN": "yes"}, "$PIPELINE_REPLAN must be 1 or 0, not 'yes'"),
+        ({"memory_limit": 0.5}, {}, "--pipeline-memory-limit goes with --pipeline-schedule "),
+    ],
+)
+def test_install_refuses_wrong_settings_before_it_imports_megatron(
+    arguments: dict[str, Any], variables: dict[str, str], said: str
+) -> None:
     program = (
-        "import sys; from unittest import mock; import megatron.schedules as ms\n"
-        "sys.argv = ['train.py', '--num-layers', '8', '--pipeline-schedule=v-half']\n"
-        "early, hooks = mock.Mock(), mock.Mock()\n"
-        "sys.modules |= {'megatron.schedules.integration.flags.early': early, "
-        "'megatron.schedules.integration.hooks': hooks}\n"
-        "import megatron.schedules.integration as integration; integration.hooks = hooks\n"
-        "ms.install(schedule='auto', memory_limit=0.5, replan=True)\n"
-        "hooks.install.assert_called_once_with(); print(*early.refuse_early.call_args.args[0])"
+        f"import sys; sys.argv = ['loop.py', '--lr', 'x']; import megatron.schedules as ms; ms.install(**{arguments})"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
-    flags = "--num-layers 8 --pipeline-schedule=v-half --pipeline-memory-limit 0.5 --pipeline-replan"
-    assert done.stdout.split() == flags.split()
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("loop.py: error: ") and said in done.stderr and done.stderr.count("\n") == 1

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ _NOT_FOR_TEXT = frozenset({"NullTokenizer", "NullMultimodalTokenizer", "Multimod
 _DOCUMENTS_A_TASK = 16  # enough that passing documents between processes costs little
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_WORKERS = 1024  # more is a slip of the finger, and each is a process
+_LONGEST_LINE = 2**28  # bytes; a file without line ends would be read into memory whole
 _HALF_A_SURROGATE_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 cannot
 
 
@@ -127,10 +129,12 @@ def read_documents(files: Sequence[Path], input_format: str, keys: Sequence[str]
 
 def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[Document]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
+            where = f"--input {path}:{number}"
+            if len(line) > _LONGEST_LINE:
+                raise InputError(f"{where}: a line of more than {_LONGEST_LINE >> 20} MiB; each is one JSON object")
             if not line.strip():
                 continue
-            where = f"--input {path}:{number}"
             try:
                 record = json.loads(line)
             except UnicodeDecodeError as error:

@@ -37,28 +37,35 @@ def install(
     measure: str | None = None,
     replan: bool = False,
 ) -> None:
-    """Gives the running Megatron training script ``--pipeline-schedule`` and the schedules behind it.
+    """Gives the training loop of this process the schedules of this package.
 
-    Call it once, at the top of the script, before Megatron parses its arguments. Without the flag and without
-    ``schedule`` Megatron behaves as it does without this package. Where a flag of ours is wrong the process ends here,
-    with one line and status 2; where that takes Megatron to tell, when the arguments are parsed.
+    Call it once, at the top of the script: in a script of Megatron-LM's before Megatron parses its arguments, in any
+    other loop on megatron-core before the model is built and before anything imports
+    ``forward_backward_pipelining_without_interleaving`` by name. Without a schedule Megatron is unchanged. A wrong
+    setting ends the process with one line and status 2, as soon as it can be known.
 
     Args:
         schedule, memory_limit, costs, layers, save_memory, vocabulary_parallel, plan_lengths, measure, replan: what the
-            flag of that name takes, behind ``--pipeline-``. Flags of the command line go before them.
+            flag of that name takes, behind ``--pipeline-``. Megatron-LM's scripts have these flags too, and flags go
+            before arguments. Without an argument the environment variable of that name counts, such as
+            ``PIPELINE_MEMORY_LIMIT``.
     """
-    given = {name: value for name, value in locals().items() if value not in (None, False)}
-    for name, value in given.items():
-        flag = f"--pipeline-{name.replace('_', '-')}"
-        if not any(each == flag or each.startswith(f"{flag}=") for each in sys.argv):
-            sys.argv += [flag] if value is True else [flag, str(value)]
-    if "megatron.training" not in sys.modules:
-        from megatron.schedules.integration.flags.early import refuse_early
+    arguments = dict(locals())
+    from megatron.schedules.integration.flags.early import refuse_early
+    from megatron.schedules.integration.flags.given import given
 
-        refuse_early(sys.argv[1:])
-    from megatron.schedules.integration import hooks
+    if "megatron.core" not in sys.modules or "pipeline_schedule" in given(arguments):
+        refuse_early(sys.argv[1:], arguments=arguments)
+    try:
+        from megatron.schedules.integration import hooks
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron.training"):
+            raise
+        from megatron.schedules.integration import core_hooks
 
-    hooks.install()
+        core_hooks.install(arguments)
+    else:
+        hooks.install(arguments)
 
 
 def without_gpu() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 from megatron.schedules.job import values
 from megatron.schedules.job.plans import JobPlans, job_plans
@@ -60,25 +60,27 @@ class Plan(service.Plan):
         return str(drawn(drawing, "svg")) if drawing.passes <= _MOST_DRAWN else None
 
 
-def plan(
-    schedule: str | Path,
-    *,
-    pipeline_size: int,
-    microbatches: int,
-    memory_limit: float | str | None = None,
-    costs: Costs | Sequence[float] | str | Path | None = None,
-    model: str | Path | None = None,
-    layers: str | Sequence[int] | None = None,
-    save_memory: str = "none",
-    vocabulary_parallel: bool = False,
-    search_seconds: float | None = None,
-    progress: Progress = unheard,
-) -> Plan:
+class Arguments(TypedDict, total=False):
+    """Arguments of :func:`plan` and :func:`compare` by name, see there."""
+
+    pipeline_size: Required[int]
+    microbatches: Required[int]
+    memory_limit: float | str | None
+    costs: Costs | Sequence[float] | str | Path | None
+    model: str | Path | None
+    layers: str | Sequence[int] | None
+    save_memory: str
+    vocabulary_parallel: bool
+    search_seconds: float | None
+
+
+def plan(schedule: str | Path, *, progress: Progress = unheard, **arguments: Unpack[Arguments]) -> Plan:
     """Plans one schedule. The arguments take what the command line's flags of these names take.
 
     Args:
         schedule: a name, which chunks per rank may follow, such as ``adaptive:8``; ``auto`` for the shortest of all
             within the memory limit; or the path of a compute-only CSV.
+        progress: told what share of the planning has been done since it was told last.
         pipeline_size: pipeline ranks, 2 or more.
         microbatches: of one iteration.
         memory_limit: for ``adaptive`` and ``auto``, the most activation memory of a rank: a fraction of 1F1B's, or a
@@ -91,29 +93,17 @@ def plan(
         save_memory: for ``adaptive`` and ``auto``: ``none``, ``recompute``, ``offload[=GB/s]`` or ``both[=GB/s]``.
         vocabulary_parallel: whether all ranks share the embedding and the output layer.
         search_seconds: for ``adaptive`` and ``auto``, how long to search, in seconds of a usual core.
-        progress: told what share of the planning has been done since it was told last.
 
     Raises:
         PlanError: in one line, which argument is wrong and what would work.
     """
     with _by_argument():
-        plans = _plans(
-            [schedule],
-            pipeline_size=pipeline_size,
-            microbatches=microbatches,
-            memory_limit=memory_limit,
-            costs=costs,
-            model=model,
-            layers=layers,
-            save_memory=save_memory,
-            vocabulary_parallel=vocabulary_parallel,
-            search_seconds=search_seconds,
-        )
+        plans = _plans([schedule], arguments)
         made = plans.plan(plans.specs[0], progress)
     return Plan(made.asked, made.request, made.schedule, made.named)
 
 
-def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict[str, object]]:
+def compare(schedules: Sequence[str | Path] = (), **arguments: Unpack[Arguments]) -> list[dict[str, object]]:
     """Plans several schedules for the same arguments; a row each, for a table or a data frame.
 
     Args:
@@ -127,7 +117,7 @@ def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict
         PlanError: where something is wrong for all of them, such as a name.
     """
     with _by_argument():
-        plans = _plans(schedules, **arguments)
+        plans = _plans(schedules, arguments)
         rows = [
             Row(name, found if isinstance(found, str) else figures(found.timeline, plans.microbatch_bytes), throughput)
             for name, found, throughput in plans.compared()
@@ -135,36 +125,33 @@ def compare(schedules: Sequence[str | Path] = (), **arguments: Any) -> list[dict
     return as_records(rows)
 
 
-def _plans(
-    schedules: Sequence[str | Path],
-    *,
-    pipeline_size: int,
-    microbatches: int,
-    memory_limit: float | str | None = None,
-    costs: Costs | Sequence[float] | str | Path | None = None,
-    model: str | Path | None = None,
-    layers: str | Sequence[int] | None = None,
-    save_memory: str = "none",
-    vocabulary_parallel: bool = False,
-    search_seconds: float | None = None,
-) -> JobPlans:
+def _plans(schedules: Sequence[str | Path], arguments: Arguments) -> JobPlans:
     """Reads the arguments of :func:`plan`."""
-    for name, count in (("pipeline_size", pipeline_size), ("microbatches", microbatches)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise PlanError(f"{name}: must be a whole number above zero, not {count!r}")
+    if unknown := arguments.keys() - Arguments.__annotations__:
+        raise TypeError(f"there is no argument {min(unknown)!r}")
+    ranks = _count("pipeline_size", arguments.get("pipeline_size"))
+    microbatches = _count("microbatches", arguments.get("microbatches"))
+    search_seconds, memory_limit = arguments.get("search_seconds"), arguments.get("memory_limit")
     if search_seconds is not None and not isinstance(search_seconds, (int, float)):
         raise PlanError(f"search_seconds: must be a number, not {search_seconds!r}")
     settings = Settings(
         values.ScheduleChoice("", ""),
         None if memory_limit is None else values.memory_limit("memory_limit", str(memory_limit)),
-        _costs(costs),
-        _layers(layers),
-        values.memory_saving("save_memory", save_memory),
-        vocabulary_parallel,
+        _costs(arguments.get("costs")),
+        _layers(arguments.get("layers")),
+        values.memory_saving("save_memory", arguments.get("save_memory", "none")),
+        arguments.get("vocabulary_parallel", False),
         search_seconds=search_seconds,
     )
+    model = arguments.get("model")
     named = None if model is None else str(model)
-    return job_plans(list(map(str, schedules)), NAMES, settings, pipeline_size, microbatches, named, _NAMES)
+    return job_plans(list(map(str, schedules)), NAMES, settings, ranks, microbatches, named, _NAMES)
+
+
+def _count(name: str, count: object) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlanError(f"{name}: must be a whole number above zero, not {count!r}")
+    return count
 
 
 def _costs(costs: Costs | Sequence[float] | str | Path | None) -> values.CostsChoice | None:

@@ -37,16 +37,19 @@ class Training:
         adapters: bool = False,
         attention: str = "stock",
         orders: Sequence[Sequence[Sequence[int]]] = (),
+        streams: bool = False,
     ) -> Result:
         """Train with ``flags`` on ``world`` ranks.
 
         Args:
             tied: whether embedding and output layer share their weights.
             model: those flags that say what parameters there are.
-            samples, adapters, attention, orders: as :func:`.jobs.train` knows them.
+            samples, adapters, attention, orders, streams: as :func:`.jobs.train` knows them.
         """
-        start = self.load(tied, (*_layers(flags), *model), attention)
+        # Where a hybrid model's stages begin and end is no matter of its weights.
+        start = self.load(tied, (*_layers(flags), *(flag.replace("|", "") for flag in model)), attention)
         others = {"samples": samples, "adapters": adapters, "attention": attention, "orders": orders}
+        others |= {"streams": streams}
         return self._run(world, *flags, *model, *start, tied=tied, **others)
 
     def resume(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -39,3 +40,12 @@ def fused_kernels(log: list[str] | None = None) -> Iterator[Kernels]:
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
     ):
         yield kernels
+
+
+def forget() -> None:
+    """Let Megatron find none in this process, as where Apex is not installed."""
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = False
+    for names in (vars(layers), sys.modules):
+        names.pop("fused_weight_gradient_mlp_cuda", None)

@@ -16,19 +16,23 @@ from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.reader import completed
+from megatron.schedules.integration.linears.products import memory_of
 from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 
 
 def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:
-    """The estimate for the command line of this process, or what it is where attention is one kernel."""
+    """The estimate for the command line of this process, with attention in one kernel if asked."""
     hooks.install()
     args = arguments.parse_args()
     asked = check(args)
     assert asked is not None
-    if one_kernel:  # said of Transformer Engine's layers
-        args.transformer_impl = "transformer_engine"
+    if one_kernel:
         spec = completed(asked.spec, args)
+        assert spec.model is not None
+        build = spec.model.build
+        build = replace(build, shape=replace(build.shape, fused=True), contiguous=True)
+        spec = replace(spec, model=replace(spec.model, build=build))
         costs = costs_of(spec, asked.schedule.placement.stages)
         asked = asked._replace(spec=spec, request=replace(asked.request, costs=costs))
     return estimated(asked, Planner(asked)).ranks
@@ -63,12 +67,18 @@ def held(seen: dict[str, Any]) -> tuple[int, dict[str, int]]:
     buffers = [each for chunk in seen["model"] for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     found = {
         "parameters": sum(parameter.numel() for parameter in weights),
-        "weights": sum(parameter.nbytes for parameter in weights),
+        "weights": sum(parameter.nbytes for parameter in weights) + _copies(seen["model"]),
         "gradients": sum(each.grad_data.nbytes for each in buffers),
         "optimizer": _state(seen["optimizer"], _storages(weights)),
         "activations": seen["activations"],
     }
     return parallel_state.get_pipeline_model_parallel_rank(), found
+
+
+def _copies(model: Iterable[torch.nn.Module]) -> int:
+    """Bytes of the quantized copies of weights that Transformer Engine caches."""
+    caches = (getattr(module, "_fp8_workspaces", {}) for chunk in model for module in chunk.modules())
+    return sum(part.nbytes for cache in caches for copy in cache.values() for part in memory_of(copy))
 
 
 def _state(optimizer: Any, weights: set[int]) -> int:

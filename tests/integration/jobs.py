@@ -6,6 +6,7 @@ Importing this turns the CPU stand-in on, for the whole process: only :mod:`test
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import sys
@@ -29,6 +30,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
+from megatron.training.global_vars import get_tensorboard_writer
 
 import pretrain_gpt
 from megatron.schedules.estimate.device_memory import RankMemory
@@ -37,26 +39,32 @@ from megatron.schedules.integration import hooks as integration
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.free_device_memory import STANDIN_VARIABLE
 from megatron.schedules.integration.model_stages import MegatronStages
+from megatron.schedules.integration.peak_memory import PeakReport
 from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, parts_of
 from tests.integration import (
     conversations,
     counted_forwards,
     fake_wandb,
+    fused_kernels,
     held_in_jobs,
     kernel_attention,
     low_rank,
     ordered_samples,
     plain_attention,
+    residual_streams,
     stalled_step,
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
+from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
+from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
+from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
 from tests.waiting import HANGS_S
 from tools.benchmarks.quick_start import quick_start
@@ -64,7 +72,10 @@ from tools.gpu_tests.weights import named_parameters
 
 quick_start()
 
-__all__ = ["in_groups", "reads_ahead", "train"]  # what the server is asked for by name, among others
+_EXTENSIONS = "megatron.core.extensions.transformer_engine"
+
+# What the server is asked for by name, among others.
+__all__ = ["called", "core_loop", "imported_before", "in_groups", "reads_ahead", "train"]
 
 
 def train(
@@ -74,6 +85,7 @@ def train(
     adapters: bool = False,
     attention: str = "stock",
     orders: Sequence[Sequence[Sequence[int]]] = (),
+    streams: bool = False,
     timeout: float = HANGS_S,
 ) -> Result:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``world`` ranks.
@@ -81,9 +93,10 @@ def train(
     Its samples are "plain", "varied" in size from microbatch to microbatch, "cut" in size as they are read, "packed"
     with documents, or with "conversations". With ``adapters`` only low-rank ones beside every linear are trained.
     ``attention`` is stock's local one, or "plain": see :mod:`.plain_attention`. Where there are ``orders``, each rank
-    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`.
+    takes the microbatches of each iteration in its own: see :mod:`.ordered_samples`. With ``streams`` the model has
+    several residual streams: see :mod:`.residual_streams`.
     """
-    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, timeout=timeout)
+    ranks = run_ranks(world, _rank, list(flags), samples, adapters, attention, orders, streams, timeout=timeout)
     last = ranks[-1]
     return Result(
         last["losses"],
@@ -217,7 +230,9 @@ def _hooks() -> list[tuple[str, str, bool, bool]]:
     for hook in integration.HOOKS:
         now = getattr(hook.module, hook.name)
         below = getattr(now, "megatron_schedules_stock", None)
-        found.append((hook.name, hook.why, below is not None, hasattr(below, "megatron_schedules_stock")))
+        # What is None belongs to a library that is not there.
+        replaced = now is None or below is not None
+        found.append((hook.name, hook.why, replaced, hasattr(below, "megatron_schedules_stock")))
     return found
 
 
@@ -439,6 +454,9 @@ def _rank_main(flags: list[str]) -> None:
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
     pretrain_gpt.main()
+    board = get_tensorboard_writer()
+    if board is not None:  # its thread may still be writing, and a forked rank ends without waiting for threads
+        board.flush()
 
 
 def _save_quickly(flags: list[str]) -> None:
@@ -456,7 +474,12 @@ def packed_sequences(bounds: list[int], length: int) -> tuple[list[int], list[in
 
 
 def _rank(
-    flags: list[str], samples: str, adapters: bool, attention: str, orders: Sequence[Sequence[Sequence[int]]]
+    flags: list[str],
+    samples: str,
+    adapters: bool,
+    attention: str,
+    orders: Sequence[Sequence[Sequence[int]]],
+    streams: bool,
 ) -> dict[str, Any]:
     seen = _nothing_seen()
     _listen(seen)
@@ -464,19 +487,25 @@ def _rank(
     if orders:
         ordered_samples.put_in_place(orders)
     fake_wandb.put_in_place()
+    if "--pipeline-schedule" in flags:
+        fused_kernels.forget()
+    if os.environ.get(ROUNDING_VARIABLE) == "1":
+        _round_to_nearest()
     # Whatever is read or given back too soon is nonsense.
     offloaded_layers.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
         plain_attention.put_in_place()
     if adapters:
         low_rank.put_in_place()
+    if streams:
+        residual_streams.put_in_place()
     if samples == "varied":
         _vary_sizes(seen["shapes"])
     if samples == "cut":
         ordered_samples.cut()
     if samples in ("packed", "conversations"):
         MockGPTLowLevelDataset.max_sequence_length = 9
-        _attend_to_packed(seen["shapes"])
+        _attend_to_packed(seen["shapes"], local="local" in flags)
     if samples == "conversations":
         conversations.put_in_place()
         flags = [flag for flag in flags if flag != "--mock-data"]
@@ -486,6 +515,18 @@ def _rank(
         if leaving.code:
             raise
     return seen
+
+
+def _round_to_nearest() -> None:
+    """What Transformer Engine does by an environment variable, which it reads before it knows the job."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").NVFP4BlockScaling
+    prepare = recipe.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.disable_stochastic_rounding = True
+        prepare(self)
+
+    recipe.__post_init__ = post_init
 
 
 def _rank_without_us(flags: list[str]) -> dict[str, Any]:
@@ -516,16 +557,18 @@ def _joined(ranks: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, int, 
     return found | {key: torch.cat([tensors[at] for at in sorted(tensors)]) for key, tensors in parts.items()}
 
 
-def _attend_to_packed(seen: set[tuple[int, ...]]) -> None:
-    """Stock's local layers attend to whole samples only; the attention in its place says what bounds it was given."""
-    plain_attention.put_in_place()
-    attend = PlainAttention.forward
+def _attend_to_packed(seen: set[tuple[int, ...]], local: bool) -> None:
+    """Attention says what bounds it was given. That of stock's ``local`` layers cannot, and is replaced."""
+    if local:
+        plain_attention.put_in_place()
+    kind = PlainAttention if local else importlib.import_module(_EXTENSIONS).TEDotProductAttention
+    attend = kind.forward
 
     def forward(*args: Any, **named: Any) -> torch.Tensor:
         seen.add(tuple(named["packed_seq_params"].cu_seqlens_q.tolist()))
         return attend(*args, **named)
 
-    PlainAttention.forward = forward
+    kind.forward = forward
 
 
 def _vary_sizes(seen: set[tuple[int, int]]) -> None:
@@ -575,6 +618,13 @@ def _listen(seen: dict[str, Any]) -> None:
         return result
 
     training.training_log, training.evaluate = training_log, evaluate
+    end_call = PeakReport.end
+
+    def end(report: PeakReport) -> None:
+        end_call(report)
+        seen["peak"] = report.bytes
+
+    PeakReport.end = end
     stock_pretrain = pretrain_gpt.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
@@ -595,7 +645,6 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
         if not forward_only:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
-            seen["peak"] = getattr(schedule, "peak_activation_bytes", 0)
         else:
             seen["weights"] = _gradients(model, lambda parameter: parameter.data)
         return result

@@ -22,7 +22,8 @@ class KernelAttention(PlainAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The context, (s, b, heads * d), of (s, b, heads, d) each."""
-        views = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        # Transformer Engine's copies what is not contiguous before it chooses a kernel.
+        views = [each.contiguous().permute(1, 2, 0, 3) for each in (query, key, value)]
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             context = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True, scale=self._scale)
         return context.permute(2, 0, 1, 3).flatten(-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,3 +53,25 @@ class Result(NamedTuple):
     iterations: list[int]
     loss_scales: list[float]
     orders: list[list[tuple[int, ...]]]
+
+
+class Call(NamedTuple):
+    """One call of the schedule function: microbatches, whether it only runs forwards, and a seed for its samples."""
+
+    microbatches: int
+    forward_only: bool = False
+    seed: int = 0
+
+
+class Done(NamedTuple):
+    """What a rank has after a call.
+
+    Args:
+        results: what the schedule function returned.
+        gradients: by name in the whole model.
+        passes: how many of our passes ran, by kind; empty under stock's own schedule.
+    """
+
+    results: list[Any]
+    gradients: dict[str, torch.Tensor]
+    passes: dict[str, int]

@@ -1,6 +1,7 @@
 """A process that imports torch and Megatron once, and forks the ranks of every job it is asked for.
 
-It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`).
+It may have Transformer Engine's Python of one version too, and then Apex's kernels (:mod:`.fused_kernels`) for jobs
+without our schedules.
 
 Jobs come in as pickles on standard input, results go out on the descriptor given. Run by :class:`Megatron` below, one
 for a whole test session.
@@ -22,7 +23,8 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
-_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE)
+ROUNDING_VARIABLE = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE)
 VERSIONS = tuple(
     line for line in (ROOT / "scripts/transformer_engine.txt").read_text().split("\n") if line[:1].isdigit()
 )

@@ -1,4 +1,4 @@
-"""FP8 linears of Transformer Engine by themselves, whole and split, and what their W holds: run in forked ranks."""
+"""FP8 and FP4 linears of Transformer Engine by themselves, whole and split, and what their W holds: in forked ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ RECIPES = {
     "delayed": Recipe(lambda: recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="max"), "9.0"),
     "blockwise": Recipe(lambda: recipe.Float8BlockScaling(), "9.0"),
     "mxfp8": Recipe(lambda: recipe.MXFP8BlockScaling(), "10.0"),
+    # Rounds gradients at random, in the backward.
+    "nvfp4": Recipe(lambda: recipe.NVFP4BlockScaling(), "10.0"),
 }
 
 
@@ -103,6 +105,7 @@ def _models(build: Callable[..., Any], fused: bool, **more: Any) -> Iterator[tup
     whole = build(params_dtype=torch.bfloat16, device="cpu", fuse_wgrad_accumulation=fused, **more)
     for model in (whole, copy.deepcopy(whole)):
         FP8GlobalStateManager.reset()
+        torch.manual_seed(2)
         yield model, helpers.MainGrads(model, torch.float32)
 
 

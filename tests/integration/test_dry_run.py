@@ -52,6 +52,16 @@ def test_without_a_launcher_as_on_a_login_node():
     assert "not counted: the CUDA context" in text
 
 
+def test_layers_of_a_hybrid_model_are_told_and_its_memory_is_not(megatron):
+    status, text = said(megatron, "--pipeline-dry-run", "2", "--hybrid-layer-pattern", "M-|*-M|E|*E/*E")
+    assert status == 0
+    assert "layers by stage: M-|*-M|E|*E\n" in text
+    assert text.endswith("memory of hybrid models is not estimated so far\n")
+    status, text = said(megatron, "--pipeline-dry-run", "2x80GiB", "--hybrid-layer-pattern", "M-|*-M|E|*E")
+    assert status == 2
+    assert "--pipeline-dry-run with the memory of a GPU does not work with --hybrid-layer-pattern so far" in text
+
+
 def test_of_a_launchers_processes_the_first_speaks(megatron):
     status, text = said(megatron, "--pipeline-dry-run", world=4)
     assert status == 0

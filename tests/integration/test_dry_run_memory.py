@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.results import MODEL, UNTIED
 
 MOST_ERROR, LIMITED_ERROR = 0.10, 0.05
@@ -138,6 +139,73 @@ def test_so_it_is_on_four_ranks(megatron, schedule: str):
     for held, estimated in zip(ranks, said, strict=True):
         assert estimated.static == held["weights"] + held["gradients"] + held["optimizer"]
         assert estimated.activations == pytest.approx(held["activations"], rel=MOST_ERROR)
+
+
+# Jobs on Transformer Engine's own Python, whose attention keeps scores on a CPU: ranks as above, capability and flags.
+TE_SIZE = shlex.split(f"""
+    --num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 8 --seq-length 64
+    --max-position-embeddings 64 --train-iters 2 --eval-iters 0 --micro-batch-size 4 --global-batch-size 16 --bf16
+    --attention-backend unfused --pipeline-model-parallel-size 2 {UNTIED[0]}
+""")
+FP8, SEQUENCE = "--fp8-format hybrid --fp8-recipe", f"{TENSOR} --sequence-parallel"
+TE_MOE = f"{MODERN} {EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 128"
+# Padding of experts' rows is not counted: enough of them that it is little.
+TE_FP8_MOE = f"{TE_MOE} --moe-router-padding-for-quantization --micro-batch-size 16 --global-batch-size 64"
+MLA = f"""{MODERN} --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16
+    --v-head-dim 32"""
+TE_BY_DEFAULT = {
+    "tensorwise": ("v-half", 1, "9.0", f"{MODERN} {FP8} tensorwise"),
+    "delayed, sequence parallel": ("zb-1p", 2, "9.0", f"{MODERN} {FP8} delayed {SEQUENCE}"),
+    "mxfp8, experts": ("zb-1p", 1, "10.0", f"{TE_FP8_MOE} {FP8} mxfp8"),
+}
+TE_IN_FULL = {
+    "bf16": ("v-half", 1, "8.0", MODERN),
+    "bf16, sequence parallel": ("zb-1p", 2, "8.0", f"{MODERN} {SEQUENCE}"),
+    "bf16, experts": ("zb-1p", 1, "8.0", TE_MOE),
+    "blockwise, biases": ("v-min", 1, "9.0", f"{FP8} blockwise"),
+    "delayed, experts": ("zb-1p", 1, "9.0", f"{TE_FP8_MOE} {FP8} delayed"),
+    "tensorwise, gradients not fused": (
+        "zb-1p",
+        2,
+        "9.0",
+        f"{MODERN} {FP8} tensorwise {SEQUENCE} --no-gradient-accumulation-fusion",
+    ),
+    "tensorwise, ends in bf16": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --first-last-layers-bf16"),
+    "tensorwise, latent attention": ("zb-1p", 1, "9.0", f"{MLA} {FP8} tensorwise"),
+    "nvfp4": ("zb-1p", 1, "10.0", f"{MODERN} --fp4-format e2m1"),
+    "tensorwise, multi-token prediction": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --mtp-num-layers 1"),
+    "tensorwise, recomputed by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{MODERN} {FP8} tensorwise --pipeline-memory-limit 0.4 --pipeline-save-memory recompute",
+    ),
+    "blockwise, offloaded by the plan": (
+        "adaptive",
+        1,
+        "9.0",
+        f"{MODERN} {FP8} blockwise --pipeline-memory-limit 0.4 --pipeline-save-memory offload=25 "
+        "--pipeline-costs 1,1.1,0.8",
+    ),
+}
+_COPIES_ERROR = 1e-3
+
+
+def te_cases() -> list[Any]:
+    full = [pytest.param(*case, id=name, marks=pytest.mark.full_matrix) for name, case in TE_IN_FULL.items()]
+    return [pytest.param(*case, id=name) for name, case in TE_BY_DEFAULT.items()] + full
+
+
+@pytest.mark.parametrize(("schedule", "replicas", "capability", "flags"), te_cases())
+def test_in_fp8_too(te, monkeypatch, schedule: str, replicas: int, capability: str, flags: str):
+    """Weights with their quantized copies within a thousandth, which is scales; activations within 5 %."""
+    monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+    local = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
+    job = [*(flag for flag in MODEL if flag not in local), *TE_SIZE, "--pipeline-schedule", schedule]
+    ranks, said = te("held_and_estimated", 2 * replicas, [*job, *shlex.split(flags)])
+    for held, estimated in zip(ranks, said, strict=True):
+        assert estimated.weights == pytest.approx(held["weights"], rel=_COPIES_ERROR)
+        assert estimated.activations == pytest.approx(held["activations"], rel=LIMITED_ERROR)
 
 
 # Flags, and the limit against what 1F1B holds with them. Full recompute leaves little beside a layer and messages.

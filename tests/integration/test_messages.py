@@ -49,11 +49,18 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: Any = None,
 def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     default = dist.ProcessGroupNCCL.Options().config
     unset = default.min_ctas, default.max_ctas, default.cga_cluster_size
-    assert options(monkeypatch, tmp_path) == (unset[0], 4, unset[2], False), "few multiprocessors, as it waits"
-    assert options(monkeypatch, tmp_path, {"dp": {"max_ctas": 9}}) == (unset[0], 4, unset[2], False), "another group's"
+    assert options(monkeypatch, tmp_path) == (unset[0], 4, unset[2], True), "few multiprocessors, as it waits"
+    assert options(monkeypatch, tmp_path, {"dp": {"max_ctas": 9}}) == (unset[0], 4, unset[2], True), "another group's"
     ours = {"pp": {"max_ctas": 9, "cga_cluster_size": 2}}
-    assert options(monkeypatch, tmp_path, ours) == (unset[0], 9, 2, False)
-    assert options(monkeypatch, tmp_path, {"pp": {"min_ctas": 8}}) == (8, unset[1], unset[2], False)
-    assert options(monkeypatch, tmp_path, {}, high_priority_stream_groups=["dp_cp", "pp"])[3]
-    assert options(monkeypatch, tmp_path, {"pp": {"is_high_priority_stream": True}})[3]
-    assert not options(monkeypatch, tmp_path, high_priority_stream_groups=["dp_cp"])[3]
+    assert options(monkeypatch, tmp_path, ours) == (unset[0], 9, 2, True)
+    assert options(monkeypatch, tmp_path, {"pp": {"min_ctas": 8}}) == (8, unset[1], unset[2], True)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_messages_have_high_priority_unless_the_file_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    low = {"pp": {"is_high_priority_stream": False}}
+    assert options(monkeypatch, tmp_path, high_priority_stream_groups=["dp_cp"])[3]
+    assert not options(monkeypatch, tmp_path, low, high_priority_stream_groups=["dp_cp"])[3]
+    assert options(monkeypatch, tmp_path, low, high_priority_stream_groups=["pp"])[3]

@@ -37,7 +37,7 @@ def test_a_schedule_by_name_is_named():
     said = summary(Request("v-half", 4, 8))
     assert said == (
         "pipeline schedule: v-half, 4 ranks, 8 microbatches, planned bubble 9.4 %, "
-        "planned peak activation memory 75.0 % of 1F1B, and 3 messages at most"
+        "planned peak activation memory 75.0 % of 1F1B, and 6 messages at most"
     )
 
 

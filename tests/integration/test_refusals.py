@@ -161,7 +161,35 @@ REFUSED = {
         "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
         "it brings a schedule of its own",
     ),
-    "hybrid models": ("--pipeline-schedule v-half --hybrid-layer-pattern M*M*", "hybrid models are not supported yet"),
+    "a hybrid model in other stages": (
+        "--pipeline-schedule v-half --hybrid-layer-pattern M-|M-|*-|M-",
+        "has 8 stages and --hybrid-layer-pattern 'M-|M-|*-|M-' has 4: write 8, in model order, with | between them",
+    ),
+    "a hybrid model that does not divide": (
+        "--pipeline-schedule v-half --hybrid-layer-pattern M-M-*-M-M-/*-",
+        "the number of layers in --hybrid-layer-pattern must be a multiple of 8; use 8 or 16, not 10; or write |",
+    ),
+    "a hybrid model of one chunk that does not divide": (
+        "--pipeline-schedule zb-1p --hybrid-override-pattern M-M-*-",
+        "the number of layers in --hybrid-layer-pattern must be a multiple of 4; use 4 or 8, not 6; or write |",
+    ),
+    "a hybrid model placed twice": (
+        "--pipeline-schedule zb-1p --hybrid-layer-pattern M-|M-|*-|M- --pipeline-layers 2,2,2,2",
+        "--pipeline-layers 2,2,2,2 places the layers itself: leave out",
+    ),
+    "a hybrid model with other layers than it has": (
+        "--pipeline-schedule zb-1p --hybrid-layer-pattern M-M-*-M- --pipeline-layers 2,2,2,3",
+        "has 8 layers (--hybrid-layer-pattern) and --pipeline-layers 2,2,2,3 has 9",
+    ),
+    "a hybrid model and a shared vocabulary": (
+        "--pipeline-schedule v-half --hybrid-layer-pattern M-M-*-M- --pipeline-vocabulary-parallel",
+        "--pipeline-vocabulary-parallel does not work with --hybrid-layer-pattern so far: time and memory of its "
+        "layers are not estimated; leave the flag out",
+    ),
+    "a hybrid model within GiB": (
+        "--pipeline-schedule adaptive --pipeline-memory-limit 20GiB --hybrid-layer-pattern M-M-*-M-",
+        "--pipeline-memory-limit in GiB does not work with --hybrid-layer-pattern so far",
+    ),
     "activation offloading": (
         "--pipeline-schedule v-half --fine-grained-activation-offloading",
         "it counts on Megatron's own schedule; use --pipeline-save-memory offload instead",
@@ -180,7 +208,7 @@ REFUSED = {
     ),
     "ends that leave no even rest": (
         "--pipeline-schedule v-half --decoder-first-pipeline-num-layers 2",
-        "use --num-layers 2 + a multiple of 7, not 8",
+        "--num-layers must be 2 + a multiple of 7, not 8",
     ),
     "CUDA graphs": ("--pipeline-schedule zb-1p --cuda-graph-impl local", "--cuda-graph-impl"),
     "linears it cannot split": (
@@ -495,7 +523,7 @@ KNOWN = (
     "checkpoints that could not cross",
     "data of another make",
     "experts' messages behind computing",
-    "hybrid models",
+    "a hybrid model and a shared vocabulary",
     "a configuration in YAML",
     "linears it cannot split",
     "a shared vocabulary and multi-token prediction",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from tests.integration.server import ROOT, VERSIONS, Megatron
 
 ENABLED = "from megatron.schedules.integration.cpu import te_python; print(te_python.enable())"
@@ -40,12 +41,30 @@ def _call_what_is_missing() -> None:
 
     from megatron.schedules.integration.cpu.te_types import MissingError
 
-    with pytest.raises(MissingError, match=r"^transformer_engine_torch\.fused_attn_fwd: .* --transformer-impl local$"):
-        transformer_engine_torch.fused_attn_fwd(1, 2, causal=True)
+    with pytest.raises(
+        MissingError, match=r"^transformer_engine_torch\.thd_out_correction: .* --transformer-impl local$"
+    ):
+        transformer_engine_torch.thd_out_correction(1, 2, causal=True)
 
 
 def test_a_function_that_is_missing_is_named(te: Megatron):
     te("in_groups", 1, _call_what_is_missing)
+
+
+def _kernel(name: str) -> None:
+    from tests.integration import te_kernels_alone
+
+    getattr(te_kernels_alone, name)()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("whole_attention", 1), ("ring_attention", 2), ("packed_attention", 1), ("fp4_numbers", 1)]
+)
+def test_kernels_compute_what_they_stand_for(
+    te: Megatron, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int
+) -> None:
+    monkeypatch.setenv(CAPABILITY_VARIABLE, "10.0")
+    te("in_groups", ranks, _kernel, name)
 
 
 def test_nothing_of_it_is_used_where_nobody_put_it_on_the_path(megatron: Megatron):

@@ -67,7 +67,7 @@ def test_a_tokenizer_that_cannot_be_built_leaves_it_open(monkeypatch: pytest.Mon
 
 
 def test_before_megatron_is_imported_nobody_knows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(late_imports.sys.modules, "megatron.training", raising=False)
+    monkeypatch.delitem(late_imports.sys.modules, "megatron.core", raising=False)
     with pytest.raises(late_imports.TooEarlyError):
         arithmetic.shape_of(parsed(""))
 

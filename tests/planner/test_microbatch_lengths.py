@@ -19,7 +19,7 @@ from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule, gradients_complete
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.validation import validate
-from megatron.schedules.search import compiled, microbatch_order
+from megatron.schedules.search import compiled, moves
 from megatron.schedules.search.rounds import work_for
 from megatron.schedules.utils.errors import PlanError
 from tests.planner.made_schedules import written
@@ -129,9 +129,9 @@ def test_machine_code_and_python_find_the_same(monkeypatch):
     once = LengthsPlanner(base, COSTS).plan(loads, 8_000)
     called = []
 
-    def interpreted(places, _, *args):
+    def interpreted(both, limits, sizes, rules, drawn, rounds, _, *orders):
         called.append(1)
-        return microbatch_order.climb(places, work_for(places.both)[0], *args)
+        return moves.climb(both, limits, sizes, rules, drawn, rounds, work_for(both)[0], *orders)
 
     monkeypatch.setattr(compiled, "compiled_climb", lambda: interpreted)
     again = LengthsPlanner(base, COSTS).plan(loads, 8_000)

@@ -14,6 +14,7 @@ from megatron.schedules.planner.memory_saving import save_memory
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.placement import v_shape
 
 # Eight layers alike, of which many partitions are equally good, and an output layer that takes as long as three.
 LAYER, OUTPUT = Part(split=Load(10, 12, 8, 100)), Part(whole=Load(30, 36, 24, 100))
@@ -22,18 +23,47 @@ COSTS = Costs(1, 1.1, 0.75, 0.05, copy=0.7)
 
 
 def scaled(costs: Costs, factor: float) -> Costs:
-    """``costs`` in another unit."""
-    times = {
+    """``costs`` in another unit, with those of the model's parts."""
+    times: dict[str, Any] = {
         field: factor * getattr(costs, field) for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
     }
-    return replace(costs, **times)
+    if costs.model is not None:
+        first, *layers, last = (
+            Part(*(Load(*(factor * time for time in load[:3]), load.held) for load in part))
+            for part in (costs.model.first, *costs.model.layers, costs.model.last)
+        )
+        times["model"] = replace(costs.model, first=first, layers=tuple(layers), last=last)
+    latencies = tuple((source, to, factor * time) for source, to, time in costs.latencies)
+    return replace(costs, **times, latencies=latencies)
+
+
+NUMBER = st.integers(1, 9999)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    times=st.tuples(*[NUMBER] * 6), loads=st.tuples(*[NUMBER] * 6), shared=st.booleans(), exponent=st.floats(-12, 12)
+)
+def test_costs_in_any_unit_become_the_same_numbers(
+    times: tuple[int, ...], loads: tuple[int, ...], shared: bool, exponent: float
+):
+    """Equal to the last digit, and so is everything that is decided from them."""
+    *four, copy, latency = times
+    layer, output = Load(*loads[:3], 100), Load(*loads[3:], 10)
+    model = ModelLoads(Part(), (Part(split=layer),) * 5, Part(whole=output), kept_for_output=(1, 2))
+    costs = Costs(*four, copy=copy, latencies=((0, 1, latency),), model=model, shared_vocabulary=shared)
+    one, other = (each.around_one() for each in (costs, scaled(costs, 10.0**exponent)))
+    assert other.on(v_shape(2)) == one.on(v_shape(2))
+    assert other.around_one() == other, "nothing is left to scale"
+    assert one.comm / one.forward == pytest.approx(costs.comm / costs.forward)
 
 
 def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:
     """Order, placement, layers and shares of a small plan under costs in another unit."""
-    request = Request(name, 2, 4, scaled(COSTS, factor), **how)
+    costs = replace(COSTS, model=MODEL) if how.get("partition") else COSTS
+    request = Request(name, 2, 4, scaled(costs, factor), **how)
     if request.partition:
-        request = partition_layers(replace(request, costs=replace(request.costs, model=MODEL)))
+        request = partition_layers(request)
         assert request.decisions.layers is not None
     if request.recompute or request.offload:
         request = save_memory(request)
@@ -48,6 +78,9 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("adaptive", SMALL),
     ("adaptive", SMALL | {"recompute": True}),
     ("adaptive", SMALL | {"offload": True}),
+    ("1f1b", {"partition": True}),
+    ("v-half", {"partition": True}),
+    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
 ]
 
 
@@ -58,17 +91,3 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 @example(exponent=20.0)
 def test_no_decision_depends_on_the_unit_of_costs(name: str, how: dict[str, Any], exponent: float):
     assert decided(name, 10.0**exponent, how) == decided(name, 1.0, how)
-
-
-PARTITIONS: list[tuple[str, dict[str, Any]]] = [
-    ("1f1b", {"partition": True}),
-    ("v-half", {"partition": True}),
-    ("adaptive", SMALL | {"partition": True, "chunk_choices": (1, 2), "memory_limit": 0.75}),
-]
-
-
-@pytest.mark.parametrize(("name", "how"), PARTITIONS, ids=str)
-@pytest.mark.parametrize("exponent", [-66, -1, 66])
-def test_no_layer_partition_depends_on_a_unit_that_rounds_nothing(name: str, how: dict[str, Any], exponent: int):
-    """Any other unit rounds costs otherwise, and of equally good partitions the last digit of a sum decides."""
-    assert decided(name, 2.0**exponent, how) == decided(name, 1.0, how)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,31 +150,27 @@ def test_a_process_whose_chain_never_ends_can_end():
 # --- on a stream --------------------------------------------------------------------------------------------------
 
 
-class FakeEvent:
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream, self.came = stream, False
-
-    def query(self) -> bool:
-        return self.came
+class FakeEvent(NamedTuple):
+    stream: FakeStream
+    number: int
 
 
 class FakeStream:
     """Notes what it waits for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-        self.events: list[FakeEvent] = []
+        self.name, self.log, self.events = name, log, 0
 
     def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits for event {event.stream.events.index(event)} of {event.stream.name}")
+        self.log.append(f"{self.name} waits for event {event.number} of {event.stream.name}")
 
     def record_event(self) -> FakeEvent:
-        self.log.append(f"{self.name} records event {len(self.events)}")
-        self.events.append(FakeEvent(self))
-        return self.events[-1]
+        self.log.append(f"{self.name} records event {self.events}")
+        self.events += 1
+        return FakeEvent(self, self.events - 1)
 
 
 class FakeCuda:
@@ -184,8 +180,10 @@ class FakeCuda:
         self.log: list[str] = []
         self.main, self.side = FakeStream("main", self.log), FakeStream("side", self.log)
         self.current = self.main
+        self.made: list[tuple[torch.device, int]] = []
 
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802 - the name in torch
+    def Stream(self, device: torch.device, priority: int) -> FakeStream:  # noqa: N802 - the name in torch
+        self.made.append((device, priority))
         return self.side
 
     def current_stream(self, device: torch.device) -> FakeStream:
@@ -199,12 +197,8 @@ class FakeCuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    cuda = FakeCuda()
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda tensor, stream: cuda.log.append(f"{tensor.tolist()} used by {stream.name}")
-    )
-    return cuda
+def cuda() -> FakeCuda:
+    return FakeCuda()
 
 
 def test_a_chain_runs_in_the_background_and_the_computing_stream_waits_for_its_result(cuda: FakeCuda):
@@ -219,33 +213,31 @@ def test_a_chain_runs_in_the_background_and_the_computing_stream_waits_for_its_r
     assert cuda.log == ["side waits for main", "chain on side", "side records event 0"]
     del cuda.log[:]
     assert coming.wait() == 1
-    assert cuda.log == ["main waits for event 0 of side", "[1.0] used by main"]
+    assert cuda.log == ["main waits for event 0 of side"]
     del cuda.log[:]
     stream.finish()
     assert cuda.log == ["main waits for side"], "the host does not"
 
 
-def test_tensors_of_a_chain_stay_until_its_event_has_come(cuda: FakeCuda):
-    stream, alive = SideStream(torch.device("cuda", 0), cuda), []
+def test_tensors_of_a_chain_stay_until_the_result_of_it_or_of_a_later_one_is_waited_for(cuda: FakeCuda):
+    stream, alive, coming = SideStream(torch.device("cuda", 0), cuda), [], []
     for _ in range(4):
         inputs = torch.ones(3)
         alive.append(weakref.ref(inputs))
-        stream.post(lambda held=inputs: held.sum())
+        coming.append(stream.post(lambda held=inputs: held.sum()))
         del inputs
-        if len(alive) == 3:
-            cuda.side.events[0].came = cuda.side.events[2].came = True
-    assert [ref() is not None for ref in alive] == [False, True, True, True], "the third is after the second"
+    for number, left in ((1, 2), (0, 2), (2, 1)):
+        coming[number].wait()
+        assert [ref() is not None for ref in alive] == [False] * (4 - left) + [True] * left
     stream.finish()
     assert not any(ref() is not None for ref in alive)
 
 
 def test_runs_share_one_stream_of_their_device(cuda: FakeCuda):
     device = torch.device("cuda", 0)
-    made = []
-    cuda.Stream = lambda device: made.append(device) or cuda.side  # type: ignore[assignment, func-returns-value]
     for _ in range(3):
         SideStream(device, cuda)
-    assert made == [device]
+    assert cuda.made == [(device, -1)], "with high priority"
 
 
 def test_an_error_on_a_stream_is_raised_where_it_is_posted(cuda: FakeCuda):
@@ -256,7 +248,7 @@ def test_an_error_on_a_stream_is_raised_where_it_is_posted(cuda: FakeCuda):
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(collectives_on(CPU), Worker)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: object())
     assert isinstance(collectives_on(torch.device("cuda", 5)), SideStream)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,7 +206,8 @@ def test_a_copy_is_marked_on_its_own_stream(monkeypatch):
 def test_host_memory_is_pinned_as_it_is_and_as_long_as_it_lives():
     cuda = FakeCuda()
     memory = StreamCopies(torch.device("cuda", 0), cuda=cuda).allocate(5000)
-    assert cuda.pinned == [(memory.data_ptr(), 5000)]
+    assert cuda.pinned == [(memory.data_ptr(), 5000)] and memory.nbytes == 5000
+    memory.fill_(1)
     part = memory[10:]
     del memory
     gc.collect()
@@ -210,6 +215,41 @@ def test_host_memory_is_pinned_as_it_is_and_as_long_as_it_lives():
     del part
     gc.collect()
     assert not cuda.pinned
+
+
+def test_no_two_pinned_blocks_share_a_page_and_children_do_not_get_them():
+    made = StreamCopies(torch.device("cuda", 0), cuda=FakeCuda())
+    blocks = [made.allocate(size) for size in (1, 100, mmap.PAGESIZE, mmap.PAGESIZE + 1, 3 * mmap.PAGESIZE)]
+    starts = [block.data_ptr() for block in blocks]
+    assert all(start % mmap.PAGESIZE == 0 for start in starts)
+    pages = [
+        {*range(b.data_ptr() // mmap.PAGESIZE, (b.data_ptr() + b.nbytes - 1) // mmap.PAGESIZE + 1)} for b in blocks
+    ]
+    assert len(set().union(*pages)) == sum(map(len, pages))
+    assert all("dc" in _mapping_flags(start) for start in starts), "dc: not copied by a fork"
+
+
+def _mapping_flags(address: int) -> list[str]:
+    """What the kernel says of the mapping with ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("not mapped")
+
+
+def test_memory_is_unpinned_while_it_is_still_mapped():
+    mapped: list[bytes] = []
+    cuda = FakeCuda()
+    cuda._unregister = lambda start: mapped.append(ctypes.string_at(start, 1))
+    cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=cuda._register, cudaHostUnregister=cuda._unregister)
+    memory = StreamCopies(torch.device("cuda", 0), cuda=cuda).allocate(5000)
+    memory.fill_(7)
+    del memory
+    gc.collect()
+    assert mapped == [bytes([7])]
 
 
 def test_memory_that_cannot_be_pinned_is_an_error():

@@ -16,6 +16,10 @@ from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import Op, Program, ProgramError, channels_of
 from megatron.schedules.runtime.transport import MessageSpec, Transport
 from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
 from tests.planner.made_schedules import NAMED, REAL
 from tests.runtime.random_schedules import forwards_of, random_schedule
 from tests.runtime.strict_wires import (
@@ -172,6 +176,29 @@ def test_receives_posted_as_is_usual_would_hang_and_are_refused():
         ProgramError, match="ranks wait for each other: rank 0 before 0F1 for message 0 of channel 1->0"
     ):
         check(usual)
+
+
+def test_sends_that_wait_for_earlier_ones_hang_only_where_the_checker_says_so():
+    """All forwards, then all backwards, on a rank whose peer does both in turn and posts its receives late."""
+    n = range(8)
+    rows = (
+        [Pass(0, kind, m) for kind in (Kind.F, Kind.B) for m in n],
+        [Pass(1, k, m) for m in n for k in (Kind.F, Kind.B)],
+    )
+    programs = lower(Schedule("by hand", sequential(2), len(n), tuple(map(tuple, rows))))
+    check(programs)
+    assert ends(programs, waits=False)
+    late = posted_one_pass_ahead(programs)
+    assert not ends(late, waits=False, patience=0.5)
+    with pytest.raises(ProgramError, match="ranks wait for each other"):
+        check(late)
+    for seed in range(30):
+        late = posted_one_pass_ahead(lower(random_schedule(seed)))
+        try:
+            check(late)
+        except ProgramError:
+            continue
+        assert ends(late, waits=False)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "file"])

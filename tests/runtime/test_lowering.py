@@ -51,12 +51,12 @@ def test_the_position_of_a_receive_depends_on_the_times_of_passes():
 
 
 def test_messages_that_a_rank_holds():
-    """Ahead of the pass that uses them, and one that was sent while the next pass runs."""
+    """Ahead of the pass that uses them, and the last two that were sent to each peer."""
     one_f_one_b = schedule(sequential(2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     first, second = lower(one_f_one_b)
-    assert [first.messages_held, second.messages_held] == [1, 1], "the second input is there before the first's B"
+    assert [first.messages_held, second.messages_held] == [2, 1], "two inputs sent; one ahead of the first's B"
     v = lower(plan(Request("v-half", 4, 8)))
-    assert max(program.messages_held for program in v) == 3
+    assert max(program.messages_held for program in v) == 6
 
 
 def test_the_turn_of_the_v_needs_no_message_and_both_directions_share_a_pair():

@@ -290,6 +290,16 @@ def test_a_device_that_stalls_is_named_where_it_stalls_though_the_host_ran_ahead
         assert line is not None and "the GPU of" in line and "in 1F1, which takes longer than that" in line
 
 
+def test_a_device_that_waits_for_an_earlier_send_names_its_receiver():
+    device = Device()
+    tracker = PositionTracker(device.mark)
+    with tracker.running():
+        at(program_of(0), "0F0", "0SEND_F0", "0F1", tracker=tracker)
+    device.passes(1)
+    line = stalled_line(watching(tracker), 2 * LIMIT)
+    assert line is not None and "the GPU of" in line and "at 0SEND_F0, a message to pipeline rank 1, which has" in line
+
+
 def test_a_device_that_waits_for_a_collective_is_named():
     """Gradients of the embedding are work for the device, though no pass."""
     device = Device()

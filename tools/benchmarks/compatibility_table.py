@@ -49,9 +49,10 @@ Not run by these tests, because there are no kernels for CPUs:
 
 # What a CPU cannot show, with what there is of tests.
 NEEDS_GPU = {
-    "Transformer Engine's kernels, in bf16 and FP8": "its own Python is tested over plain torch (`test_te_itself.py`, "
-    "`test_te_fp8.py`, `test_te_jobs.py`)",
-    "gradient accumulation fusion": "Apex's kernel; tested on a stand-in (`test_split_linear.py`)",
+    "Transformer Engine's kernels, in bf16, FP8 and FP4": "its own Python is tested over plain torch "
+    "(`test_te_itself.py`, `test_te_fp8.py`, `test_te_jobs.py`)",
+    "gradient accumulation fusion": "kernels of Apex or Transformer Engine; tested on stand-ins "
+    "(`test_split_linear.py`, `test_te_itself.py`)",
     "NCCL": "programs are proved to end on channels without buffers, in NCCL's order; run over gloo only",
 }
 

@@ -162,7 +162,7 @@ def size_flags(setting: Setting, stages: int, *, usual: bool) -> list[str]:
 def kernel_flags(setting: Setting, *, te: bool = False) -> list[str]:
     """Returns flags for local layers, or with ``te`` for Transformer Engine's."""
     if setting.on_cpu:
-        return times.ON_CPU_FLAGS
+        return [*times.ON_CPU_FLAGS, *(["--transformer-impl", "transformer_engine"] if te else [])]
     return [*([] if te else times.LOCAL_FLAGS), *COMPILES_NOTHING]
 
 
@@ -177,6 +177,12 @@ def schedule_flags(schedule: str) -> list[str]:
 def te_here(setting: Setting) -> bool:
     """Whether Transformer Engine's layers can be used."""
     return not setting.on_cpu and te_fault() is None
+
+
+def capability() -> tuple[int, int]:
+    """Compute capability of the GPU, asked in a process of its own: the driver does not survive a fork."""
+    found: tuple[int, int] = run_ranks(1, torch.cuda.get_device_capability, {}, timeout=_JOB_S)[0]
+    return found
 
 
 def marks_norms(setting: Setting) -> bool:

@@ -23,6 +23,11 @@ from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Sk
 _FEW = ("1f1b", "zb-1p", "v-half")
 # Whether layers are Transformer Engine's.
 _KINDS = {"local layers": False, "Transformer Engine's": True}
+# The tiny model for a CPU is too narrow for blocks of 32 numbers.
+_WIDER = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64"
+# Megatron's recipes, and the oldest GPUs, by compute capability, that have them.
+_FP4 = "nvfp4"
+_RECIPES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), _FP4: (10, 0)}
 
 
 def fault_of(error: Exception) -> str:
@@ -55,20 +60,30 @@ def _against_stock(
     *,
     fused: bool = False,
     more: tuple[str, ...] = (),
+    fp8: str = "",
 ) -> Iterator[Row]:
-    """Compares fp32 jobs whose ranks share the GPU with stock on one rank, whose messages need a GPU for each rank."""
+    """Compares jobs whose ranks share the GPU with stock on one rank, whose messages need a GPU for each rank.
+
+    They compute in fp32, or with Transformer Engine's linears in FP8 of the recipe ``fp8``. NVFP4 rounds gradients at
+    random, so an order of passes has its own bits.
+    """
     from tools.gpu_tests import jobs
 
     iterations = 2 if setting.on_cpu else 5
     schedules = tuple(name for name in schedules if not setting.on_cpu or name in _FEW)
     layers = jobs.planned_layers(max(sizes), schedules)
-    flags = [*jobs.size_flags(setting, layers, usual=False), *jobs.kernel_flags(setting)]
+    flags = [*jobs.size_flags(setting, layers, usual=False), *jobs.kernel_flags(setting, te=bool(fp8))]
+    if fp8:
+        how = ["--fp4-format", "e2m1"] if fp8 == _FP4 else ["--fp8-format", "hybrid", "--fp8-recipe", fp8]
+        flags += ["--bf16", *how, *(_WIDER.split() if setting.on_cpu else ())]
+    tolerance = BF16 if fp8 else FP32
     flags += ["--train-iters", str(iterations), "--global-batch-size", "7", "--distributed-backend", "gloo"]
     if fused:
         flags.remove("--no-gradient-accumulation-fusion")
     stock, again = (jobs.train(1, jobs.Job(tuple(flags), exact=True), shared=True) for _ in range(2))
-    to_the_bit = same_bits(stock, again)
-    yield {"schedule": "stock, against itself", "ranks": 1} | compared(again, stock, iterations, FP32, to_the_bit=False)
+    to_the_bit = same_bits(stock, again) and fp8 != _FP4
+    itself = compared(again, stock, iterations, tolerance, to_the_bit=False)
+    yield {"schedule": "stock, against itself", "ranks": 1} | itself
     for schedule in schedules:
         if not jobs.can_plan(schedule):
             yield {"schedule": schedule, FAULT: None}
@@ -82,7 +97,7 @@ def _against_stock(
                 yield row | {FAULT: fault_of(error)}
             else:
                 # What adds up in another order has another last digit.
-                yield row | compared(ours, stock, iterations, FP32, to_the_bit=to_the_bit and not more)
+                yield row | compared(ours, stock, iterations, tolerance, to_the_bit=to_the_bit and not more)
 
 
 def apex_fused(setting: Setting) -> Iterator[Row]:
@@ -90,6 +105,20 @@ def apex_fused(setting: Setting) -> Iterator[Row]:
     if setting.on_cpu or find_spec("fused_weight_gradient_mlp_cuda") is None:
         raise Skipped("Apex's fused_weight_gradient_mlp_cuda is not installed")
     yield from _against_stock(setting, _FEW, (2,), fused=True)
+
+
+def fp8(setting: Setting) -> Iterator[Row]:
+    """Trains in FP8 and FP4 with each recipe that the device computes, under schedules that split the backward."""
+    from tools.gpu_tests import jobs
+
+    if fault := jobs.te_fault():
+        raise Skipped(fault)
+    recipes = [recipe for recipe, oldest in _RECIPES.items() if jobs.capability() >= oldest]
+    if not recipes:
+        raise Skipped("the device computes no FP8")
+    for recipe in recipes:
+        for row in _against_stock(setting, _FEW[1:], (2,), fp8=recipe):
+            yield {"recipe": recipe} | row
 
 
 def shared(setting: Setting, family: str) -> Iterator[Row]:
@@ -177,6 +206,28 @@ def memory_as_planned(setting: Setting) -> Iterator[Row]:
             "worst error of a rank, %": 100 * off,
             FAULT: "" if abs(off) <= memory.MOST_ERROR else f"{100 * off:+.1f} % off the plan",
         }
+
+
+def reuse(setting: Setting) -> Iterator[Row]:
+    """Frees memory that a stream, busy for long, is recorded to use, and allocates as much."""
+    if setting.on_cpu:
+        raise Skipped("a CPU has no streams")
+    import torch
+
+    from megatron.schedules.runtime.transport import disowned
+
+    side = torch.cuda.Stream()
+    for owner in (True, False):
+        memory = torch.empty(2**24, device="cuda")
+        address = memory.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2 * 10**9)
+        (memory if owner else disowned(memory)).record_stream(side)
+        del memory
+        again = torch.empty(2**24, device="cuda").data_ptr() == address
+        torch.cuda.synchronize()
+        fault = "" if again != owner else f"reused {'before' if again else 'only when'} the stream was done"
+        yield {"with its owner": owner, "reused at once": again, FAULT: fault}
 
 
 def ranges(setting: Setting) -> Iterator[Row]:

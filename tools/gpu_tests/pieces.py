@@ -117,6 +117,11 @@ PIECES = (
         ("tools.gpu_tests.replanned:replans", ()),
     ),
     Piece("memory", "Bytes of activations are those of the plan, within 10 %", (f"{_ONE}:memory_as_planned", ())),
+    Piece(
+        "reuse",
+        "Memory of a message is used again in its stream's order, however far the host is ahead",
+        (f"{_ONE}:reuse", ()),
+    ),
     *(
         Piece(
             f"shared-{family}",
@@ -124,6 +129,11 @@ PIECES = (
             (f"{_ONE}:shared", (family,)),
         )
         for family, schedules in FAMILIES.items()
+    ),
+    Piece(
+        "fp8",
+        "zb-1p and v-half train in FP8 and FP4 as stock does, with each recipe that the GPU computes",
+        (f"{_ONE}:fp8", ()),
     ),
     Piece(
         "vocabulary",

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron.schedules.integration.vocabulary.parts import parts_of
@@ -22,12 +21,11 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, to
     """Yields every parameter of a rank's chunks, with layers numbered as in the whole model."""
     for chunk in model:
         inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        offset = get_transformer_layer_offset(get_model_config(chunk), vp_stage=getattr(inner, "vp_stage", None))
         for name, parameter in inner.named_parameters():
             parts = name.split(".")
             if "decoder" in parts and "layers" in parts:
                 at = parts.index("layers") + 1
-                parts[at] = str(int(parts[at]) + offset)
+                parts[at] = str(inner.decoder.layers[int(parts[at])].layer_number - 1)
             yield ".".join(parts), parameter
 
 

@@ -14,7 +14,7 @@ from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
 from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.flags.reader import completed, spec_of
-from megatron.schedules.job.spec import JobSpec, StockFlags, StockLayers
+from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.layer_partition import levelled
 from megatron.schedules.planner.registry import placement
@@ -27,7 +27,15 @@ TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 _GIB = 2.0**30
 # Arguments without which a recipe would be another model, or in another precision. All others can be left out.
 _KEPT = frozenset(
-    ("fp4", "fp8", "hybrid_layer_pattern", "kitchen_config_file", "kitchen_recipe_number", "recompute_granularity")
+    (
+        "fp4",
+        "fp8",
+        "fp4_quantizer_factory",
+        "hybrid_layer_pattern",
+        "kitchen_config_file",
+        "kitchen_recipe_number",
+        "recompute_granularity",
+    )
     + ("sft", "te_precision_config_file", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg")
 )
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
@@ -189,7 +197,7 @@ def _placed(spec: JobSpec, choice: ScheduleChoice) -> JobSpec:
     request = Request(choice.name, spec.sizes.pipeline, 1, chunks=choice.chunks or 2)
     where, build = placement(request), spec.build
     layers = "auto" if where is None or build is None else levelled(loads(build), where)
-    free = replace(spec, layers=StockLayers(spec.layers.count, ahead=spec.layers.ahead))
+    free = replace(spec, layers=replace(spec.layers, first=None, last=None, layout=None, stand_in=(False, False)))
     return _under(free, choice, layers=layers)
 
 

@@ -227,15 +227,18 @@ bubble and memory are planned, beside stock's schedule. `tools/recipes` writes t
 a GPU.
 
 """
-_GUIDE = """To train a recipe with a schedule, give two flags:
+_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two chunks in
+the recipe ([other loops](loops.md)):
 
-```sh
---pipeline-schedule v-half --pipeline-layers auto        # or v-zb, as the recipe's row says
+```python
+import megatron.schedules
+megatron.schedules.install(schedule="v-half", layers="auto")  # or v-zb, as the recipe's row says
+cfg.model.virtual_pipeline_model_parallel_size = 2
 ```
 
-They replace the virtual pipeline size and the layer layout of the recipe (`virtual_pipeline_model_parallel_size`,
-`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). The figures of this page are without a search
-for layers. `--pipeline-schedule auto` searches for minutes, also for layers and recompute
+A script of Megatron-LM takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the recipe
+sets (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this page are
+without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
 ([which schedule](which-schedule.md)).
 
 ## Your own recipe
@@ -267,7 +270,8 @@ have experts, is taken as free, so the real gain is larger.
 """
 _NOT_COUNTED = """## Not counted
 
-- Low-rank adapters (`peft`), hybrid models and hyper-connections: no figures are given.
+- Low-rank adapters (`peft`) and hyper-connections: no figures are given.
+- `nemotron_3_super_pretrain_64gpu_h100_bf16` is left out: the sizes of this hybrid model would have to be downloaded.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
 - CUDA graphs: neither their memory nor their speed. Messages between experts are not in the time.

@@ -1,8 +1,8 @@
 """Activation memory of a microbatch on a tensor-parallel rank, in bytes per token, tensor by tensor.
 
 Counts the tensors that each operation saves for its backward as in arXiv 2205.05198, section 4. Adds grouped queries,
-rotary positions, gated MLPs, experts and split backwards. A linear keeps its input, and from I to W its output's
-gradient too. Fused attention keeps its inputs and its output. A view keeps its whole base.
+rotary positions, gated MLPs, experts, split backwards and FP8. A linear keeps its input, and from I to W its output's
+gradient too, in FP8 one copy of each. Fused attention keeps its inputs and its output. A view keeps its whole base.
 ``tests/integration/test_dry_run_memory.py`` compares this with bytes counted in jobs on the CPU.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build, Latent
+from megatron.schedules.estimate.build import Build, Kind, Latent
 
 _SINGLE = 4.0
 
@@ -65,20 +65,20 @@ class Activations:
 def activations(build: Build) -> Activations:
     """Counts the activations of ``build``."""
     hidden = build.shape.hidden / _between(build)
-    kinds = {experts: _layer(build, experts=experts) for experts in set(build.where)}
-    layers = tuple(kinds[each] for each in build.where)
-    norm = Kept(_norm_input(build, hidden) + build.number * hidden)
+    kinds = {kind: _layer(build, kind) for kind in {*build.kinds, build.kind_ahead}}
+    norm = Kept(_norm_input(build, hidden) + build.operand(quantized=build.output_quantized) * hidden)
     size = build.number if build.fused_loss else _SINGLE
     logits = Kept(size * build.shape.vocabulary / build.tensor)
     ahead = Kept()
     if build.shape.ahead:
         # Both streams' norms, and their outputs side by side for the projection that joins them.
-        both = Kept(2 * _norm_input(build, hidden) + 2 * build.number * hidden, 3 * build.number * hidden)
-        ahead = whole(layers[-1]).plus(both).plus(norm).plus(logits)
+        operand = build.operand(quantized=build.kind_ahead.quantized)
+        both = Kept(2 * _norm_input(build, hidden) + 2 * operand * hidden, 3 * operand * hidden)
+        ahead = whole(kinds[build.kind_ahead]).plus(both).plus(norm).plus(logits)
     return Activations(
         first=Kept(_mask(build) * hidden),
         mask=float(build.shape.sequence) if build.given_mask and not build.shape.fused else 0.0,
-        layers=layers,
+        layers=tuple(kinds[each] for each in build.kinds),
         last=norm.plus(logits),
         norm=norm,
         ahead=ahead,
@@ -115,17 +115,38 @@ def _norm_input(build: Build, width: float) -> float:
     return build.residual * width
 
 
-def _layer(build: Build, *, experts: bool) -> Layer:
-    hidden, number = build.shape.hidden / _between(build), build.number
+def _layer(build: Build, kind: Kind) -> Layer:
+    hidden, operand = build.shape.hidden / _between(build), build.operand(quantized=kind.quantized)
+    # Of a latent attention's input each of the first two linears has a quantized copy.
+    into = (2 if kind.quantized and build.shape.latent else 1) * operand * hidden
+    # A router keeps its input itself and computes its weight gradient in I.
+    behind = Kept(build.number * hidden) if kind.experts else Kept(operand * hidden, operand * hidden)
     parts = {
         "inputs": Kept(2 * _norm_input(build, hidden)),
-        # Outputs of both norms. A router computes its weight gradient in I.
-        "layernorm": Kept(2 * number * hidden, (1 if experts else 2) * number * hidden),
+        "layernorm": Kept(into, into).plus(behind),  # outputs of both norms
         "core_attn": Kept(_scores(build)),
         "masks": Kept(2 * _mask(build) * hidden),
     }
-    parts |= _attention(build) if build.shape.latent is None else _latent(build, build.shape.latent)
-    return parts | (_experts(build) if experts else _feed_forward(build))
+    latent = build.shape.latent
+    parts |= _attention(build, operand) if latent is None else _latent(build, operand, latent)
+    return parts | (_experts(build, operand) if kind.experts else _feed_forward(build, operand))
+
+
+def _shared(build: Build, operand: float, *, kept: bool) -> float:
+    """Bytes of one number that a linear reads, and that its producer keeps too if ``kept``."""
+    if operand == build.number or (build.quantized and build.quantized.keeps_originals):
+        return build.number
+    return operand + (build.number if kept else 0.0)
+
+
+def _for_rows(build: Build, operand: float, width: float) -> float:
+    """Bytes from I to W of a row parallel linear: its input of ``width``, and its output's gradient.
+
+    Tensor-parallel ranks that add to ``main_grad`` compute its product in I. Quantized gradients stay gathered.
+    """
+    if build.tensor > 1 and build.fused_gradients:
+        return 0.0
+    return operand * (width + build.shape.hidden / (_between(build) if operand == build.number else 1))
 
 
 def _scores(build: Build) -> float:
@@ -136,10 +157,10 @@ def _scores(build: Build) -> float:
     return (build.number + dropped) * heads * sequence
 
 
-def _attention(build: Build) -> dict[str, Kept]:
+def _attention(build: Build, operand: float) -> dict[str, Kept]:
     """Bytes of each part of attention.
 
-    Queries, keys and values are views of one tensor, which stays allocated as long as any of them.
+    Queries, keys and values are views of one tensor, which stays allocated as long as any of them is not copied.
     """
     queries, keys = build.queries / build.tensor, float(build.groups * build.head)
     together = queries + 2 * keys
@@ -149,46 +170,46 @@ def _attention(build: Build) -> dict[str, Kept]:
         # Each group's keys and values are copied for every head, and queries unless they lie side by side.
         alone = build.groups == 1 and build.samples == 1 and not changed
         kept = 2 * queries + (together if alone else queries)
+    elif build.contiguous:
+        kept = together
     else:
         kept = together + (queries if changed or grouped else 0.0) + (keys if changed else 0.0)
     if build.rotary and not build.fused_rotary:
         kept += 4 * build.head / build.samples  # sines and cosines, for queries and for keys
-    out = build.shape.hidden / _between(build)
-    number = build.number
-    return {
-        "attention": Kept(number * (kept + queries), number * (together + queries + out)),
-    }
+    scored = _shared(build, operand, kept=build.shape.fused) * queries
+    return {"attention": Kept(build.number * kept + scored, operand * together + _for_rows(build, operand, queries))}
 
 
-def _latent(build: Build, latent: Latent) -> dict[str, Kept]:
+def _latent(build: Build, operand: float, latent: Latent) -> dict[str, Kept]:
     heads, number = build.shape.heads / build.tensor, build.number
-    out = build.shape.hidden / _between(build)
     queries, values = heads * (latent.head + latent.position), heads * latent.value
-    # Keys and values are projected up together; keys, and queries, are then joined with their positions.
+    # Keys and values are projected up together. Keys, and queries, are then joined with their positions, values copied.
     together = heads * latent.head + values
     squeezed = (latent.query or 0) + latent.key_value
     down = squeezed + latent.position
-    # Between down- and up-projection is a norm.
-    goes_up = squeezed if build.head_norms else down
-    kept = float(number * down)
+    # Between down- and up-projection is a norm. A quantized copy has no positions, and keeps no base.
+    bare = build.head_norms or operand != number
+    goes_up = squeezed if bare else down
+    kept = operand * goes_up
     if build.head_norms:
-        kept = number * squeezed + (_norm_input(build, squeezed) if build.plain else kept)
+        kept += _norm_input(build, squeezed) if build.plain else number * down
+    kept += _shared(build, operand, kept=build.shape.fused) * values
     return {
-        "mla_up_proj": Kept(number * (2 * queries + together)),
-        "attention": Kept(kept + number * values, number * (goes_up + queries + together + down + values + out)),
+        "mla_up_proj": Kept(number * (2 * queries + values)),
+        "attention": Kept(kept, operand * (goes_up + queries + together + down) + _for_rows(build, operand, values)),
     }
 
 
-def _feed_forward(build: Build) -> dict[str, Kept]:
+def _feed_forward(build: Build, operand: float) -> dict[str, Kept]:
     inner = (build.shape.inner or 4 * build.shape.hidden) / build.tensor
-    out = build.number * build.shape.hidden / _between(build)
-    return {"mlp": _linears(build, inner, rows=1.0).plus(Kept(0.0, out))}
+    return {"mlp": _linears(build, operand, inner, rows=1.0).plus(Kept(0.0, _for_rows(build, operand, inner)))}
 
 
-def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> Kept:
-    """Bytes of the activations between both linears of an MLP.
+def _linears(build: Build, operand: float, inner: float, rows: float, scaled: bool = False) -> Kept:
+    """Bytes of the activations between both linears of an MLP, and for W of the first.
 
     Args:
+        operand: bytes of one number of a linear's input, or of its output's gradient.
         inner: width.
         rows: rows per token.
         scaled: true if rows are weighted after the activation function.
@@ -197,27 +218,28 @@ def _linears(build: Build, inner: float, rows: float, scaled: bool = False) -> K
     apart = 0.0
     if not build.fused_activation:
         apart = (2 * inner if build.shape.gated else 0.0) + (inner if scaled else 0.0)
-    number = build.number * rows
-    return Kept(number * (wide + inner + apart), number * (wide + inner))
+    return Kept(rows * (build.number * (wide + apart) + operand * inner), rows * operand * wide)
 
 
-def _experts(build: Build) -> dict[str, Kept]:
+def _experts(build: Build, operand: float) -> dict[str, Kept]:
     found = build.shape.experts
     assert found is not None, "the layer has experts"
     hidden, chosen = build.shape.hidden, found.chosen
     # Tokens are split over tensor-parallel ranks and gathered by those of an expert, evenly over experts.
     rows = chosen * build.expert_tensor / build.tensor
-    outer = build.number * rows * hidden
-    routed = _linears(build, found.inner / build.expert_tensor, rows, scaled=True)
+    outer = operand * rows * hidden
+    routed = _linears(build, operand, found.inner / build.expert_tensor, rows, scaled=True)
     # Scores of all experts; numbers, places and weights of the chosen ones.
     router = (8.0 * build.experts + 22.0 * chosen) / _between(build)
-    second = build.number * rows * found.inner / build.expert_tensor
+    second = operand * rows * found.inner / build.expert_tensor
     parts = {
         "router": Kept(router),
         "moe_act": Kept(second),
-        "moe": routed.plus(Kept(outer - second, 2 * outer)),
+        "moe": routed.plus(Kept(outer - second, 2 * outer + second)),
     }
     if found.shared:
-        out = build.number * hidden / _between(build)
-        parts["shared_experts"] = _linears(build, found.shared / build.tensor, 1.0).plus(Kept(0.0, 2 * out))
+        width, inner = hidden / _between(build), found.shared / build.tensor
+        copy = (_shared(build, operand, kept=True) - build.number) * width  # of the router's input
+        shared = _linears(build, operand, inner, 1.0)
+        parts["shared_experts"] = shared.plus(Kept(copy, operand * width + _for_rows(build, operand, inner)))
     return parts

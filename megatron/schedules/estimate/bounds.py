@@ -22,7 +22,12 @@ _FLAGS = (
         "context-parallel-size expert-model-parallel-size expert-tensor-parallel-size "
         "num-distributed-optimizer-instances tensor-model-parallel-size",
     ),
-    (0, MOST_LAYERS, "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"),
+    (
+        0,
+        MOST_LAYERS,
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers num-layers-at-end-in-bf16 "
+        "num-layers-at-start-in-bf16",
+    ),
     (
         1,
         _WIDTH,

@@ -43,6 +43,69 @@ class Experts:
     shared: int = 0
 
 
+# Bytes of a number with its share of scales: four for 128 numbers, or one for 32 or 16. FP8 has one for a tensor else.
+_OPERANDS = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+# The same of a weight, which has four bytes for 128 x 128 numbers in blockwise.
+_WEIGHTS = _OPERANDS | {"blockwise": 1 + 4 / 128**2}
+
+
+class Quantized(NamedTuple):
+    """Linears in FP8 or FP4, as Transformer Engine quantizes them. Their weights stay in half precision too.
+
+    Args:
+        recipe: Megatron's name of the recipe.
+        ends: decoder layers at the start, and at the end, that stay in half precision.
+        output: true if the output layer is quantized too.
+    """
+
+    recipe: str
+    ends: tuple[int, int] = (0, 0)
+    output: bool = False
+
+    def __str__(self) -> str:
+        return "FP4 (nvfp4)" if self.recipe == "nvfp4" else f"FP8 ({self.recipe})"
+
+    @property
+    def operand(self) -> float:
+        """Bytes of a number of an input, or of an output's gradient, that waits for W: one copy, with its scales."""
+        return _OPERANDS.get(self.recipe, 1.0)
+
+    @property
+    def weight(self) -> float:
+        """Bytes of a weight's cached copies, by rows and by columns."""
+        return 2 * _WEIGHTS.get(self.recipe, 1.0)
+
+    @property
+    def speed(self) -> float:
+        """FLOPs of a product for one of bf16 in the same time (NVIDIA's data sheets of the H100 and the B200)."""
+        return 4.0 if self.recipe == "nvfp4" else 2.0
+
+    @property
+    def scales_now(self) -> bool:
+        """True if a tensor has one scale, of its own largest number, which must be found first."""
+        return self.recipe in ("tensorwise", "nvfp4")
+
+    @property
+    def keeps_originals(self) -> bool:
+        """True if Megatron makes linears keep inputs that another operation keeps anyway, instead of a quantized copy.
+
+        W then quantizes them. With delayed scaling it cannot: the scale has changed.
+        """
+        return self.recipe != "delayed"
+
+
+class Kind(NamedTuple):
+    """Kind of a decoder layer.
+
+    Args:
+        experts: true if it has experts.
+        quantized: true if its linears are.
+    """
+
+    experts: bool = False
+    quantized: bool = False
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a GPT.
@@ -101,13 +164,17 @@ class Build:
         fused_rotary: true if one kernel applies rotary positions.
         given_mask: true if each microbatch has an attention mask.
         fused_activation: true if the activation function of an MLP is one kernel.
+        fused_gradients: true if products add weight gradients to ``main_grad`` (gradient accumulation fusion).
         fused_loss: true if the loss keeps the logits in their own precision, not in single precision.
+        contiguous: true if attention copies what is not contiguous of queries, keys and values, as Transformer
+            Engine's does; otherwise it keeps views.
         plain: true if torch's own operations run, as on a CPU: dropouts keep numbers instead of masks, and an RMS norm
             keeps two tensors in single precision instead of its input.
         samples: samples of a microbatch.
         context: context-parallel ranks, which share the tokens of a sample.
         number: bytes of one number of activations.
         residual: bytes of one number of the residual stream.
+        quantized: how linears are quantized; None if they are not.
     """
 
     shape: Shape
@@ -126,12 +193,15 @@ class Build:
     fused_rotary: bool = True
     given_mask: bool = False
     fused_activation: bool = True
+    fused_gradients: bool = False
     fused_loss: bool = False
+    contiguous: bool = False
     plain: bool = False
     samples: int = 1
     context: int = 1
     number: int = 2
     residual: int = 2
+    quantized: Quantized | None = None
 
     @property
     def tokens(self) -> float:
@@ -152,3 +222,24 @@ class Build:
     def where(self) -> tuple[bool, ...]:
         """For each layer, true if it has experts."""
         return self.shape.experts.where if self.shape.experts else (False,) * self.shape.layers
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of each layer."""
+        first, last = self.quantized.ends if self.quantized else (self.shape.layers, 0)
+        inner = range(first, self.shape.layers - last)
+        return tuple(Kind(experts, at in inner) for at, experts in enumerate(self.where))
+
+    @property
+    def kind_ahead(self) -> Kind:
+        """Kind of the layers of multi-token prediction: in FP8 even if the last layers are not, and never in FP4."""
+        return Kind(self.where[-1], self.quantized is not None and self.quantized.recipe != "nvfp4")
+
+    @property
+    def output_quantized(self) -> bool:
+        """True if the output layer is quantized."""
+        return self.quantized is not None and self.quantized.output
+
+    def operand(self, *, quantized: bool) -> float:
+        """Bytes of one number of a linear's input, or of its output's gradient."""
+        return self.quantized.operand if quantized and self.quantized else self.number

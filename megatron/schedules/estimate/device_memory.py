@@ -30,6 +30,7 @@ class Numbers:
         weight, gradient, optimizer: bytes per parameter.
         shared_by: ranks that share the optimizer state of dense parameters, and of experts'.
         on_host: share of the optimizer state on the host.
+        copies: bytes of the copies that a quantized parameter has besides its weight.
     """
 
     weight: float
@@ -37,6 +38,11 @@ class Numbers:
     optimizer: float
     shared_by: tuple[int, int] = (1, 1)
     on_host: float = 0.0
+    copies: float = 0.0
+
+    def weights(self, count: Count) -> float:
+        """Bytes of the weights on one rank, with their quantized copies."""
+        return self.weight * count.all + self.copies * count.quantized
 
     def state(self, count: Count) -> float:
         """Bytes of the optimizer state on one rank."""
@@ -44,7 +50,7 @@ class Numbers:
 
     def held(self, count: Count) -> float:
         """Bytes that stay allocated on one rank's device."""
-        return (self.weight + self.gradient) * count.all + (1 - self.on_host) * self.state(count)
+        return self.weights(count) + self.gradient * count.all + (1 - self.on_host) * self.state(count)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class RankMemory(NamedTuple):
         """Returns a rank with ``count`` parameters, no activations, and ``messages`` bytes of messages."""
         state = numbers.state(count)
         return RankMemory(
-            weights=numbers.weight * count.all,
+            weights=numbers.weights(count),
             gradients=numbers.gradient * count.all,
             optimizer=state * (1 - numbers.on_host),
             messages=messages,

@@ -42,6 +42,9 @@ class Question:
         gpus: number of GPUs.
         global_batch: samples of an iteration.
         correction: correction of the roofline, from a measured profile.
+
+    Raises:
+        PlanError: the device cannot compute the model's FP8 or FP4.
     """
 
     model: Model
@@ -49,6 +52,16 @@ class Question:
     gpus: int
     global_batch: int
     correction: PassTimes = ONES
+
+    def __post_init__(self) -> None:
+        quantized, device = self.model.whole.quantized, self.device
+        if quantized is not None and quantized.recipe not in device.recipes:
+            known = ", ".join(device.recipes)
+            raise PlanError(
+                f"{quantized.recipe} does not run on {device.name}, which "
+                + (f"has {known}: give one of them as --fp8-recipe" if known else "has no FP8: leave out --fp8-format"),
+                "model",
+            )
 
     def settings(self, method: Method) -> Iterator[Setting]:
         """Yields all settings of ``method``, including those that do not fit."""

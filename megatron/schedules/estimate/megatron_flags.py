@@ -19,13 +19,14 @@ Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 # Switches that are off, and on, without the flag; and whole numbers without a default.
 _OFF = """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
-    add-qkv-bias bf16 cross-entropy-loss-fusion fp16 fp32-residual-connection grad-reduce-in-bf16
+    add-qkv-bias bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16 fp32-residual-connection fp8-output-proj
+    grad-reduce-in-bf16
     group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload qk-layernorm
     sequence-parallel swiglu use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
 """
 _ON = """
-    disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader no-position-embedding
-    no-rope-fusion
+    disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
+    no-gradient-accumulation-fusion no-position-embedding no-rope-fusion
 """
 _INTEGERS = """
     expert-tensor-parallel-size ffn-hidden-size global-batch-size hidden-size kv-channels max-position-embeddings
@@ -42,6 +43,9 @@ FLAGS: Flags = {
     "--distributed-backend": (str, "nccl"),
     "--exp-avg-dtype": (str, "fp32"),
     "--exp-avg-sq-dtype": (str, "fp32"),
+    "--fp4-format": (str, None),
+    "--fp8-format": (str, None),
+    "--fp8-recipe": (str, "delayed"),
     "--expert-model-parallel-size": (int, 1),
     "--hidden-dropout": (float, 0.1),
     "--kv-lora-rank": (int, 32),
@@ -51,6 +55,8 @@ FLAGS: Flags = {
     "--moe-router-topk": (int, 2),
     "--normalization": (str, "LayerNorm"),
     "--num-distributed-optimizer-instances": (int, 1),
+    "--num-layers-at-end-in-bf16": (int, 1),
+    "--num-layers-at-start-in-bf16": (int, 1),
     "--num-query-groups": (int, 1),
     "--optimizer": (str, "adam"),
     "--optimizer-offload-fraction": (float, 1.0),
@@ -68,8 +74,11 @@ FLAGS: Flags = {
 # Flags whose attribute has another name.
 NAMED_OTHERWISE = {
     "--disable-bias-linear": "add_bias_linear",
+    "--fp4-format": "fp4",
+    "--fp8-format": "fp8",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
+    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
     "--no-position-embedding": "add_position_embedding",
     "--no-rope-fusion": "apply_rope_fusion",
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.schedules.estimate.build import Build, Shape
+from megatron.schedules.estimate.build import Build, Quantized, Shape
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
@@ -19,7 +19,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 
 _BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
-# Most plans hold fewer messages on a rank at once; the number is known once a plan is lowered.
+# Most plans hold no more messages on a rank at once; the number is known once a plan is lowered.
 MESSAGES = 8
 # Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
 _MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
@@ -55,12 +55,26 @@ def as_built(args: Any, shape: Shape) -> Build:
         fused_rotary=args.apply_rope_fusion,
         given_mask=args.create_attention_mask_in_dataloader,
         fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
+        fused_gradients=args.gradient_accumulation_fusion,
         fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
-        plain=args.distributed_backend == "gloo",
+        contiguous=args.transformer_impl != "local",
+        plain=args.distributed_backend == "gloo" and args.transformer_impl == "local",
         samples=args.micro_batch_size or 1,
         context=args.context_parallel_size,
         number=number,
         residual=4 if args.fp32_residual_connection else number,
+        quantized=_quantized(args),
+    )
+
+
+def _quantized(args: Any) -> Quantized | None:
+    """Reads Megatron's FP8 and FP4 flags. Local linears do not know them."""
+    if not (args.fp8 or args.fp4) or args.transformer_impl == "local":
+        return None
+    recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
+    ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+    return Quantized(
+        recipe, ends if args.first_last_layers_bf16 else (0, 0), bool(args.fp8_output_proj) and recipe == "mxfp8"
     )
 
 
@@ -135,9 +149,9 @@ def with_model(
     numbers = model.numbers if placed else None
     kept = model_memory(build, build.tokens, model.recompute, shared=shared, numbers=numbers)
     kept = kept if profile is None else profile.memory(kept)
-    repeated = recomputed_share(
-        model.recompute, layer_work(build, experts=any(build.where)), build.shape.layers / stages
-    )
+    work = layer_work(build, experts=any(build.where))
+    speed = build.quantized.speed if build.quantized else 1.0
+    repeated = recomputed_share(model.recompute, work, build.shape.layers / stages, speed)
     return replace(
         costs,
         model=replace(costs.model or loads(build), stand_in=model.stand_in),
@@ -172,17 +186,18 @@ def rank_memory(
     return memory(schedule, on_stages, costs.memory, counts, sizes, model.numbers, waiting)
 
 
-def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float) -> float:
+def recomputed_share(recompute: Recompute, work: Work, layers_a_stage: float, speed: float = 1.0) -> float:
     """Share of the forward that I recomputes. Times given with ``--pipeline-costs`` do not include it.
 
     Args:
         recompute: Megatron's own recompute.
         work: work of a decoder layer.
         layers_a_stage: decoder layers of a stage.
+        speed: speed of linears relative to attention's, in FLOPs.
     """
     if recompute.layers != 0:
         return 1.0 if recompute.layers is None else min(1.0, recompute.layers / max(layers_a_stage, 1.0))
-    return sum(work.share(module) for module in recompute.modules)
+    return sum(work.share(module, speed) for module in recompute.modules)
 
 
 def stock_recompute(args: Any) -> StockRecompute:
@@ -198,8 +213,9 @@ def number_bytes(args: Any) -> int:
 
 def numbers(args: Any) -> Numbers:
     """Bytes of each parameter, without a distributed optimizer."""
-    weight = float(number_bytes(args))
-    return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args))
+    weight, quantized = float(number_bytes(args)), _quantized(args)
+    copies = 0.0 if quantized is None else quantized.weight
+    return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args), copies=copies)
 
 
 def _gradient(args: Any) -> float:

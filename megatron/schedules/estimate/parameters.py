@@ -6,23 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Build, Kind
 from megatron.schedules.estimate.work import Product, layer_work
 
 
 class Count(NamedTuple):
-    """Number of parameters of routed experts, which have their own data-parallel ranks, and of everything else."""
+    """Number of parameters.
+
+    Args:
+        dense: those without the next.
+        expert: those of routed experts, which have their own data-parallel ranks.
+        quantized: those of both that have copies in FP8.
+    """
 
     dense: float = 0.0
     expert: float = 0.0
+    quantized: float = 0.0
 
     def plus(self, other: Count) -> Count:
         """Sum of both."""
-        return Count(self.dense + other.dense, self.expert + other.expert)
+        return Count(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     @property
     def all(self) -> float:
-        """Parameters of both sorts."""
+        """All parameters, each once."""
         return self.dense + self.expert
 
 
@@ -34,7 +41,7 @@ class Parameters:
         table: parameters of the word embedding, and of the output layer.
         first: position embedding.
         layers: each decoder layer.
-        last: final norm.
+        last: final norm, and the copies of the output layer if it is quantized.
         ahead: all layers of multi-token prediction with their own embedding.
     """
 
@@ -76,24 +83,26 @@ def parameters(build: Build) -> Parameters:
     shape, hidden = build.shape, build.shape.hidden
     norm = _norm(build, hidden)
     table = Count(shape.vocabulary * hidden / build.tensor)
-    kinds = {experts: _layer(build, experts=experts) for experts in set(build.where)}
-    layers = tuple(kinds[each] for each in build.where)
+    kinds = {kind: _layer(build, kind) for kind in {*build.kinds, build.kind_ahead}}
     positions = Count(float(build.positions * hidden))
     ahead = Count()
     if shape.ahead:
         ahead = ahead.plus(table).plus(positions)
         joined = 2.0 * hidden * hidden / build.tensor
         for _ in range(shape.ahead):
-            ahead = ahead.plus(layers[-1]).plus(Count(joined + 3 * norm))
-    return Parameters(table, positions, layers, Count(norm), ahead)
+            ahead = ahead.plus(kinds[build.kind_ahead])
+            ahead = ahead.plus(Count(joined + 3 * norm, quantized=joined if build.kind_ahead.quantized else 0.0))
+    last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
+    return Parameters(table, positions, tuple(kinds[each] for each in build.kinds), last, ahead)
 
 
 def _norm(build: Build, width: int) -> float:
     return (2.0 if build.two_norms else 1.0) * width
 
 
-def _layer(build: Build, *, experts: bool) -> Count:
-    hidden, work = build.shape.hidden, layer_work(build, experts=experts)
+def _layer(build: Build, kind: Kind) -> Count:
+    hidden, work = build.shape.hidden, layer_work(build, experts=kind.experts)
+    quantized = _weights((*work.attention, *work.mlp)) if kind.quantized else 0.0
     into, out = work.attention[0], work.attention[-1]
     dense = 2 * _norm(build, hidden) + _weights(work.attention) + (out.out if build.biases else 0.0)
     if build.shape.latent is None:
@@ -101,13 +110,13 @@ def _layer(build: Build, *, experts: bool) -> Count:
         dense += 2 * _norm(build, build.head) if build.head_norms else 0.0
     elif build.head_norms:
         dense += _norm(build, (build.shape.latent.query or 0) + build.shape.latent.key_value)
-    if not experts:
-        return Count(dense + _mlp(build, work.mlp))
+    if not kind.experts:
+        return Count(dense + _mlp(build, work.mlp), quantized=quantized)
     routed, shared = work.mlp[:2], work.mlp[2:]
     dense += hidden * build.experts  # the router
     if shared:
         dense += _mlp(build, shared) + (hidden if build.shared_gate else 0.0)
-    return Count(dense, _mlp(build, routed))
+    return Count(dense, _mlp(build, routed), quantized)
 
 
 def _weights(linears: Sequence[Product]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.schedules.estimate.build import Kind
 from megatron.schedules.estimate.models import Model, built, gpt
 from megatron.schedules.estimate.times import PassTimes, Prices, layer_times
 from megatron.schedules.measure.cost_profile import Profile
@@ -31,6 +32,7 @@ class Device:
         attention: shares of ``matrix_flops`` that FlashAttention reaches forward and backward.
         host_link: bytes per second one way between GPU and host while all GPUs of the node copy both ways.
         host_memory: bytes of host memory of a node.
+        recipes: FP8 and FP4 recipes that it computes.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Device:
     attention: tuple[float, float]
     host_link: float
     host_memory: float
+    recipes: tuple[str, ...] = ()
 
 
 # Vendor data sheets; FlashAttention-2's shares of peak from arXiv 2307.08691 (figures 4 to 7, causal, heads of 128) and
@@ -54,7 +57,10 @@ DEVICES = {
     device.name: device
     for device in (
         Device("A100-80GB", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9, 8, 108, (0.58, 0.50), 12.5e9, 2e12),
-        Device("H100-80GB", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 8, 132, (0.60, 0.50), 25e9, 2e12),
+        Device(
+            *("H100-80GB", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 8, 132, (0.60, 0.50), 25e9, 2e12),
+            recipes=("tensorwise", "delayed", "blockwise"),
+        ),
     )
 }
 
@@ -71,14 +77,14 @@ class Roofline(Prices):
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
-        """Seconds of a bf16 product: whole waves of tiles, or the bytes of its matrices."""
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
+        """Seconds of a product: whole waves of tiles, or the bytes of its matrices."""
         (tall, wide), device = _TILE, self._device
         tiles = math.ceil(rows / tall) * math.ceil(columns / wide)
         waves = math.ceil(tiles / device.multiprocessors)
         flops = 2.0 * waves * device.multiprocessors * tall * wide * inner
-        moved = 2.0 * inner * (rows + columns) + bytes_out * rows * columns
-        return max(flops / (_MATRIX * device.matrix_flops), self.stream(moved, 0)) + _LAUNCH
+        moved = 2.0 / speed * inner * (rows + columns) + bytes_out * rows * columns
+        return max(flops / (_MATRIX * speed * device.matrix_flops), self.stream(moved, 0)) + _LAUNCH
 
     def attention(self, flops: float, *, backward: bool) -> float:
         """Seconds at FlashAttention's share of the peak."""
@@ -127,5 +133,6 @@ def corrections(profile: Profile, device: Device, model: Model) -> PassTimes:
         sequence_parallel=tensor > 1,
     )
     build = built(args)
-    assumed = layer_times(build, Roofline(device), build.tokens, experts=any(build.where))
+    # tools/profile_passes.py measures in bf16.
+    assumed = layer_times(build, Roofline(device), build.tokens, Kind(any(build.where)))
     return PassTimes(*(seconds / each for seconds, each in zip(profile.layer_seconds, assumed, strict=True)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
-from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build import Build, Kind
 from megatron.schedules.estimate.work import Product, Work, layer_work, output_layer
 from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 
@@ -16,6 +16,7 @@ from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
 _FUSED_BACKWARD, _KEPT_BACKWARD = 2.5, 2.0
 # Bytes that F and I move for each logit: the softmax reads and writes them in single precision.
 _MOVED_BY_LOGITS = 18.0, 6.0
+_DENSE = Kind()
 
 
 class PassTimes(NamedTuple):
@@ -45,9 +46,9 @@ class Prices:
     150 and an H100 300 (data sheets).
     """
 
-    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2) -> float:
-        """Time of one product of matrices."""
-        return 2.0 * rows * columns * inner
+    def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
+        """Time of one product of matrices. Quantized ones compute ``speed`` times as fast, from smaller numbers."""
+        return 2.0 * rows * columns * inner / speed
 
     def attention(self, flops: float, *, backward: bool) -> float:
         """Time of attention itself."""
@@ -79,19 +80,19 @@ def loads(build: Build, prices: Prices = ANY, tokens: float = 1.0, correction: P
         correction: measured over estimated times of a decoder layer.
     """
     kept = activations(build)
-    kinds = {
-        experts: layer_times(build, prices, tokens, experts=experts).scaled(correction) for experts in set(build.where)
-    }
+    every = {*build.kinds, build.kind_ahead}
+    kinds = {kind: layer_times(build, prices, tokens, kind).scaled(correction) for kind in every}
     layers = tuple(
-        Part(split=Load(*kinds[experts], tokens * whole(layer).forward))
-        for experts, layer in zip(build.where, kept.layers, strict=True)
+        Part(split=Load(*kinds[kind], tokens * whole(layer).forward))
+        for kind, layer in zip(build.kinds, kept.layers, strict=True)
     )
     output = output_times(build, prices, tokens)
     last = Part(whole=Load(*output, tokens * kept.last.forward))
     for _ in range(build.shape.ahead):
         # A projection joins two streams before the layer, and it has logits of its own.
-        joined = _linear(Product(2 * build.shape.hidden, build.shape.hidden / build.tensor), prices, tokens)
-        layer = Load(*kinds[build.where[-1]]).plus(Load(*joined, tokens * kept.ahead.forward))
+        projection = Product(2 * build.shape.hidden, build.shape.hidden / build.tensor)
+        joined = _linear(build, projection, prices, tokens, quantized=build.kind_ahead.quantized)
+        layer = Load(*kinds[build.kind_ahead]).plus(Load(*joined, tokens * kept.ahead.forward))
         last = last.plus(Part(layer, Load(*output)))
     looked_up = prices.stream(4.0 * build.shape.hidden * tokens / build.tensor)
     first = Part(whole=Load(looked_up, looked_up, 0.0, tokens * kept.first.forward))
@@ -105,10 +106,10 @@ def attention_shares(build: Build) -> tuple[float, float]:
     return scores / mean.forward, _backward(build) * scores / mean.input_grad
 
 
-def layer_times(build: Build, prices: Prices, tokens: float, *, experts: bool = False) -> PassTimes:
-    """Times of one decoder layer."""
-    work = layer_work(build, experts=experts)
-    times = [_linear(each, prices, tokens) for each in (*work.attention, *work.mlp)]
+def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE) -> PassTimes:
+    """Times of one decoder layer. Attention itself is never quantized."""
+    work = layer_work(build, experts=kind.experts)
+    times = [_linear(build, each, prices, tokens, quantized=kind.quantized) for each in (*work.attention, *work.mlp)]
     forward, input_grad, weight_grad = (sum(each) for each in zip(*times, strict=True))
     scores, (moved_forward, moved_backward) = work.scores * tokens, work.moved
     forward += prices.attention(scores, backward=False) + prices.stream(moved_forward * tokens, 6)
@@ -121,19 +122,28 @@ def layer_times(build: Build, prices: Prices, tokens: float, *, experts: bool = 
 
 def output_times(build: Build, prices: Prices, tokens: float) -> PassTimes:
     """Times of the output layer with the loss."""
-    forward, input_grad, weight_grad = _linear(output_layer(build), prices, tokens)
+    output, quantized = output_layer(build), build.output_quantized
+    forward, input_grad, weight_grad = _linear(build, output, prices, tokens, quantized=quantized)
     moved = [prices.stream(each * tokens * build.shape.vocabulary / build.tensor, 0) for each in _MOVED_BY_LOGITS]
     return PassTimes(forward + moved[0], input_grad + moved[1], weight_grad)
 
 
-def _linear(product: Product, prices: Prices, tokens: float) -> PassTimes:
+def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, quantized: bool) -> PassTimes:
     inner, out, rows, parts = product
-    each = tokens * rows / parts
-    return PassTimes(
-        parts * prices.product(each, out, inner),
-        parts * prices.product(each, inner, out),
+    each, how = tokens * rows / parts, build.quantized if quantized else None
+    speed = 1.0 if how is None else how.speed
+    found = PassTimes(
+        parts * prices.product(each, out, inner, speed=speed),
+        parts * prices.product(each, inner, out, speed=speed),
         # Added to gradients in single precision: read and written.
-        parts * prices.product(out, inner, each, bytes_out=8),
+        parts * prices.product(out, inner, each, bytes_out=8, speed=speed),
+    )
+    if how is None:
+        return found
+    # Each number is read in bf16, perhaps for its scale first, and written by rows and by columns.
+    moved = tokens * rows * ((4.0 if how.scales_now else 2.0) + 2 * how.operand)
+    return found._replace(
+        forward=found.forward + prices.stream(moved * inner), input_grad=found.input_grad + prices.stream(moved * out)
     )
 
 

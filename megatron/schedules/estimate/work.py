@@ -52,11 +52,17 @@ class Work(NamedTuple):
         """FLOPs per token, forward."""
         return self.scores + sum(each.flops for each in (*self.attention, *self.mlp))
 
-    def share(self, module: str) -> float:
-        """Share of the forward that ``module``, by Megatron's name, needs; 0 for small modules."""
-        mlp = sum(each.flops for each in self.mlp)
-        modules = {"core_attn": self.scores, "mla_up_proj": self.projected_up, "moe" if self.experts else "mlp": mlp}
-        return modules.get(module, 0.0) / self.flops
+    def share(self, module: str, speed: float = 1.0) -> float:
+        """Share of the forward's time that ``module``, by Megatron's name, needs; 0 for small modules.
+
+        Args:
+            module: the module.
+            speed: speed of linears relative to attention's, in FLOPs.
+        """
+        attention, mlp = (sum(each.flops for each in linears) / speed for linears in (self.attention, self.mlp))
+        up = self.projected_up / speed
+        modules = {"core_attn": self.scores, "mla_up_proj": up, "moe" if self.experts else "mlp": mlp}
+        return modules.get(module, 0.0) / (self.scores + attention + mlp)
 
 
 def layer_work(build: Build, *, experts: bool = False) -> Work:

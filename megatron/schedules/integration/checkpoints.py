@@ -1,6 +1,6 @@
 """Checkpoints that stock Megatron and every other schedule can load.
 
-These functions replace stock's saving and loading. The reason for each is in :mod:`.hooks`.
+These functions replace stock's saving and loading. The reason for each is in :mod:`.hooks` and :mod:`.core_hooks`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
-from megatron.training import checkpointing
 from torch import Tensor
 
 from megatron.schedules.integration.layers.layout import PlacedLayout
@@ -33,7 +32,7 @@ def load_base_checkpoint(
     """Refuses the old checkpoint format if it would load layers into the wrong stages."""
     found = stock(load_dir, args, rank0=rank0, **kwargs)
     moved = session.planner is not None and not session.planner.placement.looped
-    if moved and not rank0 and found[-1] is checkpointing.CheckpointType.LEGACY:
+    if moved and not rank0 and found[-1].name == "LEGACY":
         raise RuntimeError(
             f"{load_dir} is in the format torch, which does not say what layers it holds where this schedule puts "
             "others: load and save it once without --pipeline-schedule, with --ckpt-convert-format torch_dist"

@@ -12,6 +12,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import DryRun
@@ -29,14 +30,18 @@ def dry_run(asked: PlannedJob, how: DryRun) -> NoReturn:
     Exits with 0, or with 3 if the job does not fit its device.
     """
     try:
-        room, planner = how.device_bytes, Planner(asked)
-        found = estimated(asked, planner)
+        room, planner, pattern = how.device_bytes, Planner(asked), asked.spec.layers.pattern
+        found = estimated(asked, planner) if pattern is None else None
         _, source = assumed_gpus(asked.spec.sizes, how.gpus)
     except PlanError as error:
         refuse(error.told(FLAGS))
-    sys.stdout.write(
-        "\n".join([_heading(asked.spec.sizes, source), planner.summary(), _table(found, planner, asked.spec)]) + "\n"
-    )
+    sys.stdout.write(f"{_heading(asked.spec.sizes, source)}\n{planner.summary()}\n")
+    if found is None:
+        sys.stdout.write(f"layers by stage: {'|'.join(letters_by_stage(pattern or '', asked.layers))}\n")
+        sys.stdout.write("memory of hybrid models is not estimated so far\n")
+        sys.stdout.flush()
+        raise SystemExit(0)
+    sys.stdout.write(f"{_table(found, planner, asked.spec)}\n")
     status = 0
     if room is not None:
         worst = found.ranks[found.worst]
@@ -60,8 +65,10 @@ def _heading(sizes: Sizes, source: str) -> str:
 def _table(found: Estimate, planner: Planner, spec: JobSpec) -> str:
     ranks = [_rank(found, planner, rank) for rank in range(planner.placement.ranks)]
     kernel = "in one kernel" if found.fused else "with its scores kept"
+    how = spec.build and spec.build.quantized
+    quantized = f", linears in {how}" if how else ""
     lines = [
-        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}",
+        f"activations as layers of {spec.stock.transformer_impl} keep them, attention {kernel}{quantized}",
         f"layers by stage: {as_layout(found.counts, spec.layers.ahead)}",
         as_text(ranks).rstrip(),
     ]

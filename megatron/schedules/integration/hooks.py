@@ -1,27 +1,27 @@
 """All replacements in stock Megatron, each with its reason. Nothing is replaced anywhere else.
 
+Those in ``megatron.core``, which serve every training loop, are in :mod:`.core_hooks`. Only
+:mod:`.linears.fused_accumulation` adds a kernel that is missing.
+
 Without ``--pipeline-schedule`` each replacement only calls the original. The one exception lets jobs start from the
 wheel, and is always active.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.dist_checkpointing.strategies import fully_parallel
-from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.training import arguments, checkpointing, training
 from megatron.training.models import dist_utils
-from torch import Tensor
 
 from megatron.schedules.integration import checkpoints, log_line
 from megatron.schedules.integration.compiled_helpers import came_compiled
+from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
 from megatron.schedules.integration.flags.check import check
@@ -29,39 +29,23 @@ from megatron.schedules.integration.flags.declared import add_arguments, mend_he
 from megatron.schedules.integration.flags.early import refuse_early
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.running_job import begin
+from megatron.schedules.integration.replacement import Hook, put_in
 from megatron.schedules.integration.session import Session, Stock
 from megatron.schedules.integration.vocabulary.build import share_vocabulary
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.schedule.placement import Placement
 
 
-class Hook(NamedTuple):
-    """One replaced name of stock Megatron.
-
-    Args:
-        module: module of the name.
-        name: the name.
-        why: reason for the replacement.
-        call: replacement. It gets the original, the session, and the caller's arguments.
-    """
-
-    module: ModuleType | type
-    name: str
-    why: str
-    call: Stock
-
-
 def _parse_args(stock: Stock, session: Session, extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
     def both(parser: Any) -> Any:
         parser = add_arguments(parser)
+        parser.set_defaults(**session.settings)
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         mend_help(parser)
-        refuse_early(sys.argv[1:], parser._option_string_actions)  # with --yaml-cfg, parsing returns none of our flags
+        # With --yaml-cfg, parsing returns none of our flags.
+        refuse_early(sys.argv[1:], parser._option_string_actions, session.arguments)
         return parser
 
     return stock(both, *args, **kwargs)
@@ -81,12 +65,13 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
-    placed = job.request.decisions.layers if settings.places_layers else None
-    if placed is not None:  # as if the user had given the flag
-        args.pipeline_model_parallel_layout = as_layout(placed, args.mtp_num_layers or 0)
+    hybrid = spec.layers.pattern is not None
+    if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
+        args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)
     result = stock(args, *rest, **kwargs)
     if placement.chunks > 1:
-        _set_chunks(args, placement, placed or layers_by_stage(spec.layers, placement.stages))
+        _set_chunks(args, placement, job.layers)
+    session.hybrid_layers = job.layers if hybrid else None
     session.args, session.spec, session.planner = args, spec, Planner(job)
     return result
 
@@ -99,25 +84,6 @@ def _set_chunks(args: Any, placement: Placement, layers: tuple[int, ...]) -> Non
     # The layout contains this; stock's configuration allows only one of the two.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-
-
-def _get_forward_backward_func(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
-    spec, planner = session.spec, session.planner
-    if planner is None or spec is None:
-        return stock(*args, **kwargs)
-    if session.job is None:
-        flags = run_flags(session.args)
-        session.job = begin(spec, planner, flags, session.iteration, session.running, session.late_checks)
-    return session.job.function
-
-
-def _validate_result(
-    stock: Stock, session: Session, machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any
-) -> None:
-    if session.late_checks.waiting and isinstance(result, Tensor):
-        # Copies the current value, because stock later scales the loss in place.
-        result = result.detach().clone()
-    session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
 
 
 def _placed(build: Stock, session: Session) -> Stock:
@@ -160,26 +126,6 @@ def _build_chunks(stock: Stock, session: Session, build_chunk: Any, *args: Any, 
     return model
 
 
-def _is_pipeline_first_stage(
-    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    if session.stock_is_wrong(ignore_virtual):
-        return session.first_and_last(vp_stage)[0]
-    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-
-
-def _is_pipeline_last_stage(
-    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
-    if session.stock_is_wrong(ignore_virtual):
-        return session.first_and_last(vp_stage)[1]
-    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
-
-
-def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
-    return [pp_ranks[0]] if session.two_copies else list(stock(pp_ranks))
-
-
 def _build_data_iterators(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
     found = stock(*args, **kwargs)
     if session.planner is not None and isinstance(session.args.eval_iters, list):
@@ -211,25 +157,10 @@ HOOKS = (
         "stock compiles its helpers at every start and ends where it cannot; the wheel brings them compiled",
         _compile_helpers,
     ),
-    Hook(training, "get_forward_backward_func", "stock chooses by pipeline size alone", _get_forward_backward_func),
     Hook(training, "training_log", "tells the line of an iteration from other lines", log_line.training_log),
     Hook(training, "print_rank_last", "gets that line when it is complete, on every rank", log_line.print_rank_last),
-    Hook(
-        RerunStateMachine,
-        "validate_result",
-        "scripts look for NaN in each loss, and reading one waits for the device: read when all passes are queued",
-        _validate_result,
-    ),
     Hook(training, "get_model", "stock's places of embedding and output layer (model providers)", _build_chunks),
     Hook(dist_utils, "build_virtual_pipeline_stages", "the same (scripts with a model configuration)", _build_chunks),
-    Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
-    Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
-    Hook(
-        parallel_state,
-        "default_embedding_ranks",
-        "with both copies of a tied embedding on one rank there is no group to reduce over",
-        _default_embedding_ranks,
-    ),
     Hook(
         training,
         "build_train_valid_test_data_iterators",
@@ -254,37 +185,16 @@ HOOKS = (
         "stock reads its old format chunk by chunk, whatever layers are in it",
         checkpoints.load_base_checkpoint,
     ),
-    Hook(
-        fully_parallel,
-        "distribute_main_replicas_with_precomputed_distribution",
-        "a rank with both copies of a tied embedding would write it twice",
-        checkpoints.distribute_main_replicas,
-    ),
-    Hook(
-        fully_parallel,
-        "_fill_in_deferred_sharded_items",
-        "both copies of a tied embedding would share one optimizer state",
-        checkpoints.fill_in_deferred_sharded_items,
-    ),
+    *CORE_HOOKS,
 )
 
 
-def install() -> Session:
-    """Installs all hooks in this process. A second call starts a new session and does not stack hooks."""
-    session = Session()
-    for hook in HOOKS:
-        stock = getattr(hook.module, hook.name)
-        stock = getattr(stock, "megatron_schedules_stock", stock)
-        setattr(hook.module, hook.name, _replacement(hook, stock, session))
+def install(arguments: Mapping[str, Any] = MappingProxyType({})) -> Session:
+    """Installs all hooks in this process. A second call starts a new session and does not stack hooks.
+
+    Args:
+        arguments: arguments of :func:`megatron.schedules.install`, by name.
+    """
+    session = Session(arguments)
+    put_in(HOOKS, session)
     return session
-
-
-def _replacement(hook: Hook, stock: Stock, session: Session) -> Stock:
-    """Returns a function (or method) that replaces ``stock``."""
-
-    @functools.wraps(stock)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return hook.call(stock, session, *args, **kwargs)
-
-    replacement.megatron_schedules_stock = stock  # type: ignore[attr-defined]
-    return replacement

@@ -18,6 +18,6 @@ def after_megatron(name: str) -> ModuleType:
         TooEarlyError: Megatron is not imported yet. Importing it takes seconds, and the CPU stand-in for CUDA must be
             enabled first.
     """
-    if "megatron.training" not in sys.modules:
+    if "megatron.core" not in sys.modules:
         raise TooEarlyError(name)
     return importlib.import_module(name)

@@ -60,7 +60,11 @@ class Messages:
 
 
 def nccl_options(groups: GroupFlags) -> Any:
-    """NCCL options of one of our groups: those of ``pp``, with few multiprocessors unless their number is set."""
+    """NCCL options of one of our groups: those of ``pp``, with few multiprocessors unless their number is set.
+
+    Their streams have high priority, so that messages start ahead of the blocks of a pass. A file that says otherwise
+    is followed unless ``pp`` is among the flag's groups, as in stock.
+    """
     config: dict[str, Any] = {}
     if groups.nccl_file is not None:
         import yaml  # type: ignore[import-untyped]  # only this flag needs it, as in stock
@@ -69,7 +73,7 @@ def nccl_options(groups: GroupFlags) -> Any:
             config = dict((yaml.safe_load(file) or {}).get("pp") or {})
     if not {"min_ctas", "max_ctas"} & config.keys():
         config["max_ctas"] = _MULTIPROCESSORS
-    if groups.high_priority:
+    if groups.high_priority or "is_high_priority_stream" not in config:
         config["is_high_priority_stream"] = True
     return parallel_state.get_nccl_options("pp", {"pp": config})
 

@@ -46,18 +46,21 @@ class ModelBinding:
 
     Args:
         planner: has the layers that are recomputed and offloaded.
+
+    Attributes:
+        offloads: offloaded activations; None before a program with O.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._store: WeightGradients | None = None
         self._recompute: Recomputes | None = None
-        self._offloads: Offloads | None = None
+        self.offloads: Offloads | None = None
 
     @property
     def host_bytes(self) -> int:
         """Host memory used for this rank's offloaded activations, bytes."""
-        return 0 if self._offloads is None else self._offloads.host_bytes
+        return 0 if self.offloads is None else self.offloads.host_bytes
 
     def bind(self, chunks: Chunks, program: Program, meter: ActivationMeter | None) -> Deferred:
         """Prepares the modules of ``chunks`` for ``program`` and returns its deferred work.
@@ -68,10 +71,10 @@ class ModelBinding:
             meter: counts tensors in this call; None for no counting.
         """
         stages = program.placement.stages_of(program.rank)
-        if program.has_offload and self._offloads is None:
-            self._offloads, self._store = offloads_of(chunks, stages, self._planner.layers_offloaded), None
-        if self._offloads is not None:
-            self._offloads.meter = meter
+        if program.has_offload and self.offloads is None:
+            self.offloads, self._store = offloads_of(chunks, stages, self._planner.layers_offloaded), None
+        if self.offloads is not None:
+            self.offloads.meter = meter
         if program.has_recompute and self._recompute is None:
             self._recompute = Recomputes(capture_state)
             for chunk, stage in zip(chunks, stages, strict=True):
@@ -80,7 +83,7 @@ class ModelBinding:
         return Deferred(
             self.weight_gradients(chunks, meter),
             self._recompute if program.has_recompute else None,
-            self._offloads if program.has_offload else None,
+            self.offloads if program.has_offload else None,
         )
 
     def weight_gradients(self, chunks: Chunks, meter: ActivationMeter | None = None) -> WeightGradients:
@@ -90,7 +93,7 @@ class ModelBinding:
         """
         store = self._store
         if store is None or meter is not None:
-            store = WeightGradients(meter, hooked=self._offloads is not None)
+            store = WeightGradients(meter, hooked=self.offloads is not None)
             for chunk in chunks:
                 split_linears(chunk, store)
                 split_te_linears(chunk, store)

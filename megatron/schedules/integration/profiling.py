@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import print_rank_0
 
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.timeline_files import saved_timeline
 from megatron.schedules.measure.clocks import aligned, gaps, latencies
 from megatron.schedules.measure.job_profile import JobProfile

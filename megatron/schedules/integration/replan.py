@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import print_rank_0, print_rank_last
 
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan import with_room_for
 from megatron.schedules.integration.free_device_memory import bytes_left
+from megatron.schedules.integration.log.rank_lines import print_rank_0, print_rank_last
 from megatron.schedules.integration.log.run_log import Logged, reduced
 from megatron.schedules.integration.profiling import Profiler
 from megatron.schedules.integration.schedule_function import ScheduleFunction

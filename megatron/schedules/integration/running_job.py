@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from megatron.training import print_rank_0
-
 from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
@@ -17,6 +15,7 @@ from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.lengths.background import BackgroundPlans
+from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import Profiler

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from megatron.training import print_rank_last
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
-from megatron.schedules.integration.layers.losses import LossRelay
+from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.log import first_iteration
+from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.model_binding import ModelBinding
@@ -33,6 +34,9 @@ from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
 from megatron.schedules.runtime.transport import MessageSpec
+
+# Hyper-connections in Megatron-LM's branches main and dev; no release has them so far.
+_STREAMS = {"enable_mhc_connections": "mhc_num_residual_streams", "enable_hyper_connections": "num_residual_streams"}
 
 
 class ScheduleFunction:
@@ -77,8 +81,9 @@ class ScheduleFunction:
         self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
-        self._relay = LossRelay(self._group, planner.last_stage_rank)
+        self._relay = ResultRelay(self._group, planner.last_stage_rank)
         self._model = ModelBinding(planner)
+        self._reported = False
         self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
@@ -110,7 +115,7 @@ class ScheduleFunction:
         """
         if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
             raise ValueError("outputs other than losses, and adjusted message shapes, need Megatron's own schedule")
-        chunks, iterators = _listed(model), _listed(data_iterator)
+        chunks, iterators = listed(model), listed(data_iterator)
         sizes, cp_size = Sizes(num_microbatches, seq_length, micro_batch_size), _context_parallel_size()
         call = ScheduleCall(forward_step_func, iterators, num_microbatches, forward_only, first_val_step, cp_size)
         with _timed(get_model_config(chunks[0])):
@@ -153,7 +158,7 @@ class ScheduleFunction:
         if deferred.offloads is not None:
             deferred.offloads.copies.watch = measuring.copies
         spec = _message_spec(config, message, call.cp_size)
-        exchange = self._exchange(spec, message, call.cp_size)
+        exchange = self._exchange(spec, message, call.cp_size, config.hidden_size)
         stages = MegatronStages(
             program,
             chunks,
@@ -191,15 +196,20 @@ class ScheduleFunction:
             config.finalize_model_grads_func(list(chunks), counted, pg_collection=pg_collection, force_all_reduce=force)
             tied.sum_gradients(chunks)
         self._peaks.end()
+        if self._log is not None and not self._reported:
+            self._reported = True
+            peak = max(self._peaks.bytes, self._log.peak or 0)
+            first_iteration.report(self._planner, self._group, first_iteration.seen(chunks, self._model.offloads, peak))
         if self.profiler is not None:
             self.profiler.end()
 
-    def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int) -> Exchange | None:
+    def _exchange(self, spec: MessageSpec, sizes: Sizes, cp_size: int, width: int) -> Exchange | None:
         """Collectives of vocabulary parallelism; None without it."""
         if self._messages.collective_group is None:
             return None
         words = sizes.rows, sizes.sequence // cp_size
-        return Exchange(self._messages.collective_group, spec.shape, words, spec.dtype, spec.device)
+        hidden = (*spec.shape[:-1], width)  # one residual stream: what the embedding makes, and the output layer reads
+        return Exchange(self._messages.collective_group, hidden, words, spec.dtype, spec.device)
 
     def _on_last_rank(
         self, stages: MegatronStages, chunks: Sequence[torch.nn.Module], *, forward_only: bool
@@ -208,7 +218,7 @@ class ScheduleFunction:
         config = get_model_config(chunks[0])
         if self._planner.last_stage_rank == self._group.size() - 1:
             return stages.losses, stages.tokens
-        losses, tokens = self._relay(stages.losses, stages.tokens)
+        losses, tokens = self._relay((stages.losses, stages.tokens), stages.tokens.device)
         if config.mtp_num_layers and not forward_only:
             mtp.hand_over_metrics(self._group, self._planner.last_stage_rank, config.mtp_num_layers)
         return losses, tokens
@@ -218,7 +228,7 @@ def _nothing() -> None:
     """Does nothing between two iterations."""
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Returns a list with one value per chunk; stock passes a single chunk's value without a list."""
     return value if isinstance(value, list) else [value]
 
@@ -257,12 +267,21 @@ def _mark() -> torch.cuda.Event:
 
 
 def _message_spec(config: Any, sizes: Sizes, cp_size: int) -> MessageSpec:
-    """Shape of every message: one microbatch's hidden states, as in stock.
+    """Shape of every message: one microbatch's hidden states, in all residual streams that go from layer to layer.
 
-    Variable lengths change the first two sizes.
+    Under ``variable_seq_lengths`` each message has its own shape, with as many dimensions.
     """
     length = sizes.sequence // cp_size
     if config.sequence_parallel:
         length //= parallel_state.get_tensor_model_parallel_world_size()
     device = torch.empty(0, device="cuda").device
-    return MessageSpec((length, sizes.rows, config.hidden_size), config.pipeline_dtype, device)
+    width = _residual_streams(config) * config.hidden_size
+    return MessageSpec((length, sizes.rows, width), config.pipeline_dtype, device)
+
+
+def _residual_streams(config: Any) -> int:
+    """Number of residual streams: 1, or several with hyper-connections (arXiv 2512.24880).
+
+    The first stage makes them of its embedding, and the last merges them before its final norm.
+    """
+    return next((int(getattr(config, number)) for on, number in _STREAMS.items() if getattr(config, on, False)), 1)

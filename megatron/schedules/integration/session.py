@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from megatron.core import parallel_state
+from torch.nn import Module
 
+from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.request import placement_with
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob
 from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.schedule.placement import Placement
 
 Stock = Callable[..., Any]
 """A function of stock's, or what replaces it."""
 
 
 class Session:
-    """The schedule chosen on the command line, after it is parsed, and the stage whose forward is running."""
+    """The schedule chosen on the command line, after it is parsed, and the stage whose forward is running.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: arguments of ``install()``, by name.
+
+    Attributes:
+        settings: settings given without flags, see :func:`.given`.
+        first_chunk: chunk with the embedding of the model that a loop without arguments builds.
+        loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.arguments, self.settings = arguments, given(arguments)
+        self.first_chunk: ref[Module] | None = None
+        self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
         self.planner: Planner | None = None
         self.job: RunningJob | None = None
         self.args: Any = None
+        self.hybrid_layers: tuple[int, ...] | None = None  # of each stage of a hybrid model
         self.late_checks = LateChecks()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets
         self._running: int | None = None
+
+    @property
+    def has_schedule(self) -> bool:
+        """True if a schedule is given, by a flag or without one."""
+        return self.spec is not None or "pipeline_schedule" in self.settings
 
     def iteration(self) -> int:
         """Current iteration, as stock logs it."""
@@ -42,25 +66,56 @@ class Session:
         finally:
             self._running = outer
 
+    def placement(self, ranks: int, chunks: int | None) -> Placement | None:
+        """Position of the stages; None if it is stock's, as without a schedule.
+
+        Args:
+            ranks: pipeline ranks.
+            chunks: model chunks of each rank; None for one.
+        """
+        if self.planner is not None:
+            return self.planner.placement
+        if "pipeline_schedule" not in self.settings or chunks is None:
+            return None
+        placement = placement_with(self.settings["pipeline_schedule"], ranks, chunks)
+        return placement if placement.chunks == chunks else None  # refused when training begins
+
+    @property
+    def current_placement(self) -> Placement | None:
+        """Position of the stages of the model that is built or trained now."""
+        if self.planner is not None:
+            return self.planner.placement  # asked before this rank has its pipeline group
+        if not parallel_state.model_parallel_is_initialized():
+            return None
+        return self.placement(
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        )
+
     @property
     def loss_on_first_rank(self) -> bool:
         """True if the output layer is on the first rank, and not on the last as stock assumes."""
-        return self.planner is not None and self.planner.last_stage_rank == 0
+        placement = self.current_placement
+        return placement is not None and placement.rank_of[-1] == 0
 
     @property
     def two_copies(self) -> bool:
         """True if one rank may have both copies of a tied embedding, which stock has on two ranks."""
-        return self.planner is not None and (self.loss_on_first_rank or self.planner.shares_vocabulary)
+        return self.loss_on_first_rank or (self.planner is not None and self.planner.shares_vocabulary)
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
         """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""
-        return self.loss_on_first_rank and (not ignore_virtual or self._running is not None)
+        return (not ignore_virtual or self._running is not None) and self.loss_on_first_rank
+
+    @property
+    def building(self) -> bool:
+        """True until training begins: a question about the last rank is about the output layer, not about results."""
+        return self.planner is None
 
     def first_and_last(self, chunk: int | None) -> tuple[bool, bool]:
         """Returns whether this rank's ``chunk`` has the embedding, and whether it has the output layer."""
-        assert self.planner is not None
-        placement = self.planner.placement
-        stage = self._running
+        placement, stage = self.current_placement, self._running
+        assert placement is not None
         if stage is None:
             stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
         return stage == 0, stage == placement.last_stage

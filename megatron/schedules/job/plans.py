@@ -75,6 +75,8 @@ class PipelinedModel:
         sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size, "data": self._data}
         parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
         numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        quantized = self._model.build.quantized
+        numbers += f" with linears in {quantized}" if quantized else ""
         shared = "with" if args.use_distributed_optimizer else "without"
         return f"micro batch {args.micro_batch_size}, {parallel} parallel, {numbers}, {shared} distributed optimizer"
 

@@ -105,6 +105,8 @@ class StockLayers:
         layout: value of ``--pipeline-model-parallel-layout``.
         stand_in: whether the embedding and the output layer count as one layer each.
         ahead: layers of multi-token prediction.
+        pattern: decoder layers of a hybrid model, a letter for each, with ``|`` between stages if it places them; None
+            if all layers are transformer layers.
     """
 
     count: int | None = None
@@ -113,11 +115,17 @@ class StockLayers:
     layout: str | None = None
     stand_in: tuple[bool, bool] = (False, False)
     ahead: int = 0
+    pattern: str | None = None
 
     @property
     def by_hand(self) -> bool:
         """True if a flag sets the layers of single stages."""
-        return any(flag is not None for flag in (self.first, self.last, self.layout))
+        return self.segmented or any(flag is not None for flag in (self.first, self.last, self.layout))
+
+    @property
+    def segmented(self) -> bool:
+        """True if the pattern of a hybrid model places its layers."""
+        return "|" in (self.pattern or "")
 
 
 @dataclass(frozen=True)

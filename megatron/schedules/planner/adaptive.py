@@ -134,7 +134,7 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     """Returns the shortest schedule found within ``request.memory_limit``.
 
     Args:
-        request: the request to plan.
+        request: the request to plan, with costs around 1.
         named: plans all named schedules for a request. The result is never longer than one of them that fits.
         progress: receives the progress of the search.
 
@@ -145,10 +145,10 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     from megatron.schedules.search.problem import Problem
 
     limit = limit_in_microbatches(request)
-    asked, seconds = request.around_one(), search_seconds(request)
-    problems = [Problem(placement, asked.microbatches, asked.costs_on(placement)) for placement in placements(asked)]
+    n, seconds = request.microbatches, search_seconds(request)
+    problems = [Problem(placement, n, request.costs_on(placement)) for placement in placements(request)]
     with many_plans(math.inf):  # the compiled code is loaded anyway
-        every = named(asked)
+        every = named(request)
     known = [
         timeline
         for timeline in every

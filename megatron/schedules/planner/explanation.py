@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
-from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.printable import counted, percent
 
 # Iteration times with a smaller relative difference count as equal. Gains of a flag are reported from the second
@@ -41,8 +40,7 @@ def explanation(
         f"Bubble: {percent(timeline.bubble, 1)}{said}.",
     ]
     if limit is not None:
-        fitting = [line for line in named if line.limit <= limit * ranks + EPSILON]
-        lines.append(_against_named(timeline, fitting))
+        lines.append(_against_named(timeline, [line for line in named if request.allows(line)]))
     if vocabulary_gain is not None and vocabulary_gain >= _WORTH:
         lines.append(
             "Not chosen, as it changes the rounding of results: vocabulary parallelism would make the iteration some "

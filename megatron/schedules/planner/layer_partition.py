@@ -14,7 +14,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import permutations
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, islice, permutations
 
 from megatron.schedules.planner.adaptive import effort, limit_in_microbatches, placements, search_seconds
 from megatron.schedules.planner.partition_plans import CLEARLY, Partition, Planned, with_layers
@@ -25,7 +26,8 @@ from megatron.schedules.planner.registry import (
     plan,
     planned_makespan,
 )
-from megatron.schedules.schedule.model_loads import ModelLoads
+from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
+from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
@@ -84,8 +86,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
     best = placed(around_one, shortest.partition, (shortest.placement.chunks,))
     if request.schedule == "adaptive":
-        near = [search for search in _near(searches) if search.even_length <= CLEARLY * shortest.makespan]
-        placements = [search.placement for search in near]
+        placements = [search.placement for search in _near(searches) if search.even_within(CLEARLY * shortest.makespan)]
         best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
     parts.end()
     return replace(best, costs=request.costs)
@@ -105,10 +106,14 @@ def _climb(searches: Sequence[_Search], progress: Progress) -> None:
 
 
 def _checked(searches: Sequence[_Search], progress: Progress) -> _Found:
-    parts = Parts(progress, sum(search.checks for search in searches))
-    found = [search.checked(parts.begin(search.checks)) for search in _near(searches)]
+    """Returns the best partition of all placements; the most promising placement is checked first."""
+    parts, shortest = Parts(progress, sum(search.checks for search in searches)), None
+    for search in sorted(_near(searches), key=lambda each: each.length):
+        found = search.checked(parts.begin(search.checks), shortest.makespan if shortest else math.inf)
+        shortest = min(shortest or found, found, key=lambda each: each.makespan)
     parts.end()
-    return min(found, key=lambda each: each.makespan)
+    assert shortest is not None
+    return shortest
 
 
 def _near(searches: Sequence[_Search]) -> list[_Search]:
@@ -181,7 +186,7 @@ def levelled(model: ModelLoads, where: Placement) -> Partition:
     """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
     ends = [0.0] * where.stages
     for stage, part in ((0, model.first), (where.last_stage, model.last)):
-        ends[stage] += sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3])
+        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
     counts = [0] * where.stages
     for _ in model.layers:
         rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
@@ -203,12 +208,16 @@ class _Search:
         assert request.costs.model is not None
         self._request, self.placement, self._model = request, where, request.costs.model
         self._even = self._model.evenly(where.stages)
-        self._limit = limit_in_microbatches(request) if request.schedule == "adaptive" else math.inf
+        self._climbs = request.schedule == "adaptive"
+        self._limit = limit_in_microbatches(request) if self._climbs else math.inf
         self._bounds: dict[tuple[Partition, int], float] = {}
+        # Time of F and of all computing of each stage, by its last layer and the number of its layers.
+        self._times: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._stages = [where.stages_of(rank) for rank in range(where.ranks)]
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
         self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
         # A named schedule is planned in one way only.
-        alike = few == request.microbatches and request.schedule != "adaptive"
+        alike = few == request.microbatches and not self._climbs
         self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
         self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(request.microbatches)))
@@ -230,10 +239,10 @@ class _Search:
         searched = follows_costs(self._request.schedule, shared_vocabulary=False)
         return self._most * self._planned.size * _POLISHING if searched else 0.0
 
-    @property
-    def even_length(self) -> float:
-        """Makespan of even layers in the final check."""
-        return self._whole.makespan(self._even)
+    def even_within(self, length: float) -> bool:
+        """Checks that the plan with even layers is not longer than ``length``."""
+        bound = self._bound(self._even, self._request.microbatches)
+        return bound <= length and self._whole.makespan(self._even) <= length
 
     def descend(self, progress: Progress) -> None:
         """Descends from two start partitions until no move gains."""
@@ -261,7 +270,7 @@ class _Search:
 
     def _plans_of(self, microbatches: int) -> int:
         """Number of plans that the effort allows."""
-        passes = _EFFORT if self._request.schedule == "adaptive" else _NAMED_EFFORT
+        passes = _EFFORT if self._climbs else _NAMED_EFFORT
         return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
 
     def _aside(self, partition: Partition, length: float, draw: random.Random) -> Partition:
@@ -277,7 +286,7 @@ class _Search:
         length, gained = self._planned.makespan(partition), True
         while gained and not self._spent:
             gained = False
-            for _, moved in sorted(self._shorter(partition, length, self._planned.microbatches)):
+            for _, moved in self._shorter(partition, length, self._planned.microbatches):
                 known = self._planned.count
                 if known >= self._most:
                     break
@@ -288,44 +297,71 @@ class _Search:
                     break
         return partition, length
 
-    def checked(self, progress: Progress) -> _Found:
+    def checked(self, progress: Progress, shortest: float) -> _Found:
         """Shortest among the best partitions of the search, the even one, and those one layer away from it.
 
-        All are planned as requested, or, for ``adaptive``, by longer climbs.
+        All are planned as requested, or, for ``adaptive``, by longer climbs. Partitions that cannot be shorter than
+        ``shortest``, the best of other placements, are left out.
         """
         whole, share = self._whole, 1 / (1 + _FINALISTS + self._most_checked)
-        best, length = self._even, math.inf
-        for other in (self._even, *self._planned.shortest(_FINALISTS)):
-            now = whole.makespan(other)
+        microbatches, best, length = self._request.microbatches, self._even, math.inf
+        finalists = self._planned.shortest(_FINALISTS)
+        # A named schedule may hold as many microbatches as its first plan does.
+        for other in (*finalists, self._even) if self._climbs else (self._even, *finalists):
+            hope = min(length, shortest) - EPSILON
+            if not self._climbs or self._bound(other, microbatches) < hope:
+                now = whole.makespan(other)
+                if now < length:
+                    best, length = other, now
             progress(share)
-            if now < length:
-                best, length = other, now
-        for bound, other in sorted(self._shorter(self._even, length, self._request.microbatches))[: self._most_checked]:
-            hopeful = bound < length - EPSILON and not self._planned.clearly_longer(other)
-            if hopeful and (now := whole.makespan(other)) < length - EPSILON:
-                best, length = other, now
+            if length > _NEAR * shortest:
+                return _Found(best, self.placement, length)
+        least = min(length, shortest)
+        for bound, other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
+            hopeful = bound < least - EPSILON and not self._planned.clearly_longer(other)
+            if hopeful and (now := whole.makespan(other)) < least - EPSILON:
+                best, least, length = other, now, now
             progress(share)
         return _Found(best, self.placement, length)
 
     def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:
-        """Partitions with one layer moved that could be shorter than ``length``, each after its lower bound."""
-        for source, to in self._moves(partition):
-            moved = _moved(partition, source, to)
-            bound = self._bound(moved, microbatches)
-            if bound < length - EPSILON:
-                yield bound, moved
+        """Partitions with one layer moved that could be shorter than ``length``, after their bounds in ascending order.
 
-    def _moves(self, partition: Partition) -> list[tuple[int, int]]:
-        """Source and target stages of all moves; if these are too many, all from the busiest rank and a sample."""
+        A bound takes much longer than the time of the busiest rank, which often is the bound. So it is computed only
+        when its turn may have come.
+        """
+        waiting = [(max(self._busy(moved, microbatches)), moved) for moved in self._moves(partition, microbatches)]
+        heapify(waiting)
+        while waiting and waiting[0][0] < length - EPSILON:
+            least, moved = heappop(waiting)
+            bound = self._bound(moved, microbatches)
+            if bound <= least + EPSILON:
+                yield bound, moved
+            else:
+                heappush(waiting, (bound, moved))
+
+    def _moves(self, partition: Partition, microbatches: int) -> list[Partition]:
+        """Partitions with one layer moved; if these are too many, all from the busiest rank and a sample."""
         found = [move for move in permutations(range(len(partition)), 2) if partition[move[0]]]
-        if len(found) <= _MOST_MOVES:
-            return found
-        times, where = with_layers(self._request, partition).costs_on(self.placement).times.values(), self.placement
-        loads = [sum(each[stage] for each in times for stage in where.stages_of(rank)) for rank in range(where.ranks)]
-        busiest = where.stages_of(loads.index(max(loads)))
-        first = [move for move in found if move[0] in busiest]
-        others = [move for move in found if move[0] not in busiest]
-        return first + random.Random(0).sample(others, min(len(others), _MOST_MOVES))
+        if len(found) > _MOST_MOVES:
+            busy = self._busy(partition, microbatches)
+            busiest = self._stages[busy.index(max(busy))]
+            others = [move for move in found if move[0] not in busiest]
+            found = [move for move in found if move[0] in busiest]
+            found += random.Random(0).sample(others, min(len(others), _MOST_MOVES))
+        return [_moved(partition, *move) for move in found]
+
+    def _busy(self, partition: Partition, microbatches: int) -> list[float]:
+        """Computing time of each rank, after the forwards that lead to its first one."""
+        own = list(zip(accumulate(partition), partition, range(len(partition)), strict=True))
+        if not all(map(self._times.__contains__, own)):
+            times = with_layers(self._request, partition).costs_on(self.placement).times
+            computing = (each for kind, each in times.items() if KINDS[kind].resource is Resource.COMPUTE)
+            both = zip(times[Kind.F], map(sum, zip(*computing, strict=True)), strict=True)
+            self._times.update(zip(own, both, strict=True))
+        forwards, every = zip(*map(self._times.__getitem__, own), strict=True)
+        heads = list(accumulate(forwards, initial=0.0))
+        return [heads[stages[0]] + microbatches * sum(every[stage] for stage in stages) for stages in self._stages]
 
     def _bound(self, partition: Partition, microbatches: int) -> float:
         if (partition, microbatches) not in self._bounds:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
-from megatron.schedules.schedule.schedule import Rows, Schedule
+from megatron.schedules.schedule.schedule import Rows, Schedule, all_split
 from megatron.schedules.schedule.simulator import Timeline, simulate
-from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import EPSILON
-from megatron.schedules.search.microbatch_order import Places
 from megatron.schedules.search.polish import finished
+from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import Tasks, tasks_of
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
+
+if TYPE_CHECKING:
+    from megatron.schedules.search.moves import Sizes
 
 # Passes that a search schedules in all, about 0.3 s on a typical core. It is a count, so that all ranks find the same
 # plan.
@@ -60,11 +62,10 @@ class LengthsPlanner:
 
     def __init__(self, base: Schedule, costs: Costs, limit: float | None = None, decisions: Decisions = PLAIN) -> None:
         self._base = base
-        around, self._unit = costs.around_one()
-        self._costs = around.on(base.placement, decisions)
+        self._costs = costs.around_one().on(base.placement, decisions)
         most = simulate(base, self._costs).limit if limit is None else limit
         self._limits = self._costs.limits(base.placement, most)
-        self._split = _split(base) if base.splits else base
+        self._split = all_split(base)
 
     @property
     def limits(self) -> Sequence[float]:
@@ -78,22 +79,19 @@ class LengthsPlanner:
         return tasks_of(self._split, replace(self._costs, loads=alike))
 
     @cached_property
-    def _places(self) -> Places:
+    def _standard(self) -> tuple[Rounds, Sizes]:
+        """Rounds of the tasks, in arrays that the search overwrites, and the standard microbatch's part in them."""
         import numpy as np
 
+        from megatron.schedules.search.moves import Sizes
+
         tasks, passes = self._tasks
-        forward, backward, turned = tasks.arrays
+        duration, copying, change = (np.array(each) for each in (tasks.duration, tasks.copying, tasks.change))
         of_attention = self._costs.of_attention
         attention = np.array([of_attention[kind][stage] for stage, kind, _ in passes])
-        # The search overwrites these arrays, so they are copies. Both directions share those that are equal.
-        duration, change, copying = (np.array(each) for each in (forward.duration, forward.change, forward.copying))
-        shared: dict[str, Any] = {"duration": duration.copy(), "copying": copying.copy()}
-        changes: tuple[Any, Any] = change.copy(), -change
-        forward, backward = (
-            each._replace(change=own, **shared) for each, own in zip((forward, backward), changes, strict=True)
-        )
-        places, limits = np.array([work.microbatch for work in passes]), np.array(self._limits)
-        return Places(Both(forward, backward, turned), places, duration - attention, attention, change, copying, limits)
+        places, none = np.array([work.microbatch for work in passes]), np.zeros(0)
+        sizes = Sizes(places, duration - attention, attention, change, copying, none, none)
+        return Rounds(tasks, compiled=True).under(duration + copying, change.copy()), sizes
 
     def usual(self, loads: MicrobatchLoads) -> LengthsPlan:
         """Returns the base plan, with the microbatches in the order of the data loader."""
@@ -134,23 +132,20 @@ class LengthsPlanner:
         """Order of the microbatches and of the passes; None if no start fits ``limits``."""
         import numpy as np
 
-        from megatron.schedules.search import compiled
         from megatron.schedules.search.microbatch_order import search
 
-        tasks, passes = self._tasks
+        (tasks, passes), (rounds, sizes) = self._tasks, self._standard
         ranks = self._base.ranks
-        work, _ = compiled.work_for(self._places.both)
         found = search(
-            compiled.compiled_climb(),
-            self._places._replace(limits=np.array(limits)),
-            work,
-            loads,
+            rounds,
+            np.array(limits),
+            sizes._replace(tokens=np.array(loads.tokens), squares=np.array(loads.squares)),
             candidates(self._weights(loads)),
             max(_FEWEST_ROUNDS, int(effort / (len(passes) + 200))),
             max(16, 3 * ranks),
             _THRESHOLD * sum(self._costs.durations[Kind.F]) / (2 * ranks),
         )
-        return found and (tuple(found.best_order.tolist()), tasks.rows(found.best_passes.tolist(), passes))
+        return None if found is None else (tuple(found.microbatches.tolist()), tasks.rows(found.best.tolist(), passes))
 
     def _held(self, usual: LengthsPlan) -> list[float]:
         """Memory limit of each rank, or its peak in the base plan if that is larger."""
@@ -183,12 +178,3 @@ def candidates(weights: Sequence[float]) -> list[list[int]]:
     both_ends = rising[: n // 4 : 2] + falling[: n - n // 4] + rising[1 : n // 4 : 2][::-1]
     found = [list(range(n)), rising, falling, mountain, valley, in_turn, small_first, both_ends]
     return [order for order in dict.fromkeys(map(tuple, found)) if sorted(order) == list(range(n))]  # type: ignore[misc]
-
-
-def _split(schedule: Schedule) -> Schedule:
-    """Splits each B into I and W."""
-    rows = (
-        tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
-        for row in schedule.order
-    )
-    return replace(schedule, order=tuple(rows))

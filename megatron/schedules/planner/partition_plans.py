@@ -35,6 +35,7 @@ class Planned:
 
     def __init__(self, request: Request, where: Placement, limit: float, rounds: int) -> None:
         self._request, self._placement, self._limit, self._rounds = request, where, limit, rounds
+        self._climbs = request.schedule == "adaptive"
         self._known: dict[Partition, float] = {}
         self._most = 0.0  # peak of the first planned partition, microbatches
         self._trials: Trials | None = None
@@ -47,9 +48,7 @@ class Planned:
     @property
     def effort(self) -> float:
         """Effort of one plan, in passes that the compiled function schedules."""
-        if self._request.schedule != "adaptive":
-            return _IN_PYTHON * self.size
-        return _IN_PYTHON * self.size + 2 * self._rounds * (self.size + _CALL)
+        return _IN_PYTHON * self.size + 2 * self._rounds * (self.size + _CALL) * self._climbs
 
     @property
     def count(self) -> int:
@@ -65,8 +64,7 @@ class Planned:
 
         Always False for named schedules, which need no climb.
         """
-        climbed = self._request.schedule == "adaptive"
-        return climbed and self.makespan(partition) > CLEARLY * min(self._known.values())
+        return self._climbs and self.makespan(partition) > CLEARLY * min(self._known.values())
 
     @property
     def microbatches(self) -> int:
@@ -75,8 +73,7 @@ class Planned:
     def makespan(self, partition: Partition) -> float:
         """Makespan of the plan for ``partition``; infinite if it needs too much memory."""
         if partition not in self._known:
-            climbs = self._request.schedule == "adaptive"
-            self._known[partition] = self._climbed(partition) if climbs else self._named(partition)
+            self._known[partition] = self._climbed(partition) if self._climbs else self._named(partition)
         return self._known[partition]
 
     def _named(self, partition: Partition) -> float:

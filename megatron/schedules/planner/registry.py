@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +17,6 @@ from megatron.schedules.schedule.placement import Placement, interleaved, sequen
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.validation import validate
-from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Progress, unheard
 
@@ -98,11 +96,10 @@ def named_within(request: Request) -> list[Timeline]:
     found, most = every_named(request), max(request.chunk_choices, default=1)
     for chunks in range(request.chunks + 1, most + 1):
         found += every_named(replace(request, chunks=chunks), names=("interleaved-1f1b",))
-    limit = math.inf if request.memory_limit is None else request.memory_limit * request.ranks
     return [
         line
         for line in found
-        if line.limit <= limit + EPSILON
+        if request.allows(line)
         and line.schedule.placement.chunks <= most
         and request.placement in (None, line.schedule.placement)
     ]
@@ -333,6 +330,7 @@ def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
         raise PlanError(f"{request.schedule} needs at least 2 pipeline ranks, not {request.ranks}", "ranks")
     if request.microbatches < 1:
         raise PlanError(f"{request.schedule} needs at least 1 microbatch, not {request.microbatches}", "microbatches")
+    request = request.around_one()
     schedule = entry.build(request, progress)
     shared = bool(schedule.kinds.intersection(OF_RANKS))
     if request.schedule == "file" and shared != request.costs.shared_vocabulary:
@@ -343,5 +341,5 @@ def unchecked_plan(request: Request, progress: Progress = unheard) -> Schedule:
         )
         raise PlanError(f"{has} the vocabulary among all ranks", "shared_vocabulary")
     if request.costs.shared_vocabulary and not shared:
-        schedule = share_output(schedule, request.around_one().costs_on(schedule.placement), progress)
+        schedule = share_output(schedule, request.costs_on(schedule.placement), progress)
     return schedule

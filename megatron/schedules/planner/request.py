@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.list_scheduling import EPSILON
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Request:
         """Decoder layers of each stage; None if the model is unknown."""
         return self.costs.layers_on(placement, self.decisions)
 
+    def allows(self, timeline: Timeline) -> bool:
+        """Checks that a plan keeps within the memory limit."""
+        return self.memory_limit is None or timeline.limit <= self.memory_limit * self.ranks + EPSILON
+
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""
-        return replace(self, costs=self.costs.around_one()[0])
+        return replace(self, costs=self.costs.around_one())

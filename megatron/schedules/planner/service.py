@@ -24,7 +24,6 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
-from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
@@ -175,11 +174,11 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
     found = replace(found, request=replace(found.request, memory_limit=limit))
     named = tuple(named_within(replace(asked, memory_limit=None)))
     found = replace(found, named=named)
-    fitting = [line for line in named if line.limit <= limit * asked.ranks + EPSILON]
+    request = replace(request, memory_limit=limit)
+    fitting = filter(request.allows, named)
     shorter = [line for line in fitting if line.makespan < (1 - _ROUNDING) * found.iteration_time]
     if not shorter:
         return found
-    request = replace(request, memory_limit=limit)
     best = min(shorter, key=lambda line: line.makespan).schedule
     name, chunks = best.name, best.placement.chunks
     settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)

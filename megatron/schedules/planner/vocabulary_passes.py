@@ -6,9 +6,9 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, Kind, Share
+from megatron.schedules.schedule.kinds import COUNTS_AS, Kind, Share
 from megatron.schedules.schedule.passes import Pass
-from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.schedule import Schedule, all_split
 from megatron.schedules.schedule.simulator import peaks, sweep
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.polish import polished
@@ -38,7 +38,7 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
             all ranks; the paper (arXiv 2411.05288, section 5) also counts one microbatch for that. If this is more than
             the memory of a few S, that memory is added, so that a T can wait for a gap.
     """
-    base = _in_parts(base)
+    base = all_split(base)
     starts, ends, turns, _ = sweep(base, costs)  # turns order passes of zero duration
     last = base.placement.last_stage
     rank = base.placement.rank_of[last]
@@ -58,14 +58,3 @@ def share_output(base: Schedule, costs: StageCosts, progress: Progress = unheard
     spare = more + (waiting if waiting <= more else 0.0)
     limits = [peak + spare for peak in peaks(shared, costs)]
     return polished(shared, costs, limits, progress)
-
-
-def _in_parts(schedule: Schedule) -> Schedule:
-    """Splits each B into I and W if any is split, since a B could add gradients before a W."""
-    if not schedule.splits:
-        return schedule
-    rows = (
-        tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
-        for row in schedule.order
-    )
-    return replace(schedule, order=tuple(rows))

@@ -147,7 +147,11 @@ def _unpack(saved: _Saved) -> Tensor:
 
 
 def _storage_key(tensor: Tensor) -> int | None:
-    """Returns the identity of a tensor's storage while that lives; None where there is no single one (sparse)."""
-    if tensor.layout != torch.strided:
+    """Returns the identity of a tensor's storage while that lives.
+
+    None where there is no single one: a sparse tensor, or one of a class that has its numbers in other tensors, such as
+    a weight's quantized copy. Activations in FP8 are saved as those other tensors.
+    """
+    if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
         return None
     return tensor.untyped_storage()._cdata

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,25 +137,33 @@ class SideStream(CollectiveRunner):
     """Runs chains on a stream beside the one that computes, at once: posting does not wait for other ranks.
 
     A chain starts once the current stream has reached the point of posting; where its result is waited for, the current
-    stream waits for its end. The chain's tensors stay alive until then, and its result until the current stream has
-    used it. Other tensors that it makes may be used by a pass that takes this or a later result: no chain that could
-    get their memory begins before that pass is done. ``cuda`` is ``torch.cuda``, or what replaces it.
+    stream waits for its end. The chain's tensors stay alive until then or until a later chain's result is waited for,
+    so the current stream may reuse their memory. Tensors that a chain makes need no ``record_stream``: only a later
+    chain can get their memory, and before it begins all passes are done that could have used them.
+
+    Its stream has high priority: ranks that wait for a chain wait for its small computations too. ``cuda`` is
+    ``torch.cuda``, or what replaces it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._side = _side_stream(device, cuda)
-        self._running: deque[tuple[Any, Chain]] = deque()
+        self._numbers = count()
+        self._running: deque[tuple[int, Chain]] = deque()
 
     def post(self, chain: Chain) -> Pending:
-        while self._running and self._running[0][0].query():
-            self._running.popleft()
         self._side.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._side), torch.no_grad():
             result = chain()
-        event = self._side.record_event()
-        self._running.append((event, chain))
-        return _OnStream(result, event, lambda: self._cuda.current_stream(self._device))
+        number = next(self._numbers)
+        self._running.append((number, chain))
+        return _OnStream(result, partial(self._wait, number, self._side.record_event()))
+
+    def _wait(self, number: int, event: Any) -> None:
+        """Makes the current stream wait for ``event``, the end of that chain, and frees all chains up to it."""
+        self._cuda.current_stream(self._device).wait_event(event)
+        while self._running and self._running[0][0] <= number:
+            self._running.popleft()
 
     def finish(self) -> None:
         """Makes the current stream wait, not the host."""
@@ -165,20 +174,18 @@ class SideStream(CollectiveRunner):
 @cache
 def _side_stream(device: torch.device, cuda: Any) -> Any:
     """Returns one stream for all runs: each stream's memory is a pool of its own."""
-    return cuda.Stream(device)
+    return cuda.Stream(device, priority=-1)
 
 
 class _OnStream:
-    """The result of a chain on a side stream, there once ``event`` has come."""
+    """The result of a chain on a side stream, there once the current stream has passed ``wait``."""
 
-    def __init__(self, result: Tensor | None, event: Any, current_stream: Callable[[], Any]) -> None:
-        self._result, self._event, self._current_stream = result, event, current_stream
+    def __init__(self, result: Tensor | None, wait: Callable[[], None]) -> None:
+        self._result, self._wait = result, wait
 
     def wait(self) -> Tensor:
         result, self._result = _checked(self._result), None
-        stream = self._current_stream()
-        stream.wait_event(self._event)
-        result.record_stream(stream)
+        self._wait()
         return result
 
 

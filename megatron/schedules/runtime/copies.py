@@ -6,6 +6,7 @@ Both directions may run at once. Those of one direction run one after another, i
 from __future__ import annotations
 
 import math
+import mmap
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -112,8 +113,14 @@ class StreamCopies(Copies):
         self._out, self._back = _streams(device, both_ways, cuda)
 
     def allocate(self, size: int) -> Tensor:
-        """Pins memory itself: torch's own pinned memory comes in powers of two, up to twice as much."""
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        """Pins memory itself: torch's own pinned memory comes in powers of two, up to twice as much.
+
+        Whole pages, since two registrations may not share one. Children, such as a data loader's workers, do not get
+        them: pinned pages would be copied for each child.
+        """
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
         runtime, start = self._cuda.cudart(), memory.data_ptr()
         if status := int(runtime.cudaHostRegister(start, size, 0)):
             raise MemoryError(f"pinning it ended with CUDA's error {status}")

@@ -37,6 +37,7 @@ class Offloads:
 
     Attributes:
         copies: as above.
+        moved: for each (stage, microbatch), bytes that left the device in its latest forward, by part of the forward.
         meter: also counts what is on the device; None (usual in training) counts nothing.
     """
 
@@ -47,6 +48,7 @@ class Offloads:
         # An attribute, neither thread-local nor context-local: see WeightGradients.
         self._open: OffloadedForward | None = None
         self._forwards: dict[Key, OffloadedForward] = {}
+        self.moved: dict[Key, list[int]] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -67,6 +69,7 @@ class Offloads:
         finally:
             self._open = None
         forward.choose(freed_soon)
+        self.moved[stage, microbatch] = forward.moved
         self._forwards[stage, microbatch] = forward
         if forward.bytes:
             missing = f"no {_mib(forward.bytes)} of host memory beside the {_mib(self.host_bytes)} allocated"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megatron.schedules.runtime.program import Instruction, Program, computes
+from megatron.schedules.runtime.program import SENDS, Instruction, Program, computes
 
 
 class End(Enum):
@@ -108,7 +108,8 @@ class PositionTracker:
         """Marks where the device leaves ``position``, if the device computes there; drops marks that it has passed."""
         if self._mark is None or position is None:
             return
-        if isinstance(position.step, End) or computes(position.step.action.op):
+        # A send may make the device wait for an earlier one.
+        if isinstance(position.step, End) or computes(position.step.action.op) or position.step.action.op in SENDS:
             self._ahead.append((position, self._mark()))
             while self._ahead and self._ahead[0][1].query():
                 self._ahead.popleft()

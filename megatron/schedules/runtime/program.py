@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -58,6 +59,9 @@ MESSAGES: Mapping[Result, Message] = {
     Result.ACTIVATION: Message(Op.SEND_F, Op.RECV_F, +1),
     Result.GRADIENT: Message(Op.SEND_B, Op.RECV_B, -1),
 }
+# The most unfinished sends of a rank to one other. Simulated with passes that vary by 30 %, a slow rank, and messages
+# as long as F, two cost no time; one costs up to 0.2 %.
+SENDS_IN_FLIGHT = 2
 SENDS: Mapping[Kind | Op, Result] = {message.send: result for result, message in MESSAGES.items()}
 RECEIVES: Mapping[Kind | Op, Result] = {message.receive: result for result, message in MESSAGES.items()}
 # What a pass takes that another stage made.
@@ -314,18 +318,20 @@ class Program:
 
     @cached_property
     def messages_held(self) -> int:
-        """The most messages in memory at once: posted and not yet used, or sent since the pass before.
+        """The most messages in memory during a pass: posted and not yet used, and the last that were sent to each peer.
 
         The result of a collective counts as a message.
         """
-        most = ahead = sent = 0
+        most = ahead = 0
+        sent: Counter[int | None] = Counter()
         for instruction in self.instructions:
-            op = instruction.action.op
+            op, _, _, peer = instruction.action
             ahead += op in RECEIVES or (op in COLLECTIVES and instruction.filled is not None)
-            sent += op in SENDS
-            if computes(op):
+            if op in SENDS:
+                sent[peer] = min(sent[peer] + 1, SENDS_IN_FLIGHT)
+            elif computes(op):
                 ahead -= self.arrives(instruction)
-                most, sent = max(most, ahead + sent), 0
+                most = max(most, ahead + sent.total())
         return most
 
     def arrives(self, instruction: Instruction) -> bool:

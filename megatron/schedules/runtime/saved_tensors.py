@@ -57,6 +57,7 @@ class _Storage:
     """A storage that tensors were saved in.
 
     Attributes:
+        part: index of the part of the forward that saved them.
         saved: the tensors.
         size: in bytes, once it is to be moved.
         on_device: all of it, flat: while it is copied to the host, and from L on.
@@ -64,9 +65,10 @@ class _Storage:
         hold: counts ``on_device`` in a meter.
     """
 
-    __slots__ = ("hold", "on_device", "on_host", "saved", "size")
+    __slots__ = ("hold", "on_device", "on_host", "part", "saved", "size")
 
-    def __init__(self) -> None:
+    def __init__(self, part: int) -> None:
+        self.part = part
         self.saved: list[weakref.ref[_Saved]] = []
         self.size = 0
         self.on_device: Tensor | None = None
@@ -83,6 +85,7 @@ class OffloadedForward:
 
     Attributes:
         bytes: of host memory that they take, known once the forward has ended.
+        moved: bytes that leave the device, by part of the forward; known then too.
         back: the copy back, once it has begun.
     """
 
@@ -93,10 +96,12 @@ class OffloadedForward:
         self._block: Block | None = None
         self._out: Copying | None = None
         self.bytes = 0
+        self.moved: list[int] = []
         self.back: Copying | None = None
 
     def saving(self) -> AbstractContextManager[None]:
         """Surrounds a part of the forward whose activations are offloaded."""
+        self.moved.append(0)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Saved:
@@ -107,7 +112,7 @@ class OffloadedForward:
         storage = self._storages.get(key)
         # Another storage may have got the address of one that was freed.
         if storage is None or next(storage.alive(), None) is None:
-            storage = self._storages[key] = _Storage()
+            storage = self._storages[key] = _Storage(len(self.moved) - 1)
         saved = _Saved(tensor, storage, hold)
         storage.saved.append(weakref.ref(saved))
         return saved
@@ -133,6 +138,7 @@ class OffloadedForward:
                 storage.size = memory.nbytes()
                 storage.on_device = _flat(memory)
                 self._moving.append(storage)
+                self.moved[storage.part] += storage.size
         self._storages = {}
         self.bytes = sum(_rounded(storage.size) for storage in self._moving)
 

@@ -5,7 +5,7 @@ Collectives of all ranks of a pipeline go over a group of their own (:mod:`.coll
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from megatron.schedules.runtime.collectives import Chain, CollectiveRunner, Pending, collectives_on
-from megatron.schedules.runtime.program import Channel
+from megatron.schedules.runtime.program import SENDS_IN_FLIGHT, Channel
 
 
 class MessageSpec(NamedTuple):
@@ -35,6 +36,10 @@ class ChannelEnd:
     It posts on the group itself: ``torch.distributed.isend`` and ``irecv`` do the same, but look up for each message
     what never changes, and take a fifth longer.
 
+    The group gets the memory without its owner. NCCL's would otherwise record its stream as a user of it, and the
+    allocator would reuse the memory only when the *host* has seen the message end: a host that runs ahead would hold
+    messages that no plan counts. So who posts keeps the tensor until the stream that frees it has waited.
+
     Args:
         group: the channel's two processes.
         other: the rank in ``group`` of the other one.
@@ -45,11 +50,16 @@ class ChannelEnd:
 
     def send(self, tensor: Tensor) -> dist.Work:
         """Posts the send of a contiguous ``tensor``."""
-        return self.group.send([tensor], self.other, 0)
+        return self.group.send([disowned(tensor)], self.other, 0)
 
     def receive(self, tensor: Tensor) -> dist.Work:
         """Posts a receive into a contiguous ``tensor``."""
-        return self.group.recv([tensor], self.other, 0)
+        return self.group.recv([disowned(tensor)], self.other, 0)
+
+
+def disowned(tensor: Tensor) -> Tensor:
+    """Returns the same memory in a tensor whose allocator does not know it (``recordStream`` then does nothing)."""
+    return torch.from_dlpack(to_dlpack(tensor))
 
 
 @dataclass(frozen=True)
@@ -191,11 +201,15 @@ def _exchange(made: Channels, rank: int, channel: Channel, number: int) -> None:
 class Transport:
     """The messages of one run of one rank, over :class:`Channels`; make a new one for each run, it costs little.
 
-    Each directed pair of ranks is a channel that keeps its order. A send is posted and not waited for; its tensor stays
-    alive until the send has completed. gloo reports that only where it is waited for, so there all stay until
-    :meth:`finish`, and it copies tensors to host memory first. On NCCL a send waits for what the current stream has
-    queued, a receive's ``wait`` makes the current stream wait, and storage returns to that stream's pool once its
-    message has completed. A posted receive occupies a few multiprocessors until its message comes.
+    Each directed pair of ranks is a channel that keeps its order. A send is posted at once. If two earlier ones to the
+    same rank are unfinished then (:data:`.program.SENDS_IN_FLIGHT`), the older one is waited for and its tensor freed.
+    So sends hold as much memory as the plan counts (:attr:`.program.Program.messages_held`), however slow a peer is.
+    This wait ends: the checker (:mod:`.checker`) lets a rank wait for *all* that it has posted before each action.
+
+    On NCCL a message waits for what the current stream has queued, and its ``wait`` makes the current stream wait, not
+    the host. Memory that is freed behind it returns to that stream's pool, where it is reused in the stream's order. A
+    posted receive occupies a few multiprocessors until its message comes. Over gloo the host waits, and tensors are
+    copied to host memory first.
 
     Args:
         channels: this process's groups.
@@ -203,7 +217,7 @@ class Transport:
         collectives: runs collectives; by the spec's device where None.
         shapes: groups of the backend gloo for the same channels. With them each message may have any shape with the
             spec's number of dimensions: hosts send the shape ahead of the tensor. So a host waits where it posts a
-            receive; the checker (:mod:`.checker`) has proved that this ends.
+            receive, which ends for the same reason.
     """
 
     def __init__(
@@ -216,19 +230,14 @@ class Transport:
         self._channels = channels
         self._spec = spec
         self._collectives = collectives
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sends: defaultdict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._shapes: Transport | None = None
         if shapes is not None:
             sizes = MessageSpec((len(spec.shape),), torch.int64, torch.device("cpu"))
             self._shapes = Transport(shapes, sizes)
 
-    @property
-    def unfinished(self) -> int:
-        """Number of sends that still keep their tensor alive."""
-        return len(self._sends)
-
     def send(self, peer: int, tensor: Tensor) -> None:
-        """Starts sending ``tensor`` to pipeline rank ``peer``; returns at once.
+        """Starts sending ``tensor`` to pipeline rank ``peer``.
 
         The tensor has no graph behind it, and nothing may write to its storage any more.
 
@@ -242,10 +251,11 @@ class Transport:
             raise ValueError(f"a message of {dtype} {agreed} was agreed, not {tensor.dtype} {tuple(tensor.shape)}")
         if self._shapes is not None:
             self._shapes.send(peer, torch.tensor(tensor.shape))
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()[0].wait()  # no longer blocks; raises where the send failed
+        sends = self._sends[peer]
+        if len(sends) == SENDS_IN_FLIGHT:
+            sends.popleft()[0].wait()
         payload = tensor.to(self._channels.device).contiguous()
-        self._sends.append((self._channels.outgoing[peer].send(payload), payload))
+        sends.append((self._channels.outgoing[peer].send(payload), payload))
 
     def receive(self, peer: int) -> Pending:
         """Posts the receive of the next message from pipeline rank ``peer``; returns at once, but for ``shapes``."""
@@ -268,9 +278,9 @@ class Transport:
             self._shapes.finish()
         if self._collectives is not None:
             self._collectives.finish()
-        while self._sends:
-            self._sends[0][0].wait()
-            self._sends.popleft()
+        for sends in self._sends.values():
+            while sends:
+                sends.popleft()[0].wait()
 
 
 class _Arriving(NamedTuple):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.kinds import Kind, Share
-from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part
+from megatron.schedules.schedule.model_loads import Load, ModelLoads, Part, without_noise
 from megatron.schedules.schedule.model_memory import ModelMemory, StageMemory
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
@@ -30,6 +31,8 @@ _SHARES = (
     ("layer_input", "memory that is a layer's input", 1),
     ("kept", "memory kept for recomputing", 1),
 )
+# Fields of Costs that are times.
+_TIMES = ("forward", "input_grad", "weight_grad", "comm", "copy")
 # Largest ratio of two times. Beyond it the shorter one is lost to rounding.
 _APART = 1e15
 
@@ -142,18 +145,17 @@ class Costs:
         each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
         return each / sum(times)
 
-    def around_one(self) -> tuple[Costs, float]:
-        """Returns these costs scaled to numbers around 1, and the unit that they were divided by.
+    def around_one(self) -> Costs:
+        """Returns these costs scaled to numbers around 1.
 
-        The searches' rounding tolerance assumes such numbers. The unit is a power of two, so the division is exact and
-        the plan does not depend on the unit of the costs.
+        The searches' rounding tolerance assumes such numbers. The same costs in another unit give the same numbers to
+        the last digit, so no decision depends on the unit.
         """
-        unit = 2.0 ** math.frexp(self.forward + self.input_grad + self.weight_grad)[1]
-        times = {
-            field: getattr(self, field) / unit for field in ("forward", "input_grad", "weight_grad", "comm", "copy")
-        }
-        latencies = tuple((source, to, time / unit) for source, to, time in self.latencies)
-        return replace(self, **times, latencies=latencies), unit
+        in_forwards = {time: without_noise(getattr(self, time) / self.forward) for time in _TIMES}
+        one = 2.0 ** math.frexp(1.0 + in_forwards["input_grad"] + in_forwards["weight_grad"])[1]
+        times: dict[str, Any] = {time: each / one for time, each in in_forwards.items()}
+        latencies = tuple((source, to, without_noise(time / self.forward) / one) for source, to, time in self.latencies)
+        return replace(self, **times, latencies=latencies)
 
     def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
         """Returns the costs of every stage of ``placement`` under ``decisions``."""
@@ -288,7 +290,7 @@ class Costs:
         """Times of S (forward and input gradient of a rank's part of the output layer) and T (its weight gradient)."""
         if not self.shared_vocabulary or self.model is None:
             return {}
-        whole, each = self.model.last.whole.over(self.model.mean), 2 / len(self.model.layers)
+        whole, each = self.model.in_layers(self.model.last.whole), 2 / len(self.model.layers)
         times = {
             Kind.S: each * (self.forward * whole.forward + self.input_grad * whole.input_grad),
             Kind.T: each * self.weight_grad * whole.weight_grad,

@@ -102,9 +102,9 @@ class ModelLoads:
         return replace(self, last=Part())
 
     def in_layers(self, load: Load) -> Load:
-        """Returns ``load`` in multiples of the average decoder layer."""
+        """Returns ``load`` in multiples of the average decoder layer, the same in any unit."""
         if load not in self._multiples:
-            self._multiples[load] = load.over(self.mean)
+            self._multiples[load] = Load(*map(without_noise, load.over(self.mean)))
         return self._multiples[load]
 
     @cached_property
@@ -150,6 +150,14 @@ class ModelLoads:
     def _known(self) -> dict[tuple[int, int], Part]:
         """Cached sums. Searches request the same layers many times."""
         return {}
+
+
+def without_noise(ratio: float) -> float:
+    """Returns ``ratio`` in 10 digits, so that it is the same number whatever unit its two terms were rounded in.
+
+    The small factor keeps ratios such as 1025 / 1024 from being halfway between two results.
+    """
+    return float(f"{ratio * (1 + 1e-12):.10g}")
 
 
 def even(layers: int, stages: int, stand_in: tuple[int, int] = (0, 0)) -> tuple[int, ...]:

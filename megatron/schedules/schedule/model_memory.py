@@ -163,6 +163,11 @@ class ModelMemory:
             )
         return found
 
+    def by_layer(self, counts: Sequence[int]) -> list[list[float]]:
+        """Returns the activations from F to I of each layer of each stage, with Megatron's own recompute."""
+        begins = accumulate(counts, initial=0)
+        return [self._kept(begin, count) for begin, count in zip(begins, counts, strict=False)]
+
     def passing(self, counts: Sequence[int]) -> list[Passing]:
         """Returns the temporary memory of each stage during its backward passes."""
         found, begin = [], 0
@@ -184,10 +189,9 @@ class ModelMemory:
         key = begin, count, recompute, offload
         if key not in self._known:
             forward = weights = recomputed = moved = parameters = 0.0
-            for at, layer in enumerate(self.layers[begin : begin + count]):
-                kept = layer.kept
-                if at < self._recomputed(count):
-                    kept = 0.0 if at % self.together else self.input
+            for at, (layer, kept) in enumerate(
+                zip(self.layers[begin : begin + count], self._kept(begin, count), strict=True)
+            ):
                 if at < offload:
                     moved += kept
                 elif at < offload + recompute:
@@ -199,6 +203,12 @@ class ModelMemory:
                 parameters += layer.parameters
             self._known[key] = StageMemory(forward, weights, recomputed, moved, parameters)
         return self._known[key]
+
+    def _kept(self, begin: int, count: int) -> list[float]:
+        kept = [layer.kept for layer in self.layers[begin : begin + count]]
+        for at in range(min(len(kept), self._recomputed(count))):
+            kept[at] = 0.0 if at % self.together else self.input
+        return kept
 
     def _passing(self, begin: int, count: int) -> Passing:
         layers = self.layers[begin : begin + count]

@@ -56,6 +56,17 @@ class Schedule:
                 yield rank, work
 
 
+def all_split(schedule: Schedule) -> Schedule:
+    """Splits each B into I and W if any is split, since a B could add gradients before a W."""
+    if not schedule.splits:
+        return schedule
+    rows = (
+        tuple(Pass(stage, part, m) for stage, kind, m in row for part in KINDS[kind].parts or (kind,))
+        for row in schedule.order
+    )
+    return replace(schedule, order=tuple(rows))
+
+
 def slots(placement: Placement, microbatches: int) -> dict[Kind, list[int]]:
     """Positions in a flat list of passes by kind, stage and microbatch: for each kind and stage, that of microbatch 0.
 

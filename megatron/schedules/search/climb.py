@@ -2,19 +2,26 @@
 
 A climb list-schedules its order forward and backward in time with some noise in the choices. Rounds without noise then
 close the gaps. The climb continues from the result unless it is clearly longer (iterated forward-backward improvement
-with threshold acceptance).
+with threshold acceptance). :mod:`.moves` carries out the moves that are drawn here.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.schedules.schedule.kinds import Kind
+from megatron.schedules.search import compiled
+from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
+from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules, Sizes
 from megatron.schedules.search.problem import Problem, TaskOrder
 from megatron.schedules.utils.cores import on_all_cores
 
@@ -43,63 +50,123 @@ _JUST_IN_TIME = 0.5
 _THRESHOLD = 0.5
 # Most parts of a race. With fewer rounds in a part, a climb does not show what it can reach.
 _MOST_PARTS, _FEWEST_ROUNDS = 5, 4
+# Approximate number of rounds of a move: so many times fewer moves than rounds are drawn at once.
+_USUAL_ROUNDS = 3
 
 
-@dataclass
 class Climb:
-    """One climb: its current order and the best one found.
+    """One climb: its current orders and the shortest ones found.
+
+    Args:
+        both: the tasks.
+        limits: memory limit of each rank.
+        rules: when a new order is accepted.
+        passes: order of the passes to start from.
+        seed: random seed of its moves.
+        length: makespan of ``passes``; infinite to accept the first move.
+        sizes, microbatches: sizes of the microbatches, and the order to start from; empty if all are alike.
+    """
+
+    def __init__(
+        self,
+        both: Both,
+        limits: NDArray[np.float64],
+        rules: Rules,
+        passes: TaskOrder,
+        seed: int,
+        length: float = math.inf,
+        sizes: Sizes = ALIKE,
+        microbatches: NDArray[np.int64] = NONE,
+    ) -> None:
+        self._tasks, self._length = (both, limits, sizes, rules), length
+        self._now, self._best = (Orders(microbatches.copy(), passes.copy()) for _ in range(2))
+        self.seed, self.makespan = seed, length
+        self._climb = compiled.compiled_climb()
+
+    @property
+    def best(self) -> TaskOrder:
+        """Shortest order of the passes."""
+        passes: TaskOrder = self._best.passes
+        return passes
+
+    @property
+    def microbatches(self) -> NDArray[np.int64]:
+        """Microbatch at each position in the shortest order."""
+        microbatches: NDArray[np.int64] = self._best.microbatches
+        return microbatches
+
+    def follow(self, moves: Iterator[Move], rounds: float) -> tuple[int, int]:
+        """Carries out as many ``moves`` as take ``rounds`` rounds. Returns the number of rounds and of moves.
+
+        More moves may be drawn than that.
+        """
+        work, taken, done = compiled.work_for(self._tasks[0]), 0, 0
+        while taken < rounds:
+            left, orders = float(rounds - taken), (self._now, self._length, self._best, self.makespan)
+            drawn = compiled.records(islice(moves, math.ceil(left / _USUAL_ROUNDS)))
+            self._length, self.makespan, *spent = self._climb(*self._tasks, drawn, left, work, *orders)
+            taken, done = taken + spent[0], done + spent[1]
+        return taken, done
+
+
+class OrderClimb(Climb):
+    """A climb that changes only the order of the passes.
 
     Args:
         problem: the scheduling problem.
         limit: memory limit, microbatches on an average rank.
         order: the start.
         seed: random seed.
-        best: shortest order found.
-        makespan: makespan of ``best``.
     """
 
-    problem: Problem
-    limit: float
-    order: TaskOrder
-    seed: int
-    best: TaskOrder = field(init=False)
-    makespan: float = field(init=False, default=float("inf"))
-
-    def __post_init__(self) -> None:
-        ranks = self.problem.placement.ranks
-        self.best = self.order
-        self._length = float("inf")
-        self._random = random.Random(self.seed)
-        scarce = self.problem.costs.saved and self.limit < _SCARCE - EPSILON
+    def __init__(self, problem: Problem, limit: float, order: TaskOrder, seed: int) -> None:
+        self.problem, ranks = problem, problem.placement.ranks
+        threshold = _THRESHOLD * sum(problem.costs.durations[Kind.F]) / (2 * ranks)
+        super().__init__(problem.both, problem.limits(limit), Rules(threshold, math.inf, _INNER), order, seed)
+        self._start = partial(problem.settled, order, limit, Policy(lookahead=1))  # keeps the order
+        self._random = random.Random(seed)
+        scarce = problem.costs.saved and limit < _SCARCE - EPSILON
         lookaheads = _LOOKAHEADS_WHERE_SCARCE if scarce else _LOOKAHEADS
         self._lookaheads = [max(8, int(share * ranks)) for share in lookaheads]
-        self._threshold = _THRESHOLD * sum(self.problem.costs.durations[Kind.F]) / (2 * ranks)
 
     def run(self, rounds: float, *, late: bool) -> int:
         """Runs ``rounds`` rounds, or a few more to finish the last move. Returns the number of rounds."""
         taken = 0
-        if self.makespan == float("inf"):  # lookahead of one pass: keeps the order
-            _, self.makespan, _ = self.problem.settled(self.order, self.limit, Policy(lookahead=1))
-            taken = 1
-        while taken < rounds:
-            taken += self._move(_LATE if late else _EARLY)
-        return taken
+        if self.makespan == math.inf:
+            _, self.makespan, taken = self._start()
+        before, mixture = self._random.getstate(), _LATE if late else _EARLY
+        spent, done = self.follow(self._drawn(mixture), rounds - taken)
+        # The next run draws the moves that were not carried out, perhaps from another mixture.
+        self._random.setstate(before)
+        for _ in islice(self._drawn(mixture), done):
+            pass
+        return taken + spent
 
-    def _move(self, mixture: _Mixture) -> int:
-        """Runs one move: a noisy round, then plain rounds while they gain. Returns the number of rounds."""
+    def _drawn(self, mixture: _Mixture) -> Iterator[Move]:
         draw = self._random
-        plain = Policy(draw.choice(self._lookaheads), draw.random() < mixture.defer, draw.choice(mixture.patience))
-        if self.problem.costs.saved:
-            plain = plain._replace(just_in_time=draw.random() < _JUST_IN_TIME)
-        noisy = plain._replace(noise=draw.choice(_NOISE), seed=draw.randrange(1 << 30))
-        order, length, rounds = self.problem.settled(
-            self.order, self.limit, noisy, plain, backwards=draw.random() < 0.5, most=_INNER
-        )
-        if length <= self._length + self._threshold:
-            self.order, self._length = order, length
-        if length < self.makespan - EPSILON:
-            self.best, self.makespan = order, length
-        return rounds
+        while True:
+            lookahead, defer = draw.choice(self._lookaheads), draw.random() < mixture.defer
+            patience = draw.choice(mixture.patience)
+            just_in_time = self.problem.costs.saved and draw.random() < _JUST_IN_TIME
+            noise, seed = draw.choice(_NOISE), draw.randrange(1 << 30)
+            backwards = draw.random() < 0.5
+            yield Move(lookahead, defer, patience, False, noise, seed, just_in_time, backwards)
+
+
+def halved[Each: Climb](
+    fields: Sequence[Sequence[Each]], sizes: Sequence[int], run: Callable[[int, Sequence[Each]], object]
+) -> list[Each]:
+    """Returns the best climb of each field, after parts that each drop the longest climbs (successive halving).
+
+    Args:
+        fields: climbs that compete with each other.
+        sizes: number of climbs of each field in every part; the last is 1.
+        run: runs the climbs of all fields in a part, given its number.
+    """
+    for part, size in enumerate(sizes):
+        fields = [sorted(climbs, key=lambda climb: climb.makespan)[:size] for climbs in fields]
+        run(part, [climb for field in fields for climb in field])
+    return [climb for (climb,) in fields]
 
 
 class Entry(NamedTuple):
@@ -109,7 +176,7 @@ class Entry(NamedTuple):
     starts: Sequence[TaskOrder]
 
 
-def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -> tuple[list[Climb], float]:
+def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -> tuple[list[OrderClimb], float]:
     """Runs races on several problems in parallel. Returns the best climb of each, and the total effort.
 
     Each problem gets as many climbs as the budget allows, several from every start. After each part of the race half of
@@ -124,18 +191,19 @@ def race(entries: Sequence[Entry], limit: float, budget: float, seed: int = 0) -
     """
     effort = sum(entry.problem.effort for entry in entries)
     sizes = _sizes(budget / effort)
-    running = [
-        [Climb(problem, limit, starts[number % len(starts)], seed + number) for number in range(sizes[0])]
+    fields = [
+        [OrderClimb(problem, limit, starts[number % len(starts)], seed + number) for number in range(sizes[0])]
         for problem, starts in entries
     ]
     spent = 0.0
-    for part, size in enumerate(sizes):
-        running = [sorted(climbs, key=lambda climb: climb.makespan)[:size] for climbs in running]
-        rounds = max(2.0, (budget - spent) / effort / (len(sizes) - part) / size)
-        climbs = [climb for field in running for climb in field]
+
+    def run(part: int, climbs: Sequence[OrderClimb]) -> None:
+        nonlocal spent
+        rounds = max(2.0, (budget - spent) / effort / (len(sizes) - part) / sizes[part])
         taken = on_all_cores([partial(climb.run, rounds, late=2 * part >= len(sizes)) for climb in climbs])
         spent += sum(each * climb.problem.effort for each, climb in zip(taken, climbs, strict=True))
-    return [climb for (climb,) in running], spent
+
+    return halved(fields, sizes, run), spent
 
 
 def _sizes(rounds: float) -> list[int]:

@@ -15,6 +15,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
 from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import fractions, tasks_of
@@ -117,16 +118,25 @@ class Problem:
         self,
         order: TaskOrder,
         limit: float,
-        first: Policy,
-        plain: Policy | None = None,
+        policy: Policy,
         *,
         backwards: bool = False,
         most: int = 0,
     ) -> tuple[TaskOrder, float, int]:
         """Runs rounds of list scheduling with ``limit`` microbatches a rank, see :meth:`.Rounds.settled`."""
+        return self._rounds.settled(order, self.limits(limit), policy, backwards=backwards, most=most)
+
+    @property
+    def both(self) -> Both:
+        """The tasks in both directions of time, in arrays."""
+        both: Both = self._rounds.both
+        return both
+
+    def limits(self, limit: float) -> NDArray[np.float64]:
+        """Memory limit of each rank if that of an average rank is ``limit``, in microbatches."""
         if limit not in self._limits:
             self._limits[limit] = np.array(self.costs.limits(self.placement, limit), dtype=np.float64)
-        return self._rounds.settled(order, self._limits[limit], first, plain, backwards=backwards, most=most)
+        return self._limits[limit]
 
 
 def _with_saving(work: Pass, there: Collection[Pass]) -> list[Pass]:

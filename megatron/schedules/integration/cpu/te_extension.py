@@ -1,7 +1,7 @@
 """Replaces ``transformer_engine_torch``, the compiled half of Transformer Engine, on a CPU.
 
 :mod:`.te_python` makes Transformer Engine's Python load this file in place of its shared library. This file has the
-matrix products; the other kernels are in :mod:`.te_kernels` and :mod:`.te_quantized`. Based on
+matrix products; the other kernels are in :mod:`.te_kernels`, :mod:`.te_attention` and :mod:`.te_quantized`. Based on
 ``pytorch/csrc/extensions/`` of Transformer Engine 2.18. A missing name raises :class:`.te_types.MissingError` when it
 is called.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu import te_kernels, te_quantized
+from megatron.schedules.integration.cpu import te_attention, te_kernels, te_quantized
 from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
 
 # Enum members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
@@ -138,10 +138,12 @@ def _unpad_rows(tensor: Tensor, out: Tensor, padded: Sequence[int], rows: Sequen
         into.copy_(part[: into.shape[0]])
 
 
-def _fused_attention(*parameters: Any, **_: Any) -> Any:
-    """Returns no kernel; from 2.20 on, which passes all parameters in one, also the reason."""
-    none = globals()["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
-    return (none, "no GPU") if len(parameters) == 1 else none
+def _fused_attention(*parameters: Any) -> Any:
+    """Returns the kernel, if there is one; from 2.20 on, which passes all parameters in one, also the reason."""
+    kernels = globals()["NVTE_Fused_Attn_Backend"]
+    here = te_attention.supported(*parameters)
+    kernel = kernels.NVTE_F16_arbitrary_seqlen if here else kernels.NVTE_No_Backend
+    return (kernel, "" if here else "no GPU") if len(parameters) == 1 else kernel
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -176,7 +178,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_supports_multicast": lambda device_id=-1: False,
     "ubuf_built_with_mpi": lambda: False,
 }
-_FUNCTIONS |= te_kernels.SOFTMAX
+_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS
 for _name in te_kernels.ACTIVATIONS:
     _FUNCTIONS |= te_kernels.activation_kernels(_name)
 

@@ -1,8 +1,8 @@
 """Runs Transformer Engine's Python code without a GPU, with plain torch in place of its compiled half.
 
 The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
-wheel can be imported, its linears, norms, unfused attention and FP8 recipes run on a CPU. This is for tests and demos,
-because every product is computed in fp32. A GPU's kernels, streams, fused attention and Userbuffers are not covered.
+wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. This is for tests and demos,
+because every product is computed in fp32. A GPU's kernels, streams and Userbuffers are not covered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from megatron.schedules.integration.cpu import te_nvfp4
 
 PACKAGE = "transformer_engine"
 _COMPILED = Path(__file__).with_name("te_extension.py")
@@ -74,6 +76,9 @@ def replace_in_torch() -> None:
     distributed: Any = sys.modules[f"{PACKAGE}.pytorch.distributed"]
     distributed._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
+    distributed.pad_columnwise_scale_inv = te_nvfp4.padded  # a Triton kernel
+    ring: Any = importlib.import_module(f"{PACKAGE}.pytorch.attention.dot_product_attention.context_parallel")
+    ring.flash_attn_p2p_communicate = _waited_once(ring.flash_attn_p2p_communicate)
     torch.distributed._coalescing_manager = _one_by_one
     torch.distributed.distributed_c10d._coalescing_manager = _one_by_one
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -84,10 +89,20 @@ def replace_in_torch() -> None:
 
 
 class _Done:
-    """Handle of collectives that have ended."""
+    """Handle of communication that has ended, or that ends with the first wait."""
+
+    def __init__(self, work: Any = None) -> None:
+        self._work = work
 
     def wait(self) -> None:
-        """Does nothing."""
+        """Waits once: a second wait for a message of gloo's does not return."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def _waited_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[_Done]]:
+    return lambda *args: [_Done(work) for work in communicate(*args)]
 
 
 @contextmanager

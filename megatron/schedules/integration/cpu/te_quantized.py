@@ -1,4 +1,6 @@
-"""FP8 tensors of Transformer Engine's compiled half, in plain torch: per-tensor scales, MXFP8 and blockwise.
+"""Quantized tensors of Transformer Engine's compiled half, in plain torch: per-tensor scales, MXFP8 and blockwise.
+
+NVFP4 is in :mod:`.te_nvfp4`.
 
 Follows ``pytorch/csrc/quantizer.cpp``: the copies of a tensor (by rows, by columns) and their memory layout. A product
 of matrices reads the copy that a GPU's kernels would read, so a copy that was freed too early is an error here too.
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.integration.cpu import te_nvfp4
 from megatron.schedules.integration.cpu.te_types import MissingError, torch_dtype
 
 _MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -34,6 +37,8 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         return _blocked(x, quantizer, output, "MXFP8Tensor", _mx_copies(x, quantizer))
     if kind == "Float8BlockQuantizer":
         return _blocked(x, quantizer, output, "Float8BlockwiseQTensor", _blockwise_copies(x, quantizer))
+    if kind == "NVFP4Quantizer":
+        return _blocked(x, quantizer, output, "NVFP4Tensor", te_nvfp4.copies(x, quantizer))
     raise MissingError(f"quantize with {kind}")
 
 
@@ -44,6 +49,8 @@ def empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> 
         untouched.amax = untouched.amax.clone()
     if hasattr(untouched, "with_amax_reduction"):
         untouched.with_amax_reduction = False
+    if hasattr(untouched, "stochastic_rounding"):
+        untouched.stochastic_rounding = False  # zeros need no random numbers
     return quantize(torch.zeros(tuple(shape), dtype=dtype), untouched)
 
 
@@ -55,6 +62,8 @@ def dequantize(tensor: Any, dtype: Any) -> Tensor:
 
 def matrix(tensor: Any, columnwise: bool) -> Tensor:
     """Returns the copy of a quantized tensor that a product reads, in fp32 and in its logical shape."""
+    if hasattr(tensor, "_fp4_dtype"):
+        return te_nvfp4.matrix(tensor, columnwise)
     dtype = torch_dtype(getattr(tensor, "_fp8_dtype", None))
     if _by_tensor(tensor):
         if columnwise and _has_transposes():
@@ -136,12 +145,13 @@ def _made(quantizer: Any, kind: str, x: Tensor, parts: dict[str, Any]) -> Any:
     """Returns a tensor of Transformer Engine's Python, or the smaller object that its own modules use."""
     module = sys.modules[type(quantizer).__module__]
     whole = getattr(module, kind)
-    parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     known = inspect.signature(whole.__new__).parameters
+    parts |= {"fp4_dtype" if "fp4_dtype" in known else "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if "with_gemm_swizzled_scales" in known:
         parts["with_gemm_swizzled_scales"] = False
     if "data_format" in known:
-        parts["data_format"] = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat.GEMM_READY
+        formats = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat
+        parts["data_format"] = formats.COMPACT if _is_compact(quantizer) else formats.GEMM_READY
     if not quantizer.internal:
         return whole(shape=x.shape, dtype=x.dtype, **parts)
     storage = getattr(module, f"{kind}Storage", None) or getattr(module, f"{kind}Base")
@@ -212,22 +222,28 @@ def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _blockwise_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
-    """Blockwise: 128 numbers of a row share a scale, or 128 x 128 of a weight. The copy by columns is transposed."""
-    if getattr(quantizer, "all_gather_usage", False):
-        raise MissingError("quantize with Float8BlockQuantizer in the compact format")
+    """Blockwise: 128 numbers of a row share a scale, or 128 x 128 of a weight.
+
+    The copy by columns is transposed. Before 2.16, what is to be gathered is compact: nothing of it is transposed.
+    """
     dtype, flat = torch_dtype(quantizer.dtype), x.view(-1, x.shape[-1])
-    squares = quantizer.block_scaling_dim == 2
+    squares, compact = quantizer.block_scaling_dim == 2, _is_compact(quantizer)
     copies: dict[str, Any] = dict.fromkeys(_COPIES)
     for side, columnwise in (("rowwise", False), ("columnwise", True)):
         if not getattr(quantizer, f"{side}_usage"):
             continue
         lines = flat.t().contiguous() if columnwise else flat
         scale = _scale_for(_block_maxima(lines, squares), quantizer, dtype)
-        stored = scale if squares else scale.t()
-        copies[f"{side}_scale_inv"] = _padded(1 / stored, quantizer.get_scale_shape(x.shape, columnwise))
         data = _cast(lines, _spread(scale, lines.shape, squares), dtype)
+        stored = scale if squares or (compact and not columnwise) else scale.t()
+        copies[f"{side}_scale_inv"] = _padded(1 / stored, quantizer.get_scale_shape(x.shape, columnwise))
+        data = data.t().contiguous() if compact and columnwise else data
         copies[f"{side}_data"] = data.view(quantizer.get_columnwise_shape(x.shape) if columnwise else x.shape)
     return copies | {"is_2D_scaled": squares}
+
+
+def _is_compact(quantizer: Any) -> bool:
+    return getattr(quantizer, "all_gather_usage", False) and quantizer.block_scaling_dim == 1
 
 
 def _block_maxima(lines: Tensor, squares: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import MESSAGES
@@ -16,12 +16,14 @@ from megatron.schedules.integration.flags.incompatible import refusal, unsplitta
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.memory_saving import check_host
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
-from megatron.schedules.integration.flags.reader import check_unscheduled, completed, spec_of
+from megatron.schedules.integration.flags.reader import check_unscheduled, completed, settings_of, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan import check_replan
 from megatron.schedules.integration.flags.request import LimitedRequest, request_of
 from megatron.schedules.integration.late_imports import after_megatron
-from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
@@ -53,6 +55,11 @@ class PlannedJob(NamedTuple):
     assumed: str = ""
     explanation: str = ""
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each stage."""
+        return self.request.decisions.layers or layers_by_stage(self.spec.layers, self.schedule.placement.stages)
+
 
 def check(args: Any) -> PlannedJob | None:
     """Checks all our flags against Megatron's, parsed and not yet validated, and plans the job.
@@ -79,9 +86,23 @@ def check(args: Any) -> PlannedJob | None:
             check_folder(spec.settings.measuring.folder)
         return planned_job(completed(spec, args))
     except PlanError as error:
-        message = error.told(FLAGS)
-        named = message.startswith(("--", "$"))
-        refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
+        _refuse(error, args)
+
+
+def _refuse(error: PlanError, args: Any) -> NoReturn:
+    message = error.told(FLAGS)
+    named = message.startswith(("--", "$"))
+    refuse(message if named else f"--pipeline-schedule {args.pipeline_schedule}: {message}")
+
+
+def check_settings(args: Any) -> None:
+    """Checks our flags alone, for a job whose model is not known yet. Refuses as :func:`check`."""
+    try:
+        settings = settings_of(args)
+        check_parts(settings.parts, [settings.schedule.name], FLAGS)
+        check_replan(settings)
+    except PlanError as error:
+        _refuse(error, args)
 
 
 def validate(spec: JobSpec) -> None:
@@ -100,6 +121,8 @@ def validate(spec: JobSpec) -> None:
             f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more, not {size}; "
             "leave the flag out to run without a pipeline"
         )
+    if spec.layers.pattern is not None:
+        _check_hybrid(settings)
     check_plan_lengths(spec)
     measured_iterations(settings.measuring, spec.iterations)
     if name in ("adaptive", AUTO) and (fault := unsplittable(spec)):
@@ -111,8 +134,28 @@ def validate(spec: JobSpec) -> None:
         given = ",".join(map(str, settings.layers)) if isinstance(settings.layers, tuple) else settings.layers
         raise PlanError(
             f"{FLAGS['layers']} {given} places the layers itself: leave out --pipeline-model-parallel-layout, "
-            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split"
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and --account-for-...-split, and "
+            "every | in --hybrid-layer-pattern"
         )
+
+
+def _check_hybrid(settings: Settings) -> None:
+    """Refuses flags that need time and memory of each layer, which are not estimated for hybrid models."""
+    limit, dry_run = settings.memory_limit, settings.dry_run
+    needing = {
+        FLAGS["shared_vocabulary"]: settings.vocabulary_parallel,
+        FLAGS["save_memory"]: settings.saving != MemorySaving(),
+        FLAGS["plan_lengths"]: settings.plan_lengths,
+        f"{FLAGS['layers']} auto": settings.layers == "auto",
+        f"{FLAGS['memory_limit']} in GiB": limit is not None and limit.size is not None,
+        f"{FLAGS['dry_run']} with the memory of a GPU": dry_run is not None and dry_run.device_bytes is not None,
+    }
+    for flag, is_given in needing.items():
+        if is_given:
+            raise PlanError(
+                f"{flag} does not work with --hybrid-layer-pattern so far: time and memory of its layers are not "
+                "estimated; leave the flag out"
+            )
 
 
 def planned_job(spec: JobSpec, *, quiet: bool = False) -> PlannedJob:

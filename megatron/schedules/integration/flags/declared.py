@@ -101,11 +101,11 @@ STOCK: megatron_flags.Flags = {
     "--enable-cuda-graph": (None, False),
     "--external-cuda-graph": (None, False),
     "--fine-grained-activation-offloading": (None, False),
-    "--fp4-format": (str, None),
-    "--fp8-format": (str, None),
+    "--fp4-param-gather": (None, False),
+    "--fp4-quantizer-factory": (str, None),
     "--fp8-param-gather": (None, False),
-    "--fp8-recipe": (str, "delayed"),
     "--hybrid-layer-pattern": (str, None),
+    "--hybrid-override-pattern": (str, None),
     "--init-model-with-meta-device": (None, False),
     "--linear-attention-freq": (la_freq_type, None),
     "--moe-expert-rank-capacity-factor": (float, None),
@@ -132,13 +132,8 @@ STOCK: megatron_flags.Flags = {
     "--window-attn-skip-freq": (moe_freq_type, None),
     "--yaml-cfg": (str, None),
 }
-_NAMED_OTHERWISE = {
-    **megatron_flags.NAMED_OTHERWISE,
-    "--fp4-format": "fp4",
-    "--fp8-format": "fp8",
-}
 
 
 def add_stock_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of :data:`STOCK` to a parser that runs before Megatron's own parser can be made."""
-    megatron_flags.declare(parser, STOCK, _NAMED_OTHERWISE)
+    megatron_flags.declare(parser, STOCK, megatron_flags.NAMED_OTHERWISE)

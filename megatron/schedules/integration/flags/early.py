@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import NoReturn
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from megatron.schedules.estimate.bounds import BOUNDS
 from megatron.schedules.estimate.layer_pattern import EXPRESSION
-from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.check import check, check_settings
 from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
+from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.utils.errors import PlanError
@@ -23,7 +26,9 @@ LIKE = 0.85
 _ELSEWHERE = ("use_checkpoint_args",)
 
 
-def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
+def refuse_early(
+    argv: Sequence[str], known: Collection[str] = (), arguments: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Runs every check of our flags that does not need Megatron.
 
     All checks run again after Megatron has parsed its flags.
@@ -32,13 +37,20 @@ def refuse_early(argv: Sequence[str], known: Collection[str] = ()) -> None:
 
     Args:
         argv: the command line.
-        known: flags that are valid although they look like misspelt flags of ours.
+        known: flags that are valid although they look like misspelt flags of ours: those of Megatron's parser.
+        arguments: arguments of ``install()``, by name.
     """
+    args = Namespace(pipeline_schedule=None)
     try:
-        args, others = _parser().parse_known_args(argv)
+        settings, parser = given(arguments), stock_parser()
+        parser.set_defaults(**settings)
+        args, others = parser.parse_known_args(argv)
         _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))
         if args.pipeline_schedule is not None:
             check_environment()
+        if not known and settings.get("pipeline_schedule") == args.pipeline_schedule is not None:
+            check_settings(args)  # the other words may be those of another framework
+            return
         args.world_size = whole_variable("WORLD_SIZE", 1)
         if not any(getattr(args, name) for name in _ELSEWHERE):
             check(args)
@@ -86,7 +98,8 @@ class _Parser(argparse.ArgumentParser):
         raise _FlagError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def stock_parser() -> argparse.ArgumentParser:
+    """Parser of our flags, and of the Megatron flags that our checks read."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_stock_arguments(parser)
     return add_arguments(parser)

@@ -58,7 +58,6 @@ class _When(NamedTuple):
 
 
 _ALWAYS = _When(lambda job: True)
-_CHUNKS = _When(lambda job: job.schedule.placement.chunks > 1)
 _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
 _OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and not job.schedule.placement.looped)
 _SPLIT = _When(lambda job: job.schedule.splits)
@@ -95,12 +94,13 @@ def _flag(name: str, why: str, when: _When = _ALWAYS, written: str = "") -> _Rul
 def _layers(job: _Job) -> str:
     """Refuses layers that do not divide over the stages, and names numbers that do."""
     stock, layers, placement = job.spec.layers, job.spec.settings.layers, job.schedule.placement
-    uncounted = stock.count is None or "hybrid_layer_pattern" in job.spec.stock.given
-    if layers == "auto" or (uncounted and placement.chunks == 1):
+    if layers == "auto" or (stock.count is None and placement.chunks == 1):
         return ""
     wrong = wrong_layers(stock, placement.stages, layers)
     partitioned = not job.spec.settings.places_layers and not (stock.by_hand or any(stock.stand_in))
     can_be = wrong and partitioned and (stock.count or 0) >= placement.stages
+    if can_be and stock.pattern is not None:
+        return f"{wrong}; or write | between the stages"
     return f"{wrong}; or give {FLAGS['layers']} auto, which divides any number of layers" if can_be else wrong
 
 
@@ -174,12 +174,7 @@ _NOT_SPLIT = (
     "backward"
 )
 _NOT_RECOMPUTED = "a schedule does not recompute quantised layers so far; use bf16, or a schedule without R"
-_QUANTISED = {
-    "fp4": "--fp4-format",
-    "te_precision_config_file": "",
-    "kitchen_config_file": "",
-    "kitchen_recipe_number": "",
-}
+_QUANTISED = ("fp4_quantizer_factory", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number")
 _RULES = (
     _layers,
     _ends,
@@ -191,9 +186,10 @@ _RULES = (
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
     _fp8_recipe,
     _flag("fp8_param_gather", f"primary FP8 weights are not split so far; {_OUT}", _SPLIT_TE),
+    _flag("fp4_param_gather", f"primary FP4 weights are not split so far; {_OUT}", _SPLIT_TE),
     _fp8_order,
-    *(_flag(name, _NOT_SPLIT, _SPLIT_TE, written) for name, written in _QUANTISED.items()),
-    *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE, written) for name, written in _QUANTISED.items()),
+    *(_flag(name, _NOT_SPLIT, _SPLIT_TE) for name in _QUANTISED),
+    *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE) for name in _QUANTISED),
     _flag(
         "fp8",
         "scales change between F and R; use tensorwise, blockwise or mxfp8, or a schedule without R",
@@ -236,13 +232,11 @@ _RULES = (
         "--ckpt-format torch",
     ),
     _words,
-    _flag("hybrid_layer_pattern", f"hybrid models have other ends; {_ONE_OUT}", _VOCABULARY),
     _flag("sft", _ONE_SHAPE, _VOCABULARY),
     _flag("variable_seq_lengths", _ONE_SHAPE, _VOCABULARY, "args.variable_seq_lengths"),
     _flag("dataloader_inter_document_masking", _ONE_SHAPE, _VOCABULARY),
     _flag("fp8_output_proj", f"its part of the output layer is not quantised; {_ONE_OUT}", _VOCABULARY),
     _flag("use_mup", f"its logits are scaled; {_ONE_OUT}", _VOCABULARY),
     _flag("init_model_with_meta_device", f"the first weights are sent to the ranks; {_ONE_OUT}", _VOCABULARY),
-    _flag("hybrid_layer_pattern", "hybrid models are not supported yet", _CHUNKS),
     _flag("num_microbatches_with_partial_activation_checkpoints", f"it counts on Megatron's own schedule; {_OUT}"),
 )

@@ -91,6 +91,15 @@ class Planner:
         """Number of each stage's first decoder layers whose activations are offloaded; None for all."""
         return self._layers_of(self._request.decisions.offloaded)
 
+    @property
+    def offloaded_bytes(self) -> list[list[float]] | None:
+        """Bytes of each offloaded layer of each stage, for one microbatch; None if the model's sizes are unknown."""
+        memory, counts = self._request.costs.memory, self._request.layers_on(self.placement)
+        if memory is None or counts is None:
+            return None
+        first = self.layers_offloaded or counts
+        return [sizes[:number] for sizes, number in zip(memory.by_layer(counts), first, strict=True)]
+
     @cached_property
     def recomputed_layers(self) -> tuple[range, ...] | None:
         """Decoder layers of each stage that R recomputes, which follow the offloaded layers; None for all."""

@@ -10,7 +10,7 @@ from megatron.schedules.estimate.model_build import as_built, numbers, stock_rec
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.layers.arithmetic import shape_of
+from megatron.schedules.integration.layers.arithmetic import hybrid_pattern, shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts
@@ -24,22 +24,14 @@ def spec_of(args: Any) -> JobSpec:
     Raises:
         PlanError: a flag cannot be read; the error names it.
     """
-    settings = _settings(args)
+    settings = settings_of(args)
     dry_run = settings.dry_run
     world = args.world_size if dry_run is None else assumed_gpus(sizes_of(args), dry_run.gpus)[0]
-    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     return JobSpec(
         settings,
         sizes_of(args, world),
         Batch(args.micro_batch_size, args.global_batch_size, args.step_batch_size_schedule),
-        StockLayers(
-            args.num_layers,
-            args.decoder_first_pipeline_num_layers,
-            args.decoder_last_pipeline_num_layers,
-            args.pipeline_model_parallel_layout,
-            stand_in,
-            args.mtp_num_layers or 0,
-        ),
+        _stock_layers(args),
         stock_recompute(args),
         getattr(args, "padded_vocab_size", None),
         args.make_vocab_size_divisible_by,
@@ -72,6 +64,23 @@ def check_unscheduled(args: Any) -> None:
             raise PlanError(f"{flag} goes with {FLAGS['schedule']}: name one of {', '.join(NAMES)}")
 
 
+def _stock_layers(args: Any) -> StockLayers:
+    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    count, ahead, pattern = args.num_layers, args.mtp_num_layers or 0, hybrid_pattern(args)
+    if pattern is not None:  # as in stock, it says how many layers there are
+        pattern, *predicting = pattern.split("/")
+        count, ahead = len(pattern.replace("|", "")), ahead or len(predicting)
+    return StockLayers(
+        count,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.pipeline_model_parallel_layout,
+        stand_in,
+        ahead,
+        pattern,
+    )
+
+
 # Words that switch single flags off. A file, elsewhere, may be called none.
 _OFF = {"cuda_graph_impl": "none"}
 
@@ -86,7 +95,12 @@ def _stock_flags(args: Any) -> StockFlags:
     )
 
 
-def _settings(args: Any) -> Settings:
+def settings_of(args: Any) -> Settings:
+    """Reads our own flags.
+
+    Raises:
+        PlanError: a flag cannot be read; the error names it.
+    """
     return Settings(
         values.schedule_choice(FLAGS["schedule"], args.pipeline_schedule),
         values.memory_limit(FLAGS["memory_limit"], args.pipeline_memory_limit),

@@ -16,12 +16,14 @@ from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.spec import Batch, JobSpec
-from megatron.schedules.job.values import MemoryLimit
-from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
-from megatron.schedules.planner.registry import AUTO, Request, stages
+from megatron.schedules.job.values import MemoryLimit, schedule_choice
+from megatron.schedules.planner.adaptive import chunk_choices, placements, with_finer_chunks
+from megatron.schedules.planner.registry import AUTO, Request, placement, stages
 from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.size_limits import check_size
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.printable import counted
 
 
@@ -146,3 +148,17 @@ def _batches(batch: Batch, each: int) -> tuple[str, list[int]]:
     if not steps:
         raise PlanError(f"{flag} {text!r} is not a list of TOKENS:BATCH such as '0:768 250B:1536'")
     return flag, [size for _, size in steps]
+
+
+def placement_with(schedule: str, ranks: int, chunks: int) -> Placement:
+    """Position of the stages of a model that a training loop builds, which planning keeps.
+
+    Args:
+        schedule: value of ``--pipeline-schedule``, checked before.
+        ranks: pipeline ranks.
+        chunks: model chunks of each rank.
+    """
+    choice = schedule_choice(FLAGS["schedule"], schedule)
+    csv = None if choice.file is None else read_text(choice.file, "csv")
+    request = Request(schedule=choice.name, ranks=ranks, microbatches=1, chunks=choice.chunks or chunks, csv=csv)
+    return placement(request) or placements(replace(request, chunk_choices=(chunks,)))[0]

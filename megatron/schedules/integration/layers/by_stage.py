@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.job.values import Layers
@@ -15,7 +18,7 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = Non
     All stages have the same number, unless the flags change that: ``--account-for-embedding-in-pipeline-split`` makes
     the first stage one layer smaller, ``--account-for-loss-in-pipeline-split`` the last one;
     ``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers`` give those of the first and last
-    stage; ``--pipeline-model-parallel-layout`` gives every stage's.
+    stage; ``--pipeline-model-parallel-layout`` gives every stage's, as does ``--hybrid-layer-pattern`` with ``|``.
 
     Args:
         stock: Megatron's flags.
@@ -27,6 +30,8 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = Non
     """
     if isinstance(layers, tuple):
         return _custom(stock, stages, layers)
+    if stock.segmented:
+        return _from_pattern(stock.pattern or "", stages)
     if stock.layout is not None:
         return _from_layout(stock, stock.layout, stages)
     if not stock.by_hand:
@@ -44,12 +49,18 @@ def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = Non
         ends = (first or 0) + (last or 0)
         raise PlanError(
             f"has {stages} stages, {between} of them between the ends that --decoder-first-pipeline-num-layers and "
-            f"-last- name: use --num-layers {ends} + a multiple of {between}, not {stock.count}"
+            f"-last- name: {_counted(stock)} must be {ends} + a multiple of {between}, not {stock.count}"
         )
     counts = [each] * stages
     counts[0] = each if first is None else first
     counts[-1] = each if last is None else last
     return tuple(counts)
+
+
+def letters_by_stage(pattern: str, layers: Sequence[int]) -> list[str]:
+    """Returns the letters of each stage's layers in the ``pattern`` of a hybrid model, given their numbers."""
+    letters = pattern.replace("|", "")
+    return [letters[end - count : end] for count, end in zip(layers, accumulate(layers), strict=True)]
 
 
 def wrong_layers(stock: StockLayers, stages: int, layers: Layers | None = None) -> str:
@@ -66,7 +77,7 @@ def _custom(stock: StockLayers, stages: int, layers: tuple[int, ...]) -> tuple[i
     if len(layers) != stages:
         raise PlanError(f"has {stages} stages and {said} has {len(layers)}: give a number for each, in model order")
     if sum(layers) != stock.count:
-        raise PlanError(f"has {stock.count} layers (--num-layers) and {said} has {sum(layers)}: give as many")
+        raise PlanError(f"has {stock.count} layers ({_flag(stock)}) and {said} has {sum(layers)}: give as many")
     return layers
 
 
@@ -79,10 +90,29 @@ def _equal(stock: StockLayers, stages: int) -> tuple[int, ...]:
         fitting = sorted({stages * max(1, each), stages * (each + 1)})
         instead = " or ".join(str(count - first - last) for count in fitting)
         raise PlanError(
-            f"has {stages} stages: --num-layers{f' with {also}' if also else ''} must be a multiple of {stages}; "
+            f"has {stages} stages: {_counted(stock)}{f' with {also}' if also else ''} must be a multiple of {stages}; "
             f"use {instead}, not {stock.count}"
         )
     return even(stock.count or 0, stages, (first, last))
+
+
+def _from_pattern(pattern: str, stages: int) -> tuple[int, ...]:
+    segments = pattern.split("|")
+    if len(segments) != stages:
+        raise PlanError(
+            f"has {stages} stages and --hybrid-layer-pattern {pattern!r} has {len(segments)}: write {stages}, in model "
+            "order, with | between them, or leave out every |, and all stages get equally many layers"
+        )
+    return tuple(map(len, segments))
+
+
+def _flag(stock: StockLayers) -> str:
+    """Returns the flag that says how many layers there are."""
+    return "--num-layers" if stock.pattern is None else "--hybrid-layer-pattern"
+
+
+def _counted(stock: StockLayers) -> str:
+    return _flag(stock) if stock.pattern is None else f"the number of layers in {_flag(stock)}"
 
 
 def _from_layout(stock: StockLayers, text: str, stages: int) -> tuple[int, ...]:

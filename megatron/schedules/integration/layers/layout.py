@@ -50,10 +50,11 @@ class PlacedLayout(PipelineParallelLayerLayout):
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = self.placement.stages_of(pp_rank)[vp_stage or 0]
-        before = (self._of_stage(s) for s in range(stage))
+        before = (self.of_stage(s) for s in range(stage))
         return sum(layers.count(layer_type) for layers in before)
 
-    def _of_stage(self, stage: int) -> list[LayerType]:
+    def of_stage(self, stage: int) -> list[LayerType]:
+        """Returns the layers of a stage."""
         rank = self.placement.rank_of[stage]
         return self.layout[rank][self.placement.chunk_of(stage)]
 

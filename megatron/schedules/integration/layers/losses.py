@@ -1,28 +1,46 @@
-"""Sends the losses to the rank where stock Megatron reports them.
+"""Sends the results of a call to the rank where training loops read them.
 
-Stock's training loop reads the losses on the last pipeline rank. In a V the output layer is on the first.
+Loops on megatron-core read losses and other results on the last pipeline rank. In a V the output layer is on the first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# For every microbatch its losses' names, shapes and types.
-_Form = list[dict[str, tuple[tuple[int, ...], torch.dtype]]]
+
+class _Form(NamedTuple):
+    """Results without their tensors.
+
+    Args:
+        pickled: everything else; its k-th persistent object is the k-th tensor.
+        tensors: shape and type of each tensor.
+    """
+
+    pickled: bytes
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors]
 
 
-class LossRelay:
-    """Sends the loss store and the token count from one rank of a pipeline to all its ranks.
+class ResultRelay:
+    """Sends results of any nesting from one rank of a pipeline to all its ranks.
 
-    Names and shapes of the losses are sent as an object when they change; otherwise a call is two small broadcasts.
+    Values of tensors on the device go as one broadcast of bytes. All else is pickled: dictionaries, lists, named
+    tuples, numbers, and tensors elsewhere. It is sent only when it has changed.
 
     Args:
         group: the pipeline's process group.
-        source: the rank in it that computes the losses.
+        source: the rank in it that has the results.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int) -> None:
@@ -30,10 +48,15 @@ class LossRelay:
         self._is_source = dist.get_rank(group) == source
         self._form: _Form | None = None
 
-    def __call__(self, losses: list[dict[str, Tensor]], tokens: Tensor) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """Returns the source's losses and tokens, on every rank."""
-        form = [{key: (tuple(value.shape), value.dtype) for key, value in each.items()} for each in losses]
-        changed = torch.tensor([self._is_source and form != self._form], dtype=torch.int, device=tokens.device)
+    def __call__(self, results: Any, device: torch.device) -> Any:
+        """Returns the source's results, on every rank.
+
+        Args:
+            results: any picklable object; only that of the source counts.
+            device: device of the broadcasts.
+        """
+        form, tensors = _taken_apart(results, device) if self._is_source else (None, [])
+        changed = torch.tensor([self._is_source and form != self._form], dtype=torch.int, device=device)
         dist.broadcast(changed, group_src=self._source, group=self._group)
         if changed.item():
             message: list[Any] = [form]
@@ -41,22 +64,49 @@ class LossRelay:
             self._form = message[0]
         assert self._form is not None
         if self._is_source:
-            parts = [value.detach().reshape(-1).double() for each in losses for value in each.values()]
-            packed = torch.cat([*parts, tokens.reshape(1).double()])
+            packed = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors] or [_empty(0, device)])
         else:
-            size = sum(torch.Size(shape).numel() for each in self._form for shape, _ in each.values())
-            packed = torch.empty(size + 1, dtype=torch.double, device=tokens.device)
+            packed = _empty(sum(self._form.sizes), device)
         dist.broadcast(packed, group_src=self._source, group=self._group)
-        return self._unpacked(packed), packed[-1].to(tokens.dtype)
+        return results if self._is_source else _put_together(self._form, packed)
 
-    def _unpacked(self, packed: Tensor) -> list[dict[str, Tensor]]:
-        assert self._form is not None
-        at, losses = 0, []
-        for each in self._form:
-            found = {}
-            for key, (shape, dtype) in each.items():
-                size = torch.Size(shape).numel()
-                found[key] = packed[at : at + size].reshape(shape).to(dtype)
-                at += size
-            losses.append(found)
-        return losses
+
+def _empty(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _taken_apart(results: Any, device: torch.device) -> tuple[_Form, list[Tensor]]:
+    """Returns the form of ``results``, and their tensors on ``device``."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, device)
+    pickler.dump(results)
+    return _Form(file.getvalue(), tuple((tuple(each.shape), each.dtype) for each in pickler.tensors)), pickler.tensors
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but plain tensors on a device. Tensors of other classes are made of plain ones."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._type = device.type
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.device.type != self._type:
+            return None
+        if value.layout is not torch.strided or value.is_nested:
+            return None
+        self.tensors.append(value.detach().contiguous())
+        return len(self.tensors) - 1
+
+
+def _put_together(form: _Form, packed: Tensor) -> Any:
+    """Returns the results with the tensors in ``packed``."""
+    parts: Sequence[Tensor] = packed.split(form.sizes)
+    # Cloned, because a part need not begin where its type can.
+    tensors = [
+        part.clone().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, form.tensors, strict=True)
+    ]
+    unpickler = pickle.Unpickler(io.BytesIO(form.pickled))
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-from megatron.training import print_rank_0
 
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.lengths.prefetch import ReadAhead, lengths_of, under
+from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.planner.microbatch_lengths import LengthsPlan, LengthsPlanner
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower

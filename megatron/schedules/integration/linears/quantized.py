@@ -15,11 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from packaging.version import Version
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import gathered
-from megatron.schedules.integration.linears.te_version import te_version
 
 
 def is_quantized(operand: Any) -> bool:
@@ -53,15 +51,6 @@ def keep_rows(operand: Any) -> None:
 def gathered_by_columns(operand: Any) -> bool:
     """Returns whether a gather uses the copy by columns, as it does for block scales."""
     return is_quantized(operand) and not hasattr(operand, "_transpose_invalid")
-
-
-def gathered_in_i_alone(quantizer: Any) -> bool:
-    """Returns whether tensors of ``quantizer`` cannot be gathered in W.
-
-    Before 2.16 blockwise tensors have a special format.
-    """
-    blockwise = type(quantizer).__name__ == "Float8BlockQuantizer"
-    return blockwise and Version(te_version()) < Version("2.16")
 
 
 def gather(part: Any, group: ProcessGroup) -> tuple[Any, Any]:

@@ -61,6 +61,8 @@ _ATTRIBUTES = ("wgrad_store", "fuse_wgrad_accumulation", "apply_bias", "sequence
 # the gathered input.
 _TO_BE_GATHERED = ("backward_input_needs_gather", "ln_out_needs_gather")
 _RELY_ON_IT = ("debug", "ub_bulk_dgrad")
+# The first versions quantize a blockwise input after it is gathered.
+_QUANTIZED_AFTERWARDS = ("force_hp_input_gather", "force_hp_blockwise_ln_out_gather")
 # Number of autograd nodes to search for a linear's own: it may add a bias, and cast or reshape the result.
 _STEPS_AFTER = 4
 
@@ -158,10 +160,9 @@ def _adding(output: Any) -> Any:
 def _leave_input_in_parts(output: Any) -> None:
     """Keeps this call's backward from gathering its input, because W gathers it."""
     for holder in _holders(output):
-        if quantized.gathered_in_i_alone(getattr(holder, "input_quantizer", None)):
-            continue
         for flag in _TO_BE_GATHERED:
             relied_on = any(getattr(holder, name, True) for name in _RELY_ON_IT)
+            relied_on |= any(getattr(holder, name, False) for name in _QUANTIZED_AFTERWARDS)
             if getattr(holder, flag, None) is True and not relied_on:
                 setattr(holder, flag, False)
 

@@ -140,6 +140,11 @@ class RunLog:
             self._recorder.end()
         self._peak.end()
 
+    @property
+    def peak(self) -> int | None:
+        """This rank's peak activation memory in training calls so far, bytes; None if it was not counted."""
+        return self._peak.bytes
+
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Marks that stock is making its line."""
@@ -160,7 +165,7 @@ class RunLog:
         placement = self._planner.placement
         while (spans := self._recorder.take()) is not None:
             self._last = rank_times(spans, placement.stages)
-        peak = max(counted, self._peak.bytes or 0)
+        peak = max(counted, self.peak or 0)
         last = self._last or RankTimes(0.0, 0.0, (0.0,) * placement.stages)
         until_last, worst, *stages = reduced([last.until_last, peak, *last.stages], dist.ReduceOp.MAX)
         busy, ranks = reduced([last.busy, float(self._last is not None)], dist.ReduceOp.SUM)

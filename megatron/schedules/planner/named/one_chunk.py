@@ -26,7 +26,7 @@ def one_f_one_b(request: Request) -> Schedule:
     """
     shared = request.costs.shared_vocabulary
     order = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank + shared)
-    return share_output(order, request.around_one().costs_on(order.placement), more=0.0) if shared else order
+    return share_output(order, request.costs_on(order.placement), more=0.0) if shared else order
 
 
 def eager_1f1b(request: Request) -> Schedule:
@@ -59,4 +59,4 @@ def _one_f_one_b(request: Request, ahead: Callable[[int], int], split: bool = Fa
 
 def _zero_bubble(request: Request, limit: int, progress: Progress) -> Schedule:
     base = _one_f_one_b(request, ahead=lambda rank: request.ranks - 1 - rank, split=True)
-    return polish(base, request.around_one().costs_on(base.placement), limit, progress)
+    return polish(base, request.costs_on(base.placement), limit, progress)

@@ -44,12 +44,12 @@ def one_f_one_b_v(request: Request, progress: Progress = unheard) -> Schedule:
     block = one_f_one_b_v_block(request.ranks)
     limit = max(block.peak_bound(rank) for rank in range(request.ranks))
     base = pulled_together(block, request.microbatches, int(limit), request.schedule)
-    return polish(base, request.around_one().costs_on(base.placement), limit, progress)
+    return polish(base, request.costs_on(base.placement), limit, progress)
 
 
 def _polished(request: Request, block: Block, limit: float, progress: Progress) -> Schedule:
     base = block.repeat(request.microbatches, request.schedule)
-    return polish(base, request.around_one().costs_on(base.placement), limit, progress)
+    return polish(base, request.costs_on(base.placement), limit, progress)
 
 
 def v_min_block(d: int) -> Block:

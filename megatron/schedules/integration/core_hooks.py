@@ -1,0 +1,189 @@
+"""Replacements in ``megatron.core``, each with its reason. They serve every training loop.
+
+:mod:`.hooks` has those in ``megatron.training``. Without a schedule each replacement only calls the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.models.common.language_module import language_module
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import is_te_min_version
+from torch import Tensor
+
+from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
+from megatron.schedules.integration.loops import hybrid_stage, place_layers, schedule_function
+from megatron.schedules.integration.replacement import Hook, put_in
+from megatron.schedules.integration.session import Session, Stock
+
+
+def _forward_backward(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    function = schedule_function(session, kwargs)
+    return stock(*args, **kwargs) if function is None else function(*args, **kwargs)
+
+
+def _validate_result(
+    stock: Stock, session: Session, machine: RerunStateMachine, result: Any, *args: Any, **kwargs: Any
+) -> None:
+    if session.late_checks.waiting and isinstance(result, Tensor):
+        # Copies the current value, because stock later scales the loss in place.
+        result = result.detach().clone()
+    session.late_checks.add(functools.partial(stock, machine, result, *args, **kwargs))
+
+
+def _is_pipeline_first_stage(
+    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    if session.stock_is_wrong(ignore_virtual):
+        return session.first_and_last(vp_stage)[0]
+    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+
+
+def _is_pipeline_last_stage(
+    stock: Stock, session: Session, ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    if session.stock_is_wrong(ignore_virtual):
+        return session.first_and_last(vp_stage)[1]
+    return bool(stock(ignore_virtual=ignore_virtual, vp_stage=vp_stage))
+
+
+def _is_pp_last_stage(stock: Stock, session: Session, pp_group: Any) -> bool:
+    if session.stock_is_wrong(ignore_virtual=not session.building):
+        return session.first_and_last(-1)[1]
+    return bool(stock(pp_group))
+
+
+def _select_pipeline_segment(
+    stock: Stock, session: Session, pattern: str, pp_group: Any, vp_stage: int | None, *args: Any, **kwargs: Any
+) -> tuple[list[str], int]:
+    found: tuple[list[str], int] | None = hybrid_stage(session, pattern, vp_stage)
+    return found or stock(pattern, pp_group, vp_stage, *args, **kwargs)
+
+
+def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
+    stock(config)
+    if session.spec is None:
+        place_layers(session, config)
+    if session.has_schedule and config.gradient_accumulation_fusion:
+        fuse_without_apex()
+
+
+def _te_parallel_cross_entropy(
+    stock: Stock, session: Session, logits: Tensor, labels: Tensor, group: Any, for_graphs: bool = False
+) -> Any:
+    # Later versions never wait, and warn about the argument; those before 2.7 do not have it.
+    return stock(logits, labels, group, for_graphs or (session.planner is not None and not is_te_min_version("2.20.0")))
+
+
+def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
+    placement = session.placement(len(pp_ranks), parallel_state.get_virtual_pipeline_model_parallel_world_size())
+    in_v = placement is not None and placement.rank_of[-1] == 0
+    return [pp_ranks[0]] if in_v or session.two_copies else list(stock(pp_ranks))
+
+
+def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) -> None:
+    here = session.spec is None and session.two_copies  # Megatron-LM's loop does so when it has built all chunks
+    copied = chunk.share_embeddings_and_output_weights or chunk.config.mtp_num_layers
+    tied_group = chunk.embd_group if copied else None
+    if here and tied_group is not None and tied_group.size() > 1:
+        refuse(
+            f"{FLAGS['schedule']} has both copies of a tied embedding on one rank: initialize parallel_state after "
+            "megatron.schedules.install(), and without get_embedding_ranks"
+        )
+    stock(chunk)
+    if here:
+        if chunk.pre_process:
+            session.first_chunk = weakref.ref(chunk)
+        elif session.first_chunk is not None and (first := session.first_chunk()) is not None:
+            tied.start_equal((first, chunk))
+
+
+_CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
+
+CORE_HOOKS = (
+    Hook(schedules, "forward_backward_pipelining_without_interleaving", _CHOSEN, _forward_backward),
+    Hook(schedules, "forward_backward_pipelining_with_interleaving", _CHOSEN, _forward_backward),
+    Hook(schedules, "forward_backward_no_pipelining", "a schedule without a pipeline is refused", _forward_backward),
+    Hook(
+        RerunStateMachine,
+        "validate_result",
+        "scripts look for NaN in each loss, and reading one waits for the device: read when all passes are queued",
+        _validate_result,
+    ),
+    Hook(parallel_state, "is_pipeline_first_stage", "scripts ask it for a chunk's data", _is_pipeline_first_stage),
+    Hook(parallel_state, "is_pipeline_last_stage", "scripts ask it where the loss is", _is_pipeline_last_stage),
+    Hook(pipeline_utils, "is_pp_last_stage", "the same, in newer loops", _is_pp_last_stage),
+    Hook(
+        TransformerConfig,
+        "__post_init__",
+        "stock's places of layers, if a loop has no arguments; its fusion that asks for Apex",
+        _config_made,
+    ),
+    Hook(
+        sys.modules[select_pipeline_segment.__module__],  # models import it from there; where it is depends on version
+        "select_pipeline_segment",
+        "stock numbers a hybrid model's stages round the ranks, and divides layers only over stages of one a rank",
+        _select_pipeline_segment,
+    ),
+    Hook(
+        language_module,
+        "te_parallel_cross_entropy",
+        "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
+        _te_parallel_cross_entropy,
+    ),
+    Hook(
+        parallel_state,
+        "default_embedding_ranks",
+        "with both copies of a tied embedding on one rank there is no group to reduce over",
+        _default_embedding_ranks,
+    ),
+    Hook(
+        LanguageModule,
+        "setup_embeddings_and_output_layer",
+        "stock fills the second copy of a tied embedding from another rank",
+        _embeddings_set_up,
+    ),
+    Hook(
+        fully_parallel,
+        "distribute_main_replicas_with_precomputed_distribution",
+        "a rank with both copies of a tied embedding would write it twice",
+        checkpoints.distribute_main_replicas,
+    ),
+    Hook(
+        fully_parallel,
+        "_fill_in_deferred_sharded_items",
+        "both copies of a tied embedding would share one optimizer state",
+        checkpoints.fill_in_deferred_sharded_items,
+    ),
+)
+
+
+def install(arguments: Mapping[str, Any]) -> None:
+    """Installs the hooks in ``megatron.core`` alone, where the training loop that came with it is not ours to hook.
+
+    Args:
+        arguments: arguments of :func:`megatron.schedules.install`, by name.
+    """
+    if any(word.startswith(FLAGS["schedule"]) for word in sys.argv):
+        refuse(
+            f"{FLAGS['schedule']} is a flag of Megatron-LM's training loop from megatron-core 0.18 on, and this is "
+            f"{version('megatron-core')}; other loops take $PIPELINE_SCHEDULE (docs/loops.md)"
+        )
+    put_in(CORE_HOOKS, Session(arguments))

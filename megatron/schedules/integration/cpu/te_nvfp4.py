@@ -1,0 +1,100 @@
+"""NVFP4 tensors of Transformer Engine's compiled half, in plain torch (arXiv 2509.25149).
+
+A number has four bits (e2m1), two to a byte. 16 numbers share a scale in e4m3, and a copy of a tensor shares one in
+fp32, from its largest magnitude. The copy by columns of an input or a gradient is multiplied by a Hadamard matrix along
+the tokens, which cancels in the product of the weight gradient. Gradients are rounded at random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.schedules.integration.cpu.te_types import MissingError
+
+_BLOCK = 16
+_LARGEST, _LARGEST_SCALE = 6.0, 448.0
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_SIGN = 8
+_UNSUPPORTED = ("row_scaled_nvfp4", "nvfp4_use_4over6")
+
+
+def copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
+    """Returns the copies of ``x`` that the quantizer is set to, by the names of Transformer Engine's Python."""
+    if any(getattr(quantizer, name, False) for name in _UNSUPPORTED):
+        raise MissingError("quantize to NVFP4 with scales for rows, or with 4over6")
+    rows = x.view(-1, x.shape[-1]).float()
+    columns = rows.t().contiguous()
+    if quantizer.with_rht:
+        matrix = quantizer.rht_matrix.float()
+        columns = (columns.view(-1, _BLOCK) @ matrix).view(columns.shape)
+    found: dict[str, Any] = {}
+    for side, lines in (("rowwise", rows), ("columnwise", columns)):
+        data = scales = amax = None
+        if getattr(quantizer, f"{side}_usage"):
+            amax = lines.abs().amax().view(1)
+            if quantizer.with_amax_reduction:
+                group = quantizer.amax_reduction_group
+                torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+            data, unpadded = _quantized(lines, float(amax), quantizer)
+            if side == "rowwise":
+                data = data.view(*x.shape[:-1], -1)
+            scales = padded(unpadded)
+        found |= {f"{side}_data": data, f"{side}_scale_inv": scales, f"amax_{side}": amax}
+    return found
+
+
+def padded(scales: Tensor) -> Tensor:
+    """Returns scales with zeros up to multiples of (128, 4), as products of matrices read them."""
+    down, across = (-size % multiple for size, multiple in zip(scales.shape, (128, 4), strict=True))
+    return torch.nn.functional.pad(scales, (0, across, 0, down))
+
+
+def matrix(tensor: Any, columnwise: bool) -> Tensor:
+    """Returns the values of a copy in fp32, in the tensor's shape. By columns they still have the Hadamard matrix."""
+    side = "columnwise" if columnwise else "rowwise"
+    data, scales, amax = (getattr(tensor, f"_{name}") for name in (f"{side}_data", f"{side}_scale_inv", f"amax_{side}"))
+    assert data is not None, f"no {side} copy"
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(-2)
+    signs = torch.where(codes >= _SIGN, -1.0, 1.0)
+    values = signs * _MAGNITUDES[(codes % _SIGN).long()]
+    lines = values.flatten(1) if columnwise else values.flatten(0, -2)
+    factors = scales[: lines.shape[0], : lines.shape[1] // _BLOCK].view(torch.float8_e4m3fn).float()
+    scaled = lines * (factors * amax / (_LARGEST * _LARGEST_SCALE)).repeat_interleave(_BLOCK, 1)
+    whole = scaled.view(codes.shape)
+    return whole.movedim(0, -1) if columnwise else whole
+
+
+def _quantized(lines: Tensor, amax: float, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """Returns the bytes (lines, numbers / 2) and the scales (lines, numbers / 16) in bytes."""
+    blocks = lines.view(lines.shape[0], -1, _BLOCK)
+    maxima = blocks.abs().amax(-1)
+    if quantizer.with_2d_quantization:
+        squares = maxima.view(-1, _BLOCK, maxima.shape[1]).amax(1)
+        maxima = squares.repeat_interleave(_BLOCK, 0)
+    whole = _LARGEST * _LARGEST_SCALE / amax if amax > 0 else 1.0
+    scales = (maxima / _LARGEST * whole).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+    each = scales.float()
+    factors = torch.where(each > 0, whole / each, 0.0)
+    scaled = (blocks * factors[..., None]).view(lines.shape)
+    magnitudes = scaled.abs().clamp(max=_LARGEST)
+    codes = _at_random(magnitudes) if quantizer.stochastic_rounding else _nearest(magnitudes)
+    codes = codes + _SIGN * (scaled < 0)
+    pairs = codes.to(torch.uint8).view(lines.shape[0], -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4, scales.view(torch.uint8)
+
+
+def _nearest(magnitudes: Tensor) -> Tensor:
+    """Codes of the nearest magnitudes; halfway between two, that of the even code."""
+    middles = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(()))
+    return torch.bucketize(magnitudes, middles)
+
+
+def _at_random(magnitudes: Tensor) -> Tensor:
+    """Codes of one of the two next magnitudes, more likely of the nearer one."""
+    below = (torch.bucketize(magnitudes, _MAGNITUDES, right=True) - 1).clamp(max=len(_MAGNITUDES) - 2)
+    low, high = _MAGNITUDES[below], _MAGNITUDES[below + 1]
+    return below + (torch.rand_like(magnitudes) < (magnitudes - low) / (high - low))

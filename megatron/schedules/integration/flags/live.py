@@ -1,0 +1,149 @@
+"""Megatron's arguments for a loop that has none: read from its model, its process groups and its first call."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.layers.layout import PlacedLayout
+
+# Arguments whose field in the model's configuration has another name.
+_IN_CONFIG = {
+    "bias_swiglu_fusion": "bias_activation_fusion",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "fp8_param_gather": "fp8_param",
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "te_rng_tracker": "use_te_rng_tracker",
+}
+# Schedules that take as many chunks as the loop has built.
+_ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
+# Fields that our parser does not declare and that our checks read.
+_MORE = ("attention_backend", "variable_seq_lengths")
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+# Tokens of a microbatch for planning, where the call does not say how long its samples are.
+_USUAL_LENGTH = 4096
+# A loop does not say when it ends.
+_ENDLESS = 10**12
+
+
+def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> Namespace:
+    """Returns the arguments with which Megatron-LM would train this model. Collective over all ranks.
+
+    All ranks get the arguments of the rank with most microbatches, so that their plans are equal.
+
+    Args:
+        settings: our settings, by the attribute of their flag.
+        chunks: the model's chunks on this rank.
+        call: arguments of the first call of the schedule function.
+    """
+    args = stock_parser().parse_args([])
+    config = get_model_config(chunks[0])
+    for name in (*vars(args), *_MORE):
+        value = getattr(config, _IN_CONFIG.get(name, name), None)
+        if value is not None:
+            setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
+    vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
+    vars(args).update(settings)
+    _refuse_what_comes_too_late(args)
+    if args.pipeline_schedule in _ANY_CHUNKS:
+        args.pipeline_schedule += f":{len(chunks)}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, vars(args))
+    return Namespace(**max(found, key=lambda each: each["global_batch_size"]))
+
+
+def _refuse_what_comes_too_late(args: Namespace) -> None:
+    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader."""
+    late = {"shared_vocabulary": args.pipeline_vocabulary_parallel, "plan_lengths": args.pipeline_plan_lengths}
+    late["layers"] = args.pipeline_layers not in (None, "even")
+    for part, is_given in late.items():
+        if is_given:
+            refuse(f"{FLAGS[part]} works in Megatron-LM's own training loop only: leave it out (docs/loops.md)")
+    args.pipeline_layers = "even"
+
+
+def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    context = parallel_state.get_context_parallel_world_size()
+    world, micro = dist.get_world_size(), call["micro_batch_size"]
+    length = call.get("decoder_seq_length") or call["seq_length"]
+    return {
+        "world_size": world,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+        "micro_batch_size": micro,
+        "global_batch_size": call["num_microbatches"] * micro * (world // (tensor * pipeline * context)),
+        "seq_length": _USUAL_LENGTH if config.variable_seq_lengths and length == 1 else length,
+    }
+
+
+def _model(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, Any]:
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    words = next(
+        (each for each in modules if hasattr(each, "vocab_size") and hasattr(each, "max_sequence_length")), None
+    )
+    engine = any(type(each).__module__.startswith("transformer_engine.") for each in modules)
+    layout = config.pipeline_model_parallel_layout
+    return {
+        "padded_vocab_size": getattr(words, "vocab_size", None),
+        "max_position_embeddings": getattr(words, "max_sequence_length", None),
+        "position_embedding_type": getattr(words, "position_embedding_type", "rope"),
+        "hybrid_layer_pattern": getattr(words, "hybrid_layer_pattern", None),
+        "group_query_attention": config.num_query_groups not in (None, config.num_attention_heads),
+        "transformer_impl": "transformer_engine" if engine else "local",
+        "create_attention_mask_in_dataloader": not engine,
+        "pipeline_model_parallel_layout": None if layout is None else _written(layout),
+        "bf16": config.params_dtype is torch.bfloat16,
+        "fp16": config.params_dtype is torch.float16,
+    }
+
+
+def _written(layout: Any) -> str:
+    """Writes a layout of Megatron's or ours as Megatron's flag does."""
+    if isinstance(layout, PlacedLayout):
+        stages = [layout.of_stage(stage) for stage in range(layout.placement.stages)]
+    else:
+        stages = [stage for chunk in zip(*layout.layout, strict=True) for stage in chunk]
+    return "|".join("".join(_LETTERS[layer.name] for layer in stage) for stage in stages)
+
+
+def _optimizer(chunk: Any) -> dict[str, Any]:
+    """Settings that data parallelism has of the optimizer; of an optimizer that is not distributed without it."""
+    ddp = getattr(chunk, "ddp_config", None)
+    if ddp is None:
+        return {}
+    return {
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
+        "accumulate_allreduce_grads_in_fp32": ddp.grad_reduce_in_fp32,
+        "num_distributed_optimizer_instances": ddp.num_distributed_optimizer_instances,
+        "use_megatron_fsdp": ddp.use_megatron_fsdp,
+    }
+
+
+def _run() -> dict[str, Any]:
+    """What a job reads when its training begins, see :mod:`.run_flags`."""
+    return {
+        "distributed_backend": dist.get_backend(),
+        "distributed_timeout_minutes": dist.default_pg_timeout.total_seconds() / 60,
+        "exit_interval": None,
+        "high_priority_stream_groups": None,
+        "iteration": 0,
+        "log_interval": _ENDLESS,
+        "nccl_communicator_config_path": None,
+        "profile": False,
+        "train_iters": _ENDLESS,
+    }

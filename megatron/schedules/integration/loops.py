@@ -1,0 +1,149 @@
+"""Schedule functions of a process: of Megatron-LM's job, or of each model that another training loop trains.
+
+Such a loop has no arguments of Megatron-LM's. Its job is planned at the first call of the schedule function with a
+model, which is collective over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.live import live_args
+from megatron.schedules.integration.flags.planner import Planner
+from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.flags.run_flags import run_flags
+from megatron.schedules.integration.layers import tied
+from megatron.schedules.integration.layers.by_stage import layers_by_stage, letters_by_stage
+from megatron.schedules.integration.layers.layout import PlacedLayout
+from megatron.schedules.integration.running_job import begin
+from megatron.schedules.integration.schedule_function import listed
+from megatron.schedules.integration.session import Session
+from megatron.schedules.job.spec import StockLayers
+from megatron.schedules.schedule.model_loads import even
+from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.printable import counted
+
+
+def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[..., list[Any]] | None:
+    """Returns the function that runs this call; None if stock's own runs it.
+
+    Args:
+        session: settings, and the jobs that have begun.
+        call: arguments of the call, by name.
+    """
+    if not session.has_schedule:
+        return None
+    if session.spec is not None and session.planner is not None:
+        if session.job is None:
+            flags = run_flags(session.args)
+            session.job = begin(
+                session.spec, session.planner, flags, session.iteration, session.running, session.late_checks
+            )
+        return session.job.function
+    chunks = listed(call["model"])
+    if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
+        return None  # stock's own finds each layer where it expects it
+    if chunks[0] not in session.loops:
+        session.loops[chunks[0]] = LoopJob(session, chunks, call)
+    return session.loops[chunks[0]]
+
+
+def place_layers(session: Session, config: TransformerConfig) -> None:
+    """Puts the layers of a model that a loop builds where the schedule has them, if stock has them elsewhere."""
+    ranks, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    placement = session.placement(ranks, chunks)
+    if placement is None or placement.looped or isinstance(config.pipeline_model_parallel_layout, PlacedLayout):
+        return
+    if config.pipeline_model_parallel_layout is not None:
+        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} places layers itself: set no layout")
+    stand_in = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    ahead = config.mtp_num_layers or 0
+    stock = StockLayers(config.num_layers, first, last, stand_in=stand_in, ahead=ahead)
+    try:
+        # The pattern of a hybrid model, which it does not read from here, may have other stages.
+        hybrid = getattr(config, "is_hybrid_model", False)
+        layers = even(config.num_layers, placement.stages) if hybrid else layers_by_stage(stock, placement.stages)
+    except PlanError as error:
+        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} {error}")
+    config.pipeline_model_parallel_layout = PlacedLayout(placement, layers, ahead)
+    # The layout contains these.
+    config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+
+
+def hybrid_stage(session: Session, pattern: str, chunk: int | None) -> tuple[list[str], int] | None:
+    """Returns the letters of this rank's layers in a hybrid model, and how many layers come before them.
+
+    None if they are where stock has them.
+
+    Args:
+        session: has the placement.
+        pattern: letters of all layers, with ``|`` between stages if it places them.
+        chunk: of this rank; None if it has one.
+    """
+    placement = session.current_placement
+    if placement is None:
+        return None
+    layers = session.hybrid_layers
+    if layers is None:
+        try:
+            layers = layers_by_stage(StockLayers(len(pattern.replace("|", "")), pattern=pattern), placement.stages)
+        except PlanError as error:
+            name = session.settings.get("pipeline_schedule") or session.args.pipeline_schedule
+            refuse(f"--pipeline-schedule {name} {error}")
+    stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
+    return list(letters_by_stage(pattern, layers)[stage]), sum(layers[:stage])
+
+
+class LoopJob:
+    """Job of one model. It counts training calls as iterations.
+
+    Args:
+        session: settings of the process.
+        chunks: the model's chunks on this rank.
+        call: arguments of the first call.
+    """
+
+    def __init__(self, session: Session, chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> None:
+        self._done = 0
+        _refuse_other_groups(call)
+        args = live_args(session.settings, chunks, call)
+        job = check(args)
+        assert job is not None, "a schedule is given"
+        placement = job.schedule.placement
+        if placement.chunks != len(chunks):
+            refuse(
+                f"--pipeline-schedule {args.pipeline_schedule} has {counted(placement.chunks, 'model chunk')} a "
+                f"pipeline rank, and this loop built {len(chunks)}: set its virtual pipeline size to {placement.chunks}"
+            )
+        copies = tied.copies(chunks)
+        if copies is not None and not torch.equal(*copies):
+            refuse("the embedding and the output layer are tied and have different weights: load the same into both")
+        session.planner = Planner(job)
+        self._job = begin(
+            job.spec, session.planner, run_flags(args), lambda: self._done + 1, session.running, session.late_checks
+        )
+
+    def __call__(self, **call: Any) -> list[Any]:
+        """Runs one call; arguments and results as in stock."""
+        results = self._job.function(**call)
+        self._done += not call.get("forward_only", False)
+        return results
+
+
+def _refuse_other_groups(call: Mapping[str, Any]) -> None:
+    """Refuses pipelines that ``parallel_state`` does not know."""
+    if not parallel_state.model_parallel_is_initialized():
+        refuse("--pipeline-schedule needs the process groups of megatron.core.parallel_state: initialize them")
+    own = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    group = getattr(call.get("pg_collection"), "pp", None)
+    if call.get("pg_collection") is not None and (group is None or dist.get_process_group_ranks(group) != own):
+        refuse("--pipeline-schedule works in the pipeline of megatron.core.parallel_state only, not in pg_collection's")

@@ -1,0 +1,87 @@
+"""Report of a job's first training call: linears that split, offloaded bytes and peak memory, beside the plan's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron.schedules.report.figures import amount
+from megatron.schedules.utils.printable import counted
+
+# Layers that offload a smaller part of their planned bytes are named, so many at most. Estimates are closer than that.
+_FEW, _NAMED = 0.85, 4
+
+
+class Seen(NamedTuple):
+    """First training call of one rank.
+
+    Args:
+        linears: linears that have a split backward, by kind.
+        fused: true if weight gradients are added to ``main_grad`` inside their product.
+        moved: for each (stage, microbatch), bytes that each layer offloaded.
+        peak: peak activation memory, bytes; 0 if not known.
+    """
+
+    linears: Counter[str]
+    fused: bool
+    moved: dict[tuple[int, int], list[int]]
+    peak: int
+
+
+class Expected(NamedTuple):
+    """What the plan says of the call.
+
+    Args:
+        splits: true if the schedule splits backwards.
+        offloaded: bytes of each offloaded layer of each stage, for one microbatch; None if the sizes are unknown.
+        peak: peak activation memory of the worst rank, bytes; None if the sizes are unknown.
+    """
+
+    splits: bool
+    offloaded: Sequence[Sequence[float]] | None = None
+    peak: float | None = None
+
+
+def lines(ranks: Sequence[Seen], expected: Expected) -> Iterator[str]:
+    """Yields the report's lines, from what each pipeline rank saw."""
+    yield _about_linears(ranks, splits=expected.splits)
+    if any(rank.moved for rank in ranks):
+        yield from _about_offload(ranks, expected.offloaded)
+    peaks = [rank.peak for rank in ranks]
+    if worst := max(peaks):
+        planned = "" if expected.peak is None else f", planned {amount(expected.peak)} on the worst rank"
+        yield f"peak activation memory {amount(worst)} on rank {peaks.index(worst)}{planned}"
+
+
+def _about_linears(ranks: Sequence[Seen], *, splits: bool) -> str:
+    if not splits:
+        return "no linear splits its backward in this schedule"
+    every = sum((rank.linears for rank in ranks), Counter[str]())
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(every.items()))
+    fusion = "on" if ranks[0].fused else "off"
+    found = f"{counted(every.total(), 'linear')} split the backward ({kinds or 'none'})"
+    return f"{found}; gradient accumulation fusion is {fusion}"
+
+
+def _about_offload(ranks: Sequence[Seen], planned: Sequence[Sequence[float]] | None) -> Iterator[str]:
+    """Compares offloaded with planned bytes, and names the layers of which most stayed on the device."""
+    by_stage: dict[int, list[list[int]]] = {}
+    for rank in ranks:
+        for (stage, _), sizes in rank.moved.items():
+            by_stage.setdefault(stage, []).append(sizes)
+    moved = amount(sum(sum(sizes) for forwards in by_stage.values() for sizes in forwards))
+    if planned is None:
+        yield f"offloaded {moved}"
+        return
+    yield f"offloaded {moved}, planned {amount(sum(len(f) * sum(planned[stage]) for stage, f in by_stage.items()))}"
+    short = []
+    for stage, forwards in by_stage.items():
+        means = [sum(sizes) / len(forwards) for sizes in zip(*forwards, strict=True)]
+        each = enumerate(zip(means, planned[stage], strict=False))
+        short += [(wanted - mean, mean, layer, stage) for layer, (mean, wanted) in each if mean < _FEW * wanted]
+    for stayed, mean, layer, stage in sorted(short, reverse=True)[:_NAMED]:
+        yield (
+            f"layer {layer} of stage {stage} offloaded {amount(mean)} of each microbatch, planned "
+            f"{amount(mean + stayed)}: the rest stayed on the device, since more than the layer's backward needs it"
+        )

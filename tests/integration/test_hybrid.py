@@ -1,0 +1,58 @@
+"""Hybrid models: losses and gradients are those of stock Megatron, with its own stages or with others, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Training
+from tests.integration.features import CHUNKS, MODERN, MOE_ALLTOALL, each_schedule
+from tests.integration.test_same_result import under
+from tests.integration.test_te_jobs import assert_stocks
+
+MODEL = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm --spec tests.integration.plain_mixer STACK"
+JOB = "--train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2 --clip-grad 0".split()
+# Every kind of layer, in stages of unequal length, by chunks of a rank. Where a rank has no experts, stock cannot log
+# their auxiliary loss; where a stage has no layers, stock frees its output before it is read.
+PATTERNS = {1: "E*E-|ME-*M*-E", 2: "E*|E-M|E-*M|*-E", 4: "E|*E|-|M|E-|*|M*|-E"}
+LETTERS = "E*E-ME-*M*-E"
+
+
+def hybrid(pattern: str) -> tuple[str, ...]:
+    return (*MODEL.split(), "--hybrid-layer-pattern", pattern)
+
+
+@pytest.mark.feature("hybrid models")
+@pytest.mark.parametrize("schedule", each_schedule("zb-1p", "v-half"))
+def test_the_patterns_segments_are_the_stages_in_model_order(te_train: Training, schedule: str) -> None:
+    """Stock runs its 1F1B, or interleaves the same segments round the ranks."""
+    model = hybrid(PATTERNS[CHUNKS.get(schedule, 2)])
+    ours = te_train(2, *JOB, *under(schedule, "1"), model=model)
+    assert_stocks(ours, te_train.stock(2, *JOB, model=model), shards=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [
+        ("v-half", ""),
+        pytest.param("v-half", "2,0,5,5", marks=pytest.mark.full_matrix),
+        pytest.param("zb-1p", "4,8", marks=pytest.mark.full_matrix),
+    ],
+)
+def test_a_pattern_without_segments_is_divided_as_other_layers_are(
+    te_train: Training, schedule: str, layers: str
+) -> None:
+    """Stock interleaves none, so here it runs 1F1B."""
+    model = hybrid(LETTERS)
+    placed = ["--pipeline-layers", layers] if layers else []
+    ours = te_train(2, *JOB, *under(schedule), *placed, model=model)
+    assert_stocks(ours, te_train.stock(2, *JOB, model=model), shards=False)
+
+
+def test_a_checkpoint_of_a_v_goes_on_under_stock(te_train: Training, tmp_path: Path) -> None:
+    model = hybrid(LETTERS)
+    saving = ("--save", str(tmp_path), "--save-interval", "2")
+    ours = te_train(2, *JOB, *under("v-half"), *saving, model=model)
+    stock = te_train.resume(2, *JOB, *model, load=tmp_path, iteration=2)
+    assert stock.losses == ours.losses[2:]

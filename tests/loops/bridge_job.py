@@ -1,0 +1,81 @@
+"""Megatron-Bridge's own smallest recipe and its own ``pretrain``, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.recipes.gpt.h100.vanilla_gpt import vanilla_gpt_pretrain_1gpu_h100_bf16_config
+from megatron.bridge.training import eval as evaluation
+from megatron.bridge.training import train as loop
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+
+from tests.loops.ours import install
+from tools.gpu_tests.weights import start_equal
+
+
+def prepare(folder: Path) -> None:
+    """Data are mock data, and weights are drawn by name."""
+
+
+def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[float], dict[str, int]]:
+    """Losses of three iterations, of evaluations after the second and at the end, and of the test, where they are."""
+    passes = install(schedule)
+    losses: list[float] = []
+    _listen(losses)
+    config = _small(vanilla_gpt_pretrain_1gpu_h100_bf16_config())
+    config.model.pipeline_model_parallel_size = pipeline
+    config.model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    config.model.register_pre_wrap_hook(_start_equal)
+    pretrain(config, forward_step)
+    return losses, dict(passes)
+
+
+def _small(config: Any) -> Any:
+    """The recipe with a small model, in fp32, of so few iterations that nothing is saved."""
+    model, train = config.model, config.train
+    config.env_vars = {}
+    model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads = 8, 32, 64, 4
+    model.vocab_size = config.tokenizer.vocab_size = 96
+    model.seq_length = config.dataset.seq_length = 16
+    model.attention_dropout = model.hidden_dropout = 0.0
+    model.share_embeddings_and_output_weights = False
+    model.gradient_accumulation_fusion = model.masked_softmax_fusion = model.bias_dropout_fusion = False
+    model.cross_entropy_loss_fusion = model.persist_layer_norm = False
+    model.pipeline_dtype = config.optimizer.params_dtype = torch.float32
+    config.mixed_precision = None
+    config.optimizer.bf16 = config.optimizer.use_distributed_optimizer = False
+    config.optimizer.lr = 1e-3
+    config.scheduler.lr_warmup_iters = 0
+    train.train_iters, train.global_batch_size, train.micro_batch_size = 3, 8, 1
+    config.validation.eval_interval, config.validation.eval_iters = 2, 1
+    config.checkpoint.save = config.logger.tensorboard_dir = None
+    config.logger.log_interval = 1
+    config.dist.distributed_backend = "gloo"
+    config.dataset.num_workers = 0
+    return config
+
+
+def _start_equal(model: list[Any]) -> list[Any]:
+    start_equal(model)
+    return model
+
+
+def _listen(losses: list[float]) -> None:
+    step, evaluate = loop.train_step, evaluation.evaluate
+
+    def train_step(*args: Any, **named: Any) -> Any:
+        result = step(*args, **named)
+        losses.extend(float(loss) for loss in result[0].values())
+        return result
+
+    def evaluated(*args: Any, **named: Any) -> Any:
+        result = evaluate(*args, **named)
+        losses.extend(float(loss) for loss in (result[0] or {}).values())
+        return result
+
+    loop.train_step, evaluation.evaluate = train_step, evaluated
+    for part in (loop, evaluation):  # from modelopt, which is not here; nothing is distilled
+        part.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **named: None

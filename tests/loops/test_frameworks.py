@@ -1,0 +1,72 @@
+"""Jobs of Megatron-Bridge, verl and ms-swift train with our schedules as without this package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.loops.frameworks import FRAMEWORKS, Job, Outcome, UnreachableError, outcomes, site
+from tests.loops.loop_calls import CALLS
+from tests.tolerances import likely
+
+PIPELINES = (2, 4)
+SCHEDULES = {"zb-1p": 1, "v-half": 2, "auto": 2}
+"""Model chunks that the loop builds for each."""
+OF_THE_INDEX = [name for name in CALLS if name.split()[0] in FRAMEWORKS]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[Job, Outcome]]:
+    """All jobs of a framework, run once."""
+
+    def of(name: str) -> dict[Job, Outcome]:
+        try:
+            site()
+        except UnreachableError as error:
+            pytest.skip(f"{name} cannot be downloaded: {error}")
+        ours = [Job(ranks, SCHEDULES[schedule], schedule) for ranks, schedule in product(PIPELINES, SCHEDULES)]
+        jobs = [*(Job(ranks, 1, None) for ranks in PIPELINES), *ours]
+        return dict(zip(jobs, outcomes(name, jobs, tmp_path_factory.mktemp(name)), strict=True))
+
+    return cache(of)
+
+
+def close(found: Any, expected: Any, apart: float) -> bool:
+    """Returns whether two nested results are equal, numbers within ``apart`` relatively."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[key], expected[key], apart) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(close(*each, apart) for each in zip(found, expected, strict=True))
+    return bool(abs(found - expected) <= apart * abs(expected))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", PIPELINES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_losses_are_those_of_the_same_job_without_us(run: Any, name: str, schedule: str, ranks: int) -> None:
+    stock, ours = (run(name)[job] for job in (Job(ranks, 1, None), Job(ranks, SCHEDULES[schedule], schedule)))
+    assert not stock.error and not ours.error, stock.error or ours.error
+    assert stock.losses[-1] and not any(stock.passes)
+    assert all(passes["F"] for passes in ours.passes) and any("W" in passes for passes in ours.passes)
+    # Gradients are equal to the bit. Their norm, which clips them, is summed over other ranks' parameters in a V.
+    assert close(ours.losses, stock.losses, 0.0 if schedule == "zb-1p" else likely(100))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", OF_THE_INDEX)
+def test_the_call_is_what_the_wheel_has(name: str) -> None:
+    call = CALLS[name]
+    try:
+        source = (site() / call.source).read_text()
+    except UnreachableError as error:
+        pytest.skip(f"{name} cannot be downloaded: {error}")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.lineno == call.line]
+    arguments = {frozenset(keyword.arg for keyword in node.keywords) for node in calls}
+    assert frozenset(call.arguments) in arguments, arguments
