@@ -227,8 +227,8 @@ bubble and memory are planned, beside stock's schedule. `tools/recipes` writes t
 a GPU.
 
 """
-_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two chunks in
-the recipe ([other loops](loops.md)):
+_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two chunks
+in the recipe ([other loops](loops.md)):
 
 ```python
 import megatron.schedules
@@ -236,9 +236,9 @@ megatron.schedules.install(schedule="v-half", layers="auto")  # or v-zb, as the 
 cfg.model.virtual_pipeline_model_parallel_size = 2
 ```
 
-A script of Megatron-LM takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the recipe
-sets (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this page are
-without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
+A script of Megatron-LM takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the
+recipe sets (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
+page are without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
 ([which schedule](which-schedule.md)).
 
 ## Your own recipe
