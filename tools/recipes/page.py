@@ -227,8 +227,8 @@ bubble and memory are planned, beside stock's schedule. `tools/recipes` writes t
 a GPU.
 
 """
-_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two chunks
-in the recipe ([other loops](loops.md)):
+_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two
+chunks in the recipe ([other loops](loops.md)):
 
 ```python
 import megatron.schedules
