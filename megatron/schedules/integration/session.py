@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary, ref
 from megatron.core import parallel_state
 from torch.nn import Module
 
-from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.request import placement_with
+from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob
 from megatron.schedules.job.spec import JobSpec
@@ -30,13 +30,13 @@ class Session:
         arguments: arguments of ``install()``, by name.
 
     Attributes:
-        settings: settings given without flags, see :func:`.given`.
+        settings: settings given without flags, see :func:`.settings_without_flags`.
         first_chunk: chunk with the embedding of the model that a loop without arguments builds.
         loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
     """
 
     def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.arguments, self.settings = arguments, given(arguments)
+        self.arguments, self.settings = arguments, settings_without_flags(arguments)
         self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
