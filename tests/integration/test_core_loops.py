@@ -149,6 +149,14 @@ def test_a_loop_with_two_chunks_trains_with_any_schedule_and_any_n(megatron: Any
     check_passes(ours, splits="1f1b" not in schedule)
 
 
+def test_layers_that_do_not_divide_are_given_by_stage(megatron: Any) -> None:
+    settings = {"schedule": "v-half", "layers": "2,2,2,1"}
+    ours = megatron("core_loop", {PIPELINE: 2, CHUNKS: 2}, settings, CALLS, layers=7)
+    whole = megatron("core_loop", {PIPELINE: 1}, None, CALLS, layers=7)
+    check_same(ours, whole)
+    check_passes(ours, splits=True)
+
+
 def test_two_copies_of_a_tied_embedding_on_one_rank_start_and_stay_equal(megatron: Any) -> None:
     sizes, options = {PIPELINE: 2, "data_parallel_size": 2}, {"tied": True}
     ours = megatron("core_loop", sizes | {CHUNKS: 2}, SEVERAL_CHUNKS["v-half"], CALLS, **options)

@@ -234,12 +234,14 @@ chunks in the recipe ([other loops](loops.md)):
 
 ```python
 import megatron.schedules
-megatron.schedules.install(schedule="v-half", layers="auto")  # or v-zb, as the recipe's row says
+megatron.schedules.install(schedule="v-half")  # or v-zb, as the recipe's row says
 cfg.model.virtual_pipeline_model_parallel_size = 2
 ```
 
-A script of Megatron-LM takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the
-recipe sets (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
+If the layers do not divide evenly over the stages, give the number of each stage in model order, such as
+`layers="8,8,8,8,8,8,8,5"`: the first and the last one have the embedding and the output layer. A script of Megatron-LM
+takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the recipe sets
+(`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
 page are without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
 ([which schedule](which-schedule.md)).
 

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron.schedules.integration.flags.check import check
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.live import live_args
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
@@ -26,6 +27,7 @@ from megatron.schedules.integration.running_job import begin
 from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.spec import StockLayers
+from megatron.schedules.job.values import layers_choice
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.printable import counted
@@ -61,18 +63,21 @@ def place_layers(session: Session, config: TransformerConfig) -> None:
     placement = session.placement(ranks, chunks)
     if placement is None or placement.looped or isinstance(config.pipeline_model_parallel_layout, PlacedLayout):
         return
+    schedule, asked = session.settings["pipeline_schedule"], session.settings.get("pipeline_layers")
     if config.pipeline_model_parallel_layout is not None:
-        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} places layers itself: set no layout")
+        refuse(f"--pipeline-schedule {schedule} places layers itself: set no layout")
     stand_in = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     ahead = config.mtp_num_layers or 0
     stock = StockLayers(config.num_layers, first, last, stand_in=stand_in, ahead=ahead)
     try:
+        given = layers_choice(FLAGS["layers"], asked)
         # The pattern of a hybrid model, which it does not read from here, may have other stages.
         hybrid = getattr(config, "is_hybrid_model", False)
-        layers = even(config.num_layers, placement.stages) if hybrid else layers_by_stage(stock, placement.stages)
+        stages = placement.stages
+        layers = even(config.num_layers, stages) if hybrid else layers_by_stage(stock, stages, given)
     except PlanError as error:
-        refuse(f"--pipeline-schedule {session.settings['pipeline_schedule']} {error}")
+        refuse(f"--pipeline-schedule {schedule} {error}")
     config.pipeline_model_parallel_layout = PlacedLayout(placement, layers, ahead)
     # The layout contains these.
     config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False

@@ -56,7 +56,7 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
             setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
     vars(args).update(settings)
-    _refuse_what_comes_too_late(args)
+    _refuse_what_comes_too_late(args, placed=isinstance(config.pipeline_model_parallel_layout, PlacedLayout))
     if args.pipeline_schedule in _ANY_CHUNKS:
         args.pipeline_schedule += f":{len(chunks)}"
     found: list[Any] = [None] * dist.get_world_size()
@@ -64,14 +64,21 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
     return Namespace(**max(found, key=lambda each: each["global_batch_size"]))
 
 
-def _refuse_what_comes_too_late(args: Namespace) -> None:
-    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader."""
+def _refuse_what_comes_too_late(args: Namespace, *, placed: bool) -> None:
+    """Refuses what decides how the model is built, which has happened, or which reads Megatron-LM's data loader.
+
+    Args:
+        args: arguments of the job.
+        placed: whether the layers were placed for the schedule when the model was configured.
+    """
     late = {"shared_vocabulary": args.pipeline_vocabulary_parallel, "plan_lengths": args.pipeline_plan_lengths}
-    late["layers"] = args.pipeline_layers not in (None, "even")
+    late["layers"] = args.pipeline_layers == "auto"
     for part, is_given in late.items():
         if is_given:
             refuse(f"{FLAGS[part]} works in Megatron-LM's own training loop only: leave it out (docs/loops.md)")
-    args.pipeline_layers = "even"
+    if args.pipeline_layers not in (None, "even") and not placed:
+        refuse(f"{FLAGS['layers']} {args.pipeline_layers} needs a schedule such as v-half in this loop: leave it out")
+    args.pipeline_layers = "even"  # the layout says where layers were placed
 
 
 def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:
