@@ -72,6 +72,9 @@ def _refuse_what_comes_too_late(args: Namespace) -> None:
         if is_given:
             refuse(f"{FLAGS[part]} works in Megatron-LM's own training loop only: leave it out (docs/loops.md)")
     args.pipeline_layers = "even"
+    for field in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):  # the model is built for stock's schedule
+        if getattr(args, field):
+            refuse(f"{field} works in Megatron-LM's own training loop only so far: leave it out (docs/loops.md)")
 
 
 def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:
