@@ -91,10 +91,10 @@ def test_weight_gradients_run_behind_messages_once_and_in_order(
     job = [*MODEL, *JOB, *model.split(), *flags.split(), *under(schedule)]
     hidden = megatron("behind_messages", 4, [*job, *HIDDEN.split()])
     plain = megatron("behind_messages", 4, job)
-    print([sum(r.behind) for r in hidden], [len(r.behind) for r in hidden], sum(map(len, hidden[0].added.values())))
+    assert any(rank.added for rank in plain)
     for ours, without in zip(hidden, plain, strict=True):
         assert without.behind == [], "without the flag stock sends its messages itself"
-        assert sum(ours.behind) > 8
+        assert sum(ours.behind) > 8 or not without.added, "the last rank of zb-1p has whole backwards alone"
         # For each parameter the microbatches whose gradients are added, in order.
         assert sorted(ours.added.values()) == sorted(without.added.values())
 
