@@ -68,7 +68,12 @@ def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> N
 @pytest.mark.parametrize(
     ("setting", "schedule"),
     [
-        pytest.param(*case, marks=() if HIDING_USUAL.get(case[0]) == case[1] else pytest.mark.full_matrix)
+        pytest.param(
+            *case,
+            marks=pytest.mark.feature("hidden messages of experts")
+            if HIDING_USUAL.get(case[0]) == case[1]
+            else pytest.mark.full_matrix,
+        )
         for case in product(HIDING, SPLITTING)
     ],
 )

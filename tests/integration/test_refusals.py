@@ -159,11 +159,11 @@ REFUSED = {
     "FSDP": ("--pipeline-schedule v-half --use-megatron-fsdp", "--use-megatron-fsdp"),
     "experts' messages behind computing": (
         "--pipeline-schedule 1f1b-v --overlap-moe-expert-parallel-comm",
-        "this schedule has no weight gradients of their own to run behind messages; use one that splits the backward",
+        "this schedule does not split the backward, so no weight gradients are left to run behind messages",
     ),
     "weight gradients delayed in whole backwards": (
         "--pipeline-schedule interleaved-1f1b --delay-wgrad-compute",
-        "does not work with --delay-wgrad-compute: this schedule has no weight gradients of their own",
+        "does not work with --delay-wgrad-compute: this schedule does not split the backward",
     ),
     "other messages of experts behind computing": (
         "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",

@@ -172,8 +172,8 @@ _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
 _GRAPHS = f"CUDA graphs are not supported; {_OUT}"
 _OWN_WEIGHTS = f"the schedule places weight gradients itself; {_OUT}"
 _NO_WEIGHTS = (
-    "this schedule has no weight gradients of their own to run behind messages; use one that splits the backward, such "
-    f"as zb-1p or v-half, or {_OUT}"
+    "this schedule does not split the backward, so no weight gradients are left to run behind messages; use one that "
+    f"does, such as zb-1p or v-half, or {_OUT}"
 )
 _WRAPS = f"it wraps the schedule; {_OUT}"
 _FSDP = "use Megatron's own data parallelism or distributed optimizer"
