@@ -16,7 +16,7 @@ import pytest
 import megatron.schedules as ms
 from megatron.schedules.cli.program import main
 from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.given import given
+from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.text_forms import from_csv, to_csv
 
@@ -118,10 +118,17 @@ def test_what_is_wrong_is_said_with_the_arguments_name(arguments: dict[str, Any]
     assert "\n" not in str(caught.value)
 
 
+def test_an_argument_that_does_not_exist_is_an_error_of_type() -> None:
+    with pytest.raises(TypeError, match="there is no argument 'memory'"):
+        ms.plan("v-half", **SIZE, memory=1)  # type: ignore[call-arg]
+    with pytest.raises(ms.PlanError, match="microbatches: must be a whole number above zero, not None"):
+        ms.compare(pipeline_size=4)  # type: ignore[call-arg]
+
+
 def test_flags_go_before_arguments_of_install_and_arguments_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in {"SCHEDULE": "v-min", "MEMORY_LIMIT": "50%", "REPLAN": "0", "LAYERS": ""}.items():
         monkeypatch.setenv(f"PIPELINE_{variable}", value)
-    settings = given({"schedule": "auto", "memory_limit": None, "replan": True, "plan_lengths": False})
+    settings = settings_without_flags({"schedule": "auto", "memory_limit": None, "replan": True, "plan_lengths": False})
     assert settings == {"pipeline_schedule": "auto", "pipeline_memory_limit": "50%", "pipeline_replan": True}
     parser = stock_parser()
     parser.set_defaults(**settings)

@@ -52,9 +52,9 @@ def install(
     """
     arguments = dict(locals())
     from megatron.schedules.integration.flags.early import refuse_early
-    from megatron.schedules.integration.flags.given import given
+    from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 
-    if "megatron.core" not in sys.modules or "pipeline_schedule" in given(arguments):
+    if "megatron.core" not in sys.modules or "pipeline_schedule" in settings_without_flags(arguments):
         refuse_early(sys.argv[1:], arguments=arguments)
     try:
         from megatron.schedules.integration import hooks

@@ -63,6 +63,7 @@ from tests.integration.in_groups import in_groups
 from tests.integration.ordered_samples import reads_ahead
 from tests.integration.plain_attention import PlainAttention
 from tests.integration.results import Result, flags_of
+from tests.integration.server import ROUNDING_VARIABLE
 from tests.integration.sync_detector import detected
 from tests.loops.calls import called, imported_before
 from tests.runtime.late_copies import LateCopies
@@ -500,6 +501,8 @@ def _rank(
     fake_wandb.put_in_place()
     if "--pipeline-schedule" in flags:
         fused_kernels.forget()
+    if os.environ.get(ROUNDING_VARIABLE) == "1":
+        _round_to_nearest()
     # Whatever is read or given back too soon is nonsense.
     offloaded_layers.copies_on = lambda *args, **named: LateCopies()
     if attention == "plain":
@@ -524,6 +527,18 @@ def _rank(
         if leaving.code:
             raise
     return seen
+
+
+def _round_to_nearest() -> None:
+    """What Transformer Engine does by an environment variable, which it reads before it knows the job."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").NVFP4BlockScaling
+    prepare = recipe.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.disable_stochastic_rounding = True
+        prepare(self)
+
+    recipe.__post_init__ = post_init
 
 
 def _rank_without_us(flags: list[str]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from megatron.schedules.job.flags import SEARCH_VARIABLE, STALL_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those that a test may set for the ranks of its jobs.
-_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE)
+ROUNDING_VARIABLE = "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"
+_VARIABLES = (SEARCH_VARIABLE, STALL_VARIABLE, CAPABILITY_VARIABLE, ROUNDING_VARIABLE)
 VERSIONS = tuple(
     line for line in (ROOT / "scripts/transformer_engine.txt").read_text().split("\n") if line[:1].isdigit()
 )

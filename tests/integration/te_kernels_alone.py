@@ -38,6 +38,18 @@ def _close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other.view_as(one), rtol=2**-6, atol=2**-6 * float(other.abs().max()))
 
 
+def whole_attention() -> None:
+    """Torch's own attention, in fp32."""
+    tensors, gradient = _drawn(LENGTH, 2)
+    leaves = [tensor.float().requires_grad_() for tensor in tensors]
+    query, key, value = (leaf.permute(1, 2, 0, 3) for leaf in leaves)
+    context = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    context = context.permute(2, 0, 1, 3).flatten(-2)
+    context.backward(gradient.float())
+    wanted = [context.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    _close(_attend(tensors, gradient, "sbhd"), [each.bfloat16() for each in wanted])
+
+
 def ring_attention() -> None:
     """Each rank's share of the whole sequence's attention."""
     rank = torch.distributed.get_rank()

@@ -12,7 +12,7 @@ import pytest
 from megatron.schedules.cli.program import main
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.early import _parser
+from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.memory_estimate import estimated
 
@@ -43,6 +43,12 @@ CASES = {
         "",
     ),
     "experts, expert parallel": (EXPERTS, "v-zb", "", ""),
+    "FP8 between ends in bf16": (
+        f"{MODELS['Llama-3-8B'].flags} --fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16",
+        "zb-1p",
+        "",
+        "",
+    ),
     "a vocabulary that all ranks share": (
         MODELS["Llama-3-8B"].flags,
         "v-half",
@@ -65,7 +71,7 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     (row,) = json.loads(capsys.readouterr().out)
 
     job = shlex.split(f"{flags} {jobs} --pipeline-model-parallel-size 4 --pipeline-schedule {schedule}")
-    args, _ = _parser().parse_known_args(job)
+    args, _ = stock_parser().parse_known_args(job)
     args.micro_batch_size = args.micro_batch_size or 1
     data = (args.global_batch_size or 8) // 8
     args.global_batch_size = 8 * args.micro_batch_size * data

@@ -57,7 +57,9 @@ def _kernel(name: str) -> None:
     getattr(te_kernels_alone, name)()
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ring_attention", 2), ("packed_attention", 1), ("fp4_numbers", 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("whole_attention", 1), ("ring_attention", 2), ("packed_attention", 1), ("fp4_numbers", 1)]
+)
 def test_kernels_compute_what_they_stand_for(
     te: Megatron, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int
 ) -> None:

@@ -13,7 +13,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
 from tests.loops.ours import install
-from tools.gpu_tests.weights import start_equal
+from tools.gpu_tests.weights import named_parameters, start_equal
 
 
 def prepare(folder: Path) -> None:
@@ -41,7 +41,6 @@ def _small(config: Any) -> Any:
     model.vocab_size = config.tokenizer.vocab_size = 96
     model.seq_length = config.dataset.seq_length = 16
     model.attention_dropout = model.hidden_dropout = 0.0
-    model.share_embeddings_and_output_weights = False
     model.gradient_accumulation_fusion = model.masked_softmax_fusion = model.bias_dropout_fusion = False
     model.cross_entropy_loss_fusion = model.persist_layer_norm = False
     model.pipeline_dtype = config.optimizer.params_dtype = torch.float32
@@ -59,7 +58,11 @@ def _small(config: Any) -> Any:
 
 
 def _start_equal(model: list[Any]) -> list[Any]:
+    """Draws weights by name; the output layer's are the embedding's, as the recipe ties them."""
     start_equal(model)
+    for name, parameter in named_parameters(model):
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(7))
     return model
 
 

@@ -34,8 +34,8 @@ class Framework(NamedTuple):
 
 
 _BRIDGE = {
-    "nvidia_resiliency_ext": "no wheel for an older glibc; restarts and stragglers, off by default",
-    "modelopt": "for quantization and distillation; needs CUDA libraries",
+    "nvidia_resiliency_ext": "from 0.6 on no wheel for glibc 2.36; for restarts and stragglers, off by default",
+    "modelopt": "for quantization and distillation",
     "diffusers": "for diffusion models",
     "megatron.energon": "for multimodal data sets",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def prepare(folder: Path) -> None:
 
 def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[float], dict[str, int]]:
     """Losses of three iterations and two evaluations, where they are."""
-    passes = install(schedule)
+    passes = install(None)
     losses: list[float] = []
     log = BaseMegatronTrainer.on_log
 
@@ -51,6 +52,10 @@ def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tup
     output = folder / f"{pipeline}-{chunks}-{schedule}"
     flags = f"--model {folder} --dataset {folder}/rows.jsonl --output_dir {output} {_FLAGS}"
     flags += f" --pipeline_model_parallel_size {pipeline}"
+    if schedule:
+        plugin = folder / f"{schedule}-{os.environ['RANK']}.py"
+        plugin.write_text(f"import megatron.schedules\nmegatron.schedules.install(schedule={schedule!r})\n")
+        flags += f" --external_plugins {plugin}"
     if chunks > 1:
         flags += f" --virtual_pipeline_model_parallel_size {chunks}"
     megatron_pretrain_main(flags.split())

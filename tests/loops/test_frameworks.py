@@ -46,7 +46,7 @@ def close(found: Any, expected: Any, apart: float) -> bool:
 
 
 @pytest.mark.full_matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", PIPELINES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,10 @@ def prepare(folder: Path) -> None:
 
 def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[Any], dict[str, int]]:
     """Outputs of updates with 8 and 4 microbatches of varied lengths, each after a forward-only pass."""
-    passes = install(schedule)
+    passes = install(None)
+    if schedule:  # as the package verl does with VERL_USE_EXTERNAL_MODULES
+        os.environ["PIPELINE_SCHEDULE"] = schedule
+        import_module("megatron.schedules.installed")
     torch.distributed.init_process_group("gloo")
     engine = MegatronEngineWithLMHead(
         _model(folder),

@@ -52,10 +52,10 @@ def test_costs_in_any_unit_become_the_same_numbers(
     layer, output = Load(*loads[:3], 100), Load(*loads[3:], 10)
     model = ModelLoads(Part(), (Part(split=layer),) * 5, Part(whole=output), kept_for_output=(1, 2))
     costs = Costs(*four, copy=copy, latencies=((0, 1, latency),), model=model, shared_vocabulary=shared)
-    one, other = (each.around_one()[0] for each in (costs, scaled(costs, 10.0**exponent)))
+    one, other = (each.around_one() for each in (costs, scaled(costs, 10.0**exponent)))
     assert other.on(v_shape(2)) == one.on(v_shape(2))
-    assert other.around_one()[0] == other, "nothing is left to scale"
-    assert one.forward == pytest.approx(costs.forward / costs.around_one()[1])
+    assert other.around_one() == other, "nothing is left to scale"
+    assert one.comm / one.forward == pytest.approx(costs.comm / costs.forward)
 
 
 def decided(name: str, factor: float, how: dict[str, Any]) -> tuple[Any, ...]:

@@ -41,8 +41,6 @@ POLICIES = st.builds(
     seed=st.integers(0, 2**30),
 )
 
-USUAL = Policy(16, patience=0.5)
-
 
 def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
     """The same round on plain lists, interpreted."""
@@ -75,8 +73,8 @@ def test_compiled_and_in_python_a_round_makes_the_same_choices(
     backward = np.array(tasks.reversed_order(reverse))
     # There and back, as long as that gains.
     how: dict[str, Any] = {"backwards": schedule.microbatches % 2 == 0, "most": 3}
-    settled, *rest = Rounds(tasks, compiled=False).settled(order.tolist(), limits, policy, USUAL, **how)
-    again, *others = problem.settled(order, limit, policy, USUAL, **how)
+    settled, *rest = Rounds(tasks, compiled=False).settled(order.tolist(), limits, policy, **how)
+    again, *others = problem.settled(order, limit, policy, **how)
     assert (again.tolist(), others) == (settled, rest)
 
     for one in (forward, backward):
@@ -293,7 +291,7 @@ def test_a_problem_under_other_costs_is_what_it_would_be_if_made_anew(saving: di
     assert under is not None
     assert under.peaks(under.order()) == anew.peaks(anew.order())
     policy = Policy(16, noise=0.05, seed=1, patience=0.5)
-    outcomes = [each.settled(each.order(), 2.0, policy, USUAL, backwards=True, most=3) for each in (under, anew)]
+    outcomes = [each.settled(each.order(), 2.0, policy, backwards=True, most=3) for each in (under, anew)]
     assert outcomes[0][0].tolist() == outcomes[1][0].tolist() and outcomes[0][1:] == outcomes[1][1:]
     assert one.under(replace(costs[1], comm=1.0)) is None, "other messages"
     other = {} if saving else {"recomputed": (1.0,) * 6}

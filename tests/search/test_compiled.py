@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import megatron.schedules
-from megatron.schedules.search.compiled import compiled, kept_code, work_for
+from megatron.schedules.search.compiled import compiled_climb, kept_code, records, work_for
 from megatron.schedules.search.forward_backward import Both
-from megatron.schedules.search.list_scheduling import Instance, Policy
+from megatron.schedules.search.list_scheduling import Instance
+from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules
 from megatron.schedules.utils.cache_directory import USER_VARIABLE, warn_once
 
-anew = compiled.__wrapped__
+anew = compiled_climb.__wrapped__
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def files(kept: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (kept / "compiled").rglob("*.nb?")}
 
 
-def works(function: Callable[..., tuple[float, int]]) -> bool:
+def works(function: Callable[..., tuple[float, float, int, int]]) -> bool:
     """Whether it is the function it should be: two tasks of one rank, one after the other."""
     ints, flags, none = np.array([0, 0]), np.zeros(2, dtype=np.bool_), np.array([], dtype=np.int64)
     tasks = Instance(
@@ -43,10 +44,10 @@ def works(function: Callable[..., tuple[float, int]]) -> bool:
         *(ints - 1, np.zeros(2), flags),
         *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1, flags),
     )
-    both, policies = Both(tasks, tasks, np.array([1, 0])), (Policy(1), Policy(1))  # type: ignore[arg-type]
-    work, found = work_for(both)
-    length, rounds = function(both, np.array([1, 0]), np.ones(1), *policies, False, 3, 9.0, work, found)
-    return (length, rounds, list(found)) == (2, 3, [1, 0])
+    both, rules = Both(tasks, tasks, np.array([1, 0])), Rules(9.0, 9.0, 3)  # type: ignore[arg-type]
+    now, best = (Orders(NONE, np.array([1, 0])) for _ in range(2))
+    found = function(both, np.ones(1), ALIKE, rules, records([Move(1)]), 1.0, work_for(both), now, 9.0, best, 9.0)
+    return (*found, list(now.passes), list(best.passes)) == (2, 2, 3, 1, [1, 0], [1, 0])
 
 
 def test_it_is_compiled_once_and_nothing_is_left_in_the_package(kept: Path):

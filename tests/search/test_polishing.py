@@ -29,7 +29,7 @@ def starts_of(timeline: Timeline) -> Starts:
 def test_a_polished_order_is_sound_no_longer_and_within_its_limit(made: tuple[Schedule, Costs], limit: float):
     schedule, costs = made
     on_stages = costs.on(schedule.placement)
-    around_one = costs.around_one()[0].on(schedule.placement)
+    around_one = costs.around_one().on(schedule.placement)
     polished = polish(schedule, around_one, limit)
     validate(polished)
     assert timed(polished, costs).makespan <= timed(schedule, costs).makespan + 1e-9

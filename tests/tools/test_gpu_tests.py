@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.schedules.integration.cpu.te_python import CAPABILITY_VARIABLE
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.program import Action
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.simulator import simulate
+from tests.integration.server import VERSIONS
 from tests.tools import gpu_pieces
 from tests.waiting import HANGS_S
 from tools.benchmarks.emulated_ranks import RankError
@@ -308,6 +310,17 @@ def test_a_piece_is_tried_on_the_cpu_without_what_a_gpu_machine_may_lack(tmp_pat
     assert [row["rank"] for row in rows] == [0, 1]
     assert all(row["named"] == row["actions"] > 0 for row in rows)
     assert "tried on a CPU" in output.read_text()
+
+
+@pytest.mark.full_matrix
+def test_fp8_is_tried_on_the_cpu_with_transformer_engines_own_python(tmp_path):
+    engine = ROOT / ".venv/transformer_engine" / VERSIONS[-1]
+    output, variables = tmp_path / "report.md", {"PYTHONPATH": str(engine), CAPABILITY_VARIABLE: "8.9"}
+    tried = script("--try-on-cpu", "--output", str(output), "fp8", **variables)
+    assert tried.returncode == 0, tried.stdout + tried.stderr + (tmp_path / "report.logs" / "fp8.log").read_text()
+    rows = json.loads(output.with_suffix(".json").read_text())["pieces"]["fp8"]["rows"]
+    assert [row["recipe"] for row in rows] == ["tensorwise"] * 3 + ["delayed"] * 3
+    assert {row["gradients equal to the bit"] for row in rows} == {"53 of 53"}
 
 
 def test_nothing_that_a_piece_says_breaks_the_page():

@@ -74,8 +74,8 @@ def measure(cell: Cell) -> Result:
 def _frontier(cell: Cell) -> Result:
     """Returns every memory limit of the ladder, and the named schedules."""
     request = Request("adaptive", cell.ranks, cell.microbatches, Costs.parse(cell.costs))
-    costs, unit = request.costs.around_one()
-    request = replace(request, costs=costs)
+    costs = request.costs.around_one()
+    unit, request = request.costs.forward / costs.forward, replace(request, costs=costs)
     named = every_named(request)
     problems = [Problem(placement, cell.microbatches, costs.on(placement)) for placement in placements(request)]
     seconds = cell.seconds or default_seconds(cell.ranks, cell.microbatches)

@@ -25,8 +25,9 @@ _FEW = ("1f1b", "zb-1p", "v-half")
 _KINDS = {"local layers": False, "Transformer Engine's": True}
 # The tiny model for a CPU is too narrow for blocks of 32 numbers.
 _WIDER = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64"
-# Megatron's FP8 recipes, and the oldest GPUs, by compute capability, that have them.
-_RECIPES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+# Megatron's recipes, and the oldest GPUs, by compute capability, that have them.
+_FP4 = "nvfp4"
+_RECIPES = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), _FP4: (10, 0)}
 
 
 def fault_of(error: Exception) -> str:
@@ -63,7 +64,8 @@ def _against_stock(
 ) -> Iterator[Row]:
     """Compares jobs whose ranks share the GPU with stock on one rank, whose messages need a GPU for each rank.
 
-    They compute in fp32, or with Transformer Engine's linears in FP8 of the recipe ``fp8``.
+    They compute in fp32, or with Transformer Engine's linears in FP8 of the recipe ``fp8``. NVFP4 rounds gradients at
+    random, so an order of passes has its own bits.
     """
     from tools.gpu_tests import jobs
 
@@ -72,13 +74,14 @@ def _against_stock(
     layers = jobs.planned_layers(max(sizes), schedules)
     flags = [*jobs.size_flags(setting, layers, usual=False), *jobs.kernel_flags(setting, te=bool(fp8))]
     if fp8:
-        flags += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", fp8, *(_WIDER.split() if setting.on_cpu else ())]
+        how = ["--fp4-format", "e2m1"] if fp8 == _FP4 else ["--fp8-format", "hybrid", "--fp8-recipe", fp8]
+        flags += ["--bf16", *how, *(_WIDER.split() if setting.on_cpu else ())]
     tolerance = BF16 if fp8 else FP32
     flags += ["--train-iters", str(iterations), "--global-batch-size", "7", "--distributed-backend", "gloo"]
     if fused:
         flags.remove("--no-gradient-accumulation-fusion")
     stock, again = (jobs.train(1, jobs.Job(tuple(flags), exact=True), shared=True) for _ in range(2))
-    to_the_bit = same_bits(stock, again)
+    to_the_bit = same_bits(stock, again) and fp8 != _FP4
     itself = compared(again, stock, iterations, tolerance, to_the_bit=False)
     yield {"schedule": "stock, against itself", "ranks": 1} | itself
     for schedule in schedules:
@@ -105,7 +108,7 @@ def apex_fused(setting: Setting) -> Iterator[Row]:
 
 
 def fp8(setting: Setting) -> Iterator[Row]:
-    """Trains in FP8 with each recipe that the device computes, under schedules that split the backward."""
+    """Trains in FP8 and FP4 with each recipe that the device computes, under schedules that split the backward."""
     from tools.gpu_tests import jobs
 
     if fault := jobs.te_fault():

@@ -6,7 +6,6 @@ with Megatron-LM's flags. Needs no GPU.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -23,7 +22,7 @@ from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.planner.registry import AUTO, NAMES
 from megatron.schedules.utils.errors import PlanError
 from tools.recipes import arguments, bridge
-from tools.recipes.answer import HALF, Answer, answer
+from tools.recipes.answer import TRIED, Answer, answer
 from tools.recipes.page import as_page, as_text
 
 # Memory of each GPU by its data sheet, GiB.
@@ -36,7 +35,14 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 @click.option("--bridge", "folder", type=click.Path(path_type=Path), help="Unpacked wheel of megatron-bridge.")
 @click.option("--gpus", type=click.IntRange(2, 10_000_000), help="GPUs of a script.")
 @click.option("--device", type=click.Choice(list(DEVICES)), default="H100", show_default=True, help="GPU of a script.")
-@click.option("--schedule", type=click.Choice([AUTO, *NAMES]), default=HALF, show_default=True, help="Our schedule.")
+@click.option(
+    "--schedule",
+    type=click.Choice([AUTO, *NAMES]),
+    multiple=True,
+    default=TRIED,
+    show_default=True,
+    help="Our schedules; the first that fits counts. auto searches for minutes.",
+)
 @click.option("--json", "output", type=click.Path(path_type=Path), help="File for all answers; those in it are kept.")
 @click.option("--page", type=click.Path(path_type=Path), help="Markdown page of the answers in --json.")
 def main(
@@ -44,12 +50,11 @@ def main(
     folder: Path | None,
     gpus: int | None,
     device: str,
-    schedule: str,
+    schedule: Sequence[str],
     output: Path | None,
     page: Path | None,
 ) -> None:
     warnings.simplefilter("ignore")
-    importlib.import_module("megatron.training.arguments")
     known = read(output) if output is not None and output.exists() else {}
     scripts = [each for each in recipes if Path(each).is_file()]
     names = [each for each in recipes if each not in scripts]

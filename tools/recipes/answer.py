@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
+from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
 from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.flags.reader import completed, spec_of
-from megatron.schedules.job.spec import JobSpec, StockFlags, StockLayers
+from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.planner.layer_partition import levelled
+from megatron.schedules.planner.registry import placement
+from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.utils.errors import PlanError
 
-# With half of 1F1B's activation memory.
-HALF = "v-half"
+# Schedules that are tried in place of stock's, the shortest first, and the one with half of 1F1B's activation memory.
+TRIED, HALF = ("v-zb", "v-half", "v-min"), "v-half"
 _GIB = 2.0**30
 # Arguments without which a recipe would be another model, or in another precision. All others can be left out.
 _KEPT = frozenset(
-    ("fp4", "fp8", "hybrid_layer_pattern", "kitchen_config_file", "kitchen_recipe_number", "recompute_granularity")
+    (
+        "fp4",
+        "fp8",
+        "fp4_quantizer_factory",
+        "hybrid_layer_pattern",
+        "kitchen_config_file",
+        "kitchen_recipe_number",
+        "recompute_granularity",
+    )
     + ("sft", "te_precision_config_file", "use_megatron_fsdp", "use_torch_fsdp2", "yaml_cfg")
 )
 # What the memory model does not know, by the argument that asks for it. With the first ones no figures are given.
@@ -70,7 +82,7 @@ class Answer:
         precision: precision of the linears.
         recompute: Megatron's recompute in the recipe; empty without.
         stock: stock's schedule.
-        ours: our schedule.
+        ours: our schedule: the first of those tried that fits, or the last.
         half: :data:`HALF` without recompute, for a recipe with recompute.
         without: stock's schedule without recompute, for a recipe with recompute.
         left_out: arguments that have to be left out, and why.
@@ -106,14 +118,14 @@ class Answer:
         return not (self.refused or self.left_out)
 
 
-def answer(name: str, args: argparse.Namespace, device: str, gib: float, schedule: str = HALF) -> Answer:
+def answer(name: str, args: argparse.Namespace, device: str, gib: float, tried: Sequence[str] = TRIED) -> Answer:
     """Dry-runs a recipe.
 
     Args:
         name: the recipe.
         args: its arguments, as Megatron's parser returns them.
         device, gib: the GPU, and its memory.
-        schedule: our schedule.
+        tried: our schedules, at least one.
 
     Raises:
         PlanError: the arguments cannot be read, or stock's schedule cannot be planned.
@@ -126,9 +138,11 @@ def answer(name: str, args: argparse.Namespace, device: str, gib: float, schedul
     validate(spec)
     # A plan does not depend on them. Their rules are asked below.
     plain = replace(spec, stock=StockFlags())
-    free = replace(plain, layers=StockLayers(spec.layers.count, ahead=spec.layers.ahead))
     stock, is_as_set = _stock(plain, chunks)
-    ours = _planned(_placed(free, schedule))
+    for each in tried:
+        ours = _planned(_placed(plain, ScheduleChoice(each, each)))
+        if _figures(ours).gib <= gib:
+            break
     kept = replace(spec.stock, given=spec.stock.given & _KEPT)
 
     def why_not(stock: StockFlags) -> str:
@@ -162,7 +176,7 @@ def answer(name: str, args: argparse.Namespace, device: str, gib: float, schedul
     return replace(
         found,
         without=_figures(_stock(replace(plain, recompute=without), chunks)[0], stock),
-        half=_figures(_planned(_placed(replace(free, recompute=without), HALF)), stock),
+        half=_figures(_planned(_placed(replace(plain, recompute=without), ScheduleChoice(HALF, HALF))), stock),
     )
 
 
@@ -178,23 +192,31 @@ def _planned(spec: JobSpec) -> PlannedJob:
     return planned_job(spec, quiet=True)
 
 
-def _placed(spec: JobSpec, schedule: str) -> JobSpec:
-    return spec.under(schedule, layers="auto")
+def _placed(spec: JobSpec, choice: ScheduleChoice) -> JobSpec:
+    """Returns ``spec`` under a schedule, with the layers from which a search would start. Searches take minutes."""
+    request = Request(choice.name, spec.sizes.pipeline, 1, chunks=choice.chunks or 2)
+    where, build = placement(request), spec.build
+    layers = "auto" if where is None or build is None else levelled(loads(build), where)
+    free = replace(spec, layers=replace(spec.layers, first=None, last=None, layout=None, stand_in=(False, False)))
+    return _under(free, choice, layers=layers)
+
+
+def _under(spec: JobSpec, choice: ScheduleChoice, **settings: Any) -> JobSpec:
+    spec = spec.under(choice.name, **settings)
+    return replace(spec, settings=replace(spec.settings, schedule=choice))
 
 
 def _stock(spec: JobSpec, chunks: int) -> tuple[PlannedJob, bool]:
-    """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise the planner partitioned them."""
+    """Plans stock's schedule. Returns whether its layers are the recipe's; otherwise they are :func:`_placed`."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    choice = ScheduleChoice(name if chunks == 1 else f"{name}:{chunks}", name, None if chunks == 1 else chunks)
-    spec = spec.under(name)
-    spec = replace(spec, settings=replace(spec.settings, schedule=choice))
+    choice = ScheduleChoice(name, name) if chunks == 1 else ScheduleChoice(f"{name}:{chunks}", name, chunks)
     try:
-        return _planned(spec), True
+        return _planned(_under(spec, choice)), True
     except PlanError:
-        layers = StockLayers(spec.layers.count, ahead=spec.layers.ahead)
-        return _planned(replace(spec, layers=layers, settings=replace(spec.settings, layers="auto"))), False
+        return _planned(_placed(spec, choice)), False
 
 
+@lru_cache(maxsize=16)
 def _timeline(job: PlannedJob) -> Timeline:
     return simulate(job.schedule, job.request.costs_on(job.schedule.placement))
 

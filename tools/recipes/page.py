@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median
 
 from megatron.schedules.report.table import markdown
 from tools.recipes.answer import Answer, Planned
@@ -24,29 +25,41 @@ _FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen35_vl": "Qwen3.5-VL",
 }
+# What is left out, in a few words.
+_SHORT = {
+    "cuda_graph_impl": "CUDA graphs",
+    "defer_embedding_wgrad_compute": "late embedding gradients",
+    "delay_wgrad_compute": "expert overlap",
+    "fine_grained_activation_offloading": "offloading",
+    "fp8_param_gather": "FP8 weights",
+    "moe_expert_rank_capacity_factor": "paged stash",
+    "moe_paged_stash": "paged stash",
+    "overlap_moe_expert_parallel_comm": "expert overlap",
+    "tp_comm_overlap": "TP overlap",
+    "use_transformer_engine_op_fuser": "op fuser",
+}
 _HEADS = (
     ("recipe", ""),
-    ("GPU", ""),
+    ("GPUs", ""),
     ("sizes", ""),
     ("n", ""),
     ("linears", ""),
-    ("stock", ""),
-    ("bubble", ""),
+    ("stock:", "bubble"),
     ("GiB", ""),
     ("ours", ""),
     ("bubble", ""),
     ("GiB", ""),
-    ("time", "to stock's"),
+    ("time", ""),
     ("accepted", ""),
 )
 _HALF_HEADS = (
     ("recipe", ""),
     ("recomputes", ""),
-    ("GPU", "GiB"),
-    ("stock", "GiB"),
-    ("stock without recompute", "GiB"),
-    ("v-half without recompute", "GiB"),
-    ("time", "to stock's"),
+    ("GPU:", "GiB"),
+    ("stock:", "GiB"),
+    ("stock without recompute:", "GiB"),
+    ("v-half without recompute:", "GiB"),
+    ("time", ""),
 )
 
 
@@ -83,7 +96,6 @@ def as_page(answers: Sequence[Answer]) -> str:
         family = next((title for start, title in _FAMILIES.items() if each.name.startswith(start)), "Others")
         families.setdefault(family, []).append(each)
     tables = (f"### {family}\n\n{markdown(_HEADS, [_row(each) for each in rows])}" for family, rows in families.items())
-    recomputing = [each for each in answers if each.half is not None and not each.refused]
     return _HEAD + "\n".join(
         [
             _counts(answers),
@@ -95,7 +107,7 @@ def as_page(answers: Sequence[Answer]) -> str:
             _left_out(answers),
             "## Recipes that recompute\n",
             _HALF,
-            markdown(_HALF_HEADS, [_half(each) for each in sorted(recomputing, key=lambda each: each.name)]),
+            markdown(_HALF_HEADS, [_half(each) for each in _recomputing(answers)]),
             _NOT_COUNTED,
         ]
     )
@@ -110,11 +122,28 @@ def _counts(answers: Sequence[Answer]) -> str:
         "|---|---|",
         f"| {len(answers)} | have pipeline parallelism |",
         f"| **{len(accepted)}** | are accepted as they are |",
-        f"| **{len(without)}** | are accepted without [some arguments](#what-has-to-be-left-out) |",
+        f"| **{len(without)}** | are accepted without [settings](#what-has-to-be-left-out) that their rows name |",
     ]
     reasons = Counter(each.refused for each in refused)
-    lines += [f"| {count} | are refused: {_reason(why)} |" for why, count in reasons.most_common()]
+    lines += [f"| **{count}** | are refused: *{_reason(why)}* |" for why, count in reasons.most_common()]
+    times = [each.ours.time for each in answers if each.ours is not None and not each.refused]
+    shorter, gain = sum(time < 1 for time in times), 100 * (1 - median(times or [1.0]))
+    stock, half = _fitting(answers, "without"), _fitting(answers, "half")
+    lines += [
+        "",
+        f"By plan our iteration is shorter than stock's in {shorter} of {len(times)} recipes, in the median by",
+        f"{gain:.0f} %. {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their",
+        f"GPU under stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _recomputing(answers: Sequence[Answer]) -> list[Answer]:
+    return sorted((each for each in answers if each.half is not None and not each.refused), key=lambda each: each.name)
+
+
+def _fitting(answers: Sequence[Answer], name: str) -> int:
+    return sum(getattr(each, name).gib <= each.gib for each in _recomputing(answers))
 
 
 def _reason(why: str) -> str:
@@ -122,23 +151,37 @@ def _reason(why: str) -> str:
 
 
 def _left_out(answers: Iterable[Answer]) -> str:
-    reasons: dict[str, tuple[int, int, str]] = {}
+    arguments: dict[str, dict[str, str]] = {}
+    recipes: Counter[str] = Counter()
+    alone: Counter[str] = Counter()
     for each in answers:
+        words = _words(each)
+        recipes.update(words)
+        alone.update(words if len(words) == 1 else ())
         for argument, why in each.left_out.items():
-            count, alone, _ = reasons.get(argument, (0, 0, ""))
-            reasons[argument] = count + 1, alone + (len(each.left_out) == 1), why.partition(": ")[2]
+            arguments.setdefault(_SHORT.get(argument, argument), {})[argument] = why.partition(": ")[2]
     rows = [
-        [f"`{argument}`", str(count), str(alone), why]
-        for argument, (count, alone, why) in sorted(reasons.items(), key=lambda item: -item[1][0])
+        [
+            word,
+            ", ".join(f"`{argument}`" for argument in arguments[word]),
+            str(count),
+            str(alone[word]),
+            next(iter(arguments[word].values())).partition(";")[0],
+        ]
+        for word, count in recipes.most_common()
     ]
-    return markdown((("argument", ""), ("recipes", ""), ("of them only this", ""), ("why", "")), rows)
+    return markdown((("what", ""), ("arguments", ""), ("recipes", ""), ("of them only this", ""), ("why", "")), rows)
+
+
+def _words(each: Answer) -> list[str]:
+    return list(dict.fromkeys(_SHORT.get(argument, argument) for argument in each.left_out))
 
 
 def _row(each: Answer) -> list[str]:
     mark = "≈" if each.unknown else ""
-    said = "no: see above" if each.refused else "yes"
-    if each.left_out:
-        said = "without " + ", ".join(f"`{argument}`" for argument in each.left_out)
+    said = f"without {', '.join(_words(each))}" if each.left_out else "yes"
+    if found := re.search(r"--[a-z0-9-]+", each.refused):
+        said = f"no: `{found[0]}`"
     ours = None if each.refused else each.ours
     return [
         each.name.removesuffix("_config"),
@@ -147,16 +190,17 @@ def _row(each: Answer) -> list[str]:
         str(each.microbatches),
         each.precision,
         *_cells(each.stock, each.gib, mark),
+        "" if ours is None else ours.schedule,
         *_cells(ours, each.gib, mark),
-        f"{mark}{ours.time:.2f}" if ours is not None else "",
+        "" if ours is None else f"{ours.time:.2f}",
         said,
     ]
 
 
-def _cells(planned: Planned | None, gib: float, mark: str) -> Iterator[str]:
+def _cells(planned: Planned | None, gib: float, mark: str) -> tuple[str, str]:
     if planned is None:
-        return iter(("", "", ""))
-    return iter((planned.schedule, f"{100 * planned.bubble:.1f} %", mark + _much(planned, gib)))
+        return "", ""
+    return f"{100 * planned.bubble:.1f} %", mark + _much(planned, gib)
 
 
 def _half(each: Answer) -> list[str]:
@@ -178,21 +222,24 @@ def _much(planned: Planned, gib: float) -> str:
 _HEAD = """# NVIDIA's recipes
 
 Megatron-Bridge 0.6.2 has performance recipes for H100, B200, B300, GB200, GB300 and VR200. For each recipe with
-pipeline parallelism this page says whether our schedules accept it, which arguments have to be left out, and which
+pipeline parallelism this page says whether our schedules accept it, which settings have to be left out, and which
 bubble and memory are planned, beside stock's schedule. `tools/recipes` writes this page. Nothing on it was measured on
 a GPU.
 
 """
-_GUIDE = """To train a recipe with a schedule, give two flags:
+_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two
+chunks in the recipe ([other loops](loops.md)):
 
-```sh
---pipeline-schedule v-half --pipeline-layers auto
+```python
+import megatron.schedules
+megatron.schedules.install(schedule="v-half", layers="auto")  # or v-zb, as the recipe's row says
+cfg.model.virtual_pipeline_model_parallel_size = 2
 ```
 
-They replace the virtual pipeline size and the layer layout of the recipe (`virtual_pipeline_model_parallel_size`,
-`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). `v-half` stands for all schedules that split the
-backward. `--pipeline-schedule auto` searches for minutes, and uses the memory that the
-GPU has left for a smaller bubble ([which schedule](which-schedule.md)).
+A script of Megatron-LM takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the
+recipe sets (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
+page are without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
+([which schedule](which-schedule.md)).
 
 ## Your own recipe
 
@@ -207,18 +254,24 @@ The tool calls the recipe and reads the `ConfigContainer` that it returns. No GP
 not installed, such as Transformer Engine, is replaced by empty modules. Models of the recipes on this page are not
 downloaded from Hugging Face.
 """
-_LEGEND = """*Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of stock's schedule.
-*n*: microbatches. *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if
-it is more than the GPU has. *Time*: planned iteration time over that of stock's schedule, both by the model's
-arithmetic, with recompute as in the recipe. ≈: a part of the model is [not counted](#not-counted).
+_LEGEND = """- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under stock's
+  interleaved schedule; *n*: microbatches
+- *Stock*: 1F1B, interleaved if the recipe has V, with its layers and recompute
+- *Ours*: the first of `v-zb`, `v-half` and `v-min` that fits, otherwise `v-min`
+- *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if it is more than
+  the GPU has; ≈ if a part of the model is [not counted](#not-counted)
+- *Time*: our planned iteration time over stock's, both by the model's arithmetic, with recompute as in the recipe.
+  Above 1 stock's interleaving is better: many chunks, few microbatches
 """
 _HALF = """These recipes recompute parts of each layer. The last columns show what half of 1F1B's activation memory
 buys: `v-half` without any recompute. *Time* is its planned iteration time over that of stock's schedule with recompute.
-It counts matrix products only: recompute of `layernorm` and `moe_act` is taken as free, so the real gain is larger.
+It counts large matrix products only: recompute of `layernorm`, of `moe_act`, and of `mlp` where all but a few layers
+have experts, is taken as free, so the real gain is larger.
 """
 _NOT_COUNTED = """## Not counted
 
-- Low-rank adapters (`peft`), hybrid models and hyper-connections: no figures are given.
+- Low-rank adapters (`peft`) and hyper-connections: no figures are given.
+- `nemotron_3_super_pretrain_64gpu_h100_bf16` is left out: the sizes of this hybrid model would have to be downloaded.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
 - CUDA graphs: neither their memory nor their speed. Messages between experts are not in the time.

@@ -97,6 +97,13 @@ def _all_to_all(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> An
     return session.expert_messages.send(stock, *args, **kwargs)
 
 
+def _initialize_model_parallel(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> None:
+    own = kwargs.get("get_embedding_ranks")
+    if own is not None:
+        kwargs["get_embedding_ranks"] = functools.partial(_default_embedding_ranks, own, session)
+    stock(*args, **kwargs)
+
+
 def _default_embedding_ranks(stock: Stock, session: Session, pp_ranks: list[int]) -> list[int]:
     placement = session.placement(len(pp_ranks), parallel_state.get_virtual_pipeline_model_parallel_world_size())
     in_v = placement is not None and placement.rank_of[-1] == 0
@@ -110,7 +117,7 @@ def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) ->
     if here and tied_group is not None and tied_group.size() > 1:
         refuse(
             f"{FLAGS['schedule']} has both copies of a tied embedding on one rank: initialize parallel_state after "
-            "megatron.schedules.install(), and without get_embedding_ranks"
+            "megatron.schedules.install()"
         )
     stock(chunk)
     if here:
@@ -165,6 +172,7 @@ CORE_HOOKS = (
         "with both copies of a tied embedding on one rank there is no group to reduce over",
         _default_embedding_ranks,
     ),
+    Hook(parallel_state, "initialize_model_parallel", "the same, if a loop has its own", _initialize_model_parallel),
     Hook(
         LanguageModule,
         "setup_embeddings_and_output_layer",

@@ -40,9 +40,6 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
     """
     if not session.has_schedule:
         return None
-    chunks = listed(call["model"])
-    if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
-        return None  # stock's own finds each layer where it expects it
     if session.spec is not None and session.planner is not None:
         if session.job is None:
             flags = run_flags(session.args)
@@ -56,6 +53,9 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
                 session.expert_messages,
             )
         return session.job.function
+    chunks = listed(call["model"])
+    if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
+        return None  # stock's own finds each layer where it expects it
     if chunks[0] not in session.loops:
         session.loops[chunks[0]] = LoopJob(session, chunks, call)
     return session.loops[chunks[0]]

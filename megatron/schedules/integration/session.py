@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from torch.nn import Module
 
 from megatron.schedules.integration.expert_messages import ExpertMessages
-from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.request import placement_with
+from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob
 from megatron.schedules.job.spec import JobSpec
@@ -31,13 +31,13 @@ class Session:
         arguments: arguments of ``install()``, by name.
 
     Attributes:
-        settings: settings given without flags, see :func:`.given`.
+        settings: settings given without flags, see :func:`.settings_without_flags`.
         first_chunk: chunk with the embedding of the model that a loop without arguments builds.
         loops: jobs of a loop without Megatron-LM's arguments, by the model's first chunk.
     """
 
     def __init__(self, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.arguments, self.settings = arguments, given(arguments)
+        self.arguments, self.settings = arguments, settings_without_flags(arguments)
         self.first_chunk: ref[Module] | None = None
         self.loops: WeakKeyDictionary[Module, Callable[..., list[Any]]] = WeakKeyDictionary()
         self.spec: JobSpec | None = None
@@ -103,7 +103,7 @@ class Session:
     @property
     def two_copies(self) -> bool:
         """True if one rank may have both copies of a tied embedding, which stock has on two ranks."""
-        return self.planner is not None and (self.loss_on_first_rank or self.planner.shares_vocabulary)
+        return self.loss_on_first_rank or (self.planner is not None and self.planner.shares_vocabulary)
 
     def stock_is_wrong(self, ignore_virtual: bool) -> bool:
         """Returns whether stock's first/last query is wrong for the current stage, a chunk of a V-shaped placement."""

@@ -27,7 +27,7 @@ from megatron.schedules.planner.registry import (
     planned_makespan,
 )
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
-from megatron.schedules.schedule.model_loads import without_noise
+from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
@@ -182,6 +182,18 @@ def as_layout(partition: Partition, ahead: int = 0) -> str:
     return "|".join(stages)
 
 
+def levelled(model: ModelLoads, where: Placement) -> Partition:
+    """Returns a partition without a search: adds each layer to the least loaded rank, and there to its least stage."""
+    ends = [0.0] * where.stages
+    for stage, part in ((0, model.first), (where.last_stage, model.last)):
+        ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
+    counts = [0] * where.stages
+    for _ in model.layers:
+        rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
+        counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
+    return tuple(counts)
+
+
 @dataclass(frozen=True)
 class _Found:
     partition: Partition
@@ -234,7 +246,7 @@ class _Search:
 
     def descend(self, progress: Progress) -> None:
         """Descends from two start partitions until no move gains."""
-        ends = [self._down(start, progress) for start in (self._even, self._levelled())]
+        ends = [self._down(start, progress) for start in (self._even, levelled(self._model, self.placement))]
         self._best, self.length = min(ends, key=lambda each: each[1])
 
     def wander(self, progress: Progress) -> None:
@@ -260,18 +272,6 @@ class _Search:
         """Number of plans that the effort allows."""
         passes = _EFFORT if self._climbs else _NAMED_EFFORT
         return passes // (3 * self.placement.stages * microbatches + _OVERHEAD)
-
-    def _levelled(self) -> Partition:
-        """Start partition: adds each layer to the least loaded rank, and there to its least loaded stage."""
-        model, where = self._model, self.placement
-        ends = [0.0] * where.stages
-        for stage, part in ((0, model.first), (where.last_stage, model.last)):
-            ends[stage] += without_noise(sum(part.split.plus(part.whole)[:3]) / sum(model.mean[:3]))
-        counts = [0] * where.stages
-        for _ in model.layers:
-            rank = min(range(where.ranks), key=lambda r: sum(ends[s] + counts[s] for s in where.stages_of(r)))
-            counts[min(where.stages_of(rank), key=lambda s: ends[s] + counts[s])] += 1
-        return tuple(counts)
 
     def _aside(self, partition: Partition, length: float, draw: random.Random) -> Partition:
         """A random move of one layer that could lead below ``length``; ``partition`` if few can."""

@@ -100,8 +100,7 @@ def save_memory(
     shortest = min(length for _, length in settled)
     finalists = [each for each, length in settled if length <= CLEARLY * shortest]
     plain = saved(request, None, None, request.chunk_choices)
-    unit = request.costs.around_one()[1]
-    if least_limit(plain) * request.ranks <= limit + EPSILON and bound(plain) < CLEARLY * shortest * unit:
+    if least_limit(plain) * request.ranks <= limit + EPSILON and bound(plain.around_one()) < CLEARLY * shortest:
         finalists.insert(0, plain)
     if len(finalists) == 1:
         return finalists[0]
@@ -147,7 +146,7 @@ class _Climbs:
         from megatron.schedules.search.trials import Trials
 
         self.placement, self._request, self._limit = placement, request, limit_in_microbatches(request)
-        self._costs, _ = request.costs.around_one()
+        self._costs = request.costs.around_one()
         self._microbatches = min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
         seconds = search_seconds(replace(request, microbatches=self._microbatches))
         passes = effort(request.ranks, seconds) / _CLIMBS

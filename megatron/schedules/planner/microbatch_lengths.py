@@ -62,7 +62,7 @@ class LengthsPlanner:
 
     def __init__(self, base: Schedule, costs: Costs, limit: float | None = None, decisions: Decisions = PLAIN) -> None:
         self._base = base
-        self._costs = costs.around_one()[0].on(base.placement, decisions)
+        self._costs = costs.around_one().on(base.placement, decisions)
         most = simulate(base, self._costs).limit if limit is None else limit
         self._limits = self._costs.limits(base.placement, most)
         self._split = all_split(base)

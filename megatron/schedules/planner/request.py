@@ -64,4 +64,4 @@ class Request:
 
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""
-        return replace(self, costs=self.costs.around_one()[0])
+        return replace(self, costs=self.costs.around_one())

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from megatron.schedules.report.table import aligned, gib
 
 NOT_COUNTED = (
-    "the CUDA context, buffers of NCCL and of kernels, fragmentation, what a pass needs for a moment (such as the "
-    "gradient of the logits), and quantised copies: leave some GiB"
+    "the CUDA context, buffers of NCCL and of kernels, fragmentation, and what a pass needs for a moment (such as the "
+    "gradient of the logits): leave some GiB"
 )
 
 

@@ -145,8 +145,8 @@ class Costs:
         each = sum(time * load / unit for time, load, unit in zip(times, last[:3], mean[:3], strict=True))
         return each / sum(times)
 
-    def around_one(self) -> tuple[Costs, float]:
-        """Returns these costs scaled to numbers around 1, and the unit that they were divided by.
+    def around_one(self) -> Costs:
+        """Returns these costs scaled to numbers around 1.
 
         The searches' rounding tolerance assumes such numbers. The same costs in another unit give the same numbers to
         the last digit, so no decision depends on the unit.
@@ -155,7 +155,7 @@ class Costs:
         one = 2.0 ** math.frexp(1.0 + in_forwards["input_grad"] + in_forwards["weight_grad"])[1]
         times: dict[str, Any] = {time: each / one for time, each in in_forwards.items()}
         latencies = tuple((source, to, without_noise(time / self.forward) / one) for source, to, time in self.latencies)
-        return replace(self, **times, latencies=latencies), one * self.forward
+        return replace(self, **times, latencies=latencies)
 
     def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
         """Returns the costs of every stage of ``placement`` under ``decisions``."""

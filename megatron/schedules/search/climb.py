@@ -21,7 +21,7 @@ from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.search import compiled
 from megatron.schedules.search.forward_backward import Both
 from megatron.schedules.search.list_scheduling import EPSILON, Policy
-from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
+from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules, Sizes
 from megatron.schedules.search.problem import Problem, TaskOrder
 from megatron.schedules.utils.cores import on_all_cores
 
@@ -54,9 +54,6 @@ _MOST_PARTS, _FEWEST_ROUNDS = 5, 4
 _USUAL_ROUNDS = 3
 
 
-_NONE, _ALIKE = np.zeros(0, np.int64), Sizes(np.zeros(0, np.int64), *(np.zeros(0) for _ in range(6)))
-
-
 class Climb:
     """One climb: its current orders and the shortest ones found.
 
@@ -78,12 +75,13 @@ class Climb:
         passes: TaskOrder,
         seed: int,
         length: float = math.inf,
-        sizes: Sizes = _ALIKE,
-        microbatches: NDArray[np.int64] = _NONE,
+        sizes: Sizes = ALIKE,
+        microbatches: NDArray[np.int64] = NONE,
     ) -> None:
         self._tasks, self._length = (both, limits, sizes, rules), length
         self._now, self._best = (Orders(microbatches.copy(), passes.copy()) for _ in range(2))
         self.seed, self.makespan = seed, length
+        self._climb = compiled.compiled_climb()
 
     @property
     def best(self) -> TaskOrder:
@@ -102,13 +100,11 @@ class Climb:
 
         More moves may be drawn than that.
         """
-        climb, (work, _) = compiled.compiled_climb(), compiled.work_for(self._tasks[0])
-        taken = done = 0
+        work, taken, done = compiled.work_for(self._tasks[0]), 0, 0
         while taken < rounds:
-            drawn = list(islice(moves, math.ceil((rounds - taken) / _USUAL_ROUNDS)))
-            records, left = np.array(drawn, compiled.MOVES).view(np.recarray), float(rounds - taken)
-            orders = self._now, self._length, self._best, self.makespan
-            self._length, self.makespan, *spent = climb(*self._tasks, records, left, work, *orders)
+            left, orders = float(rounds - taken), (self._now, self._length, self._best, self.makespan)
+            drawn = compiled.records(islice(moves, math.ceil(left / _USUAL_ROUNDS)))
+            self._length, self.makespan, *spent = self._climb(*self._tasks, drawn, left, work, *orders)
             taken, done = taken + spent[0], done + spent[1]
         return taken, done
 
@@ -153,7 +149,8 @@ class OrderClimb(Climb):
             patience = draw.choice(mixture.patience)
             just_in_time = self.problem.costs.saved and draw.random() < _JUST_IN_TIME
             noise, seed = draw.choice(_NOISE), draw.randrange(1 << 30)
-            yield Move(lookahead, defer, patience, just_in_time, noise, seed, backwards=draw.random() < 0.5)
+            backwards = draw.random() < 0.5
+            yield Move(lookahead, defer, patience, False, noise, seed, just_in_time, backwards)
 
 
 def halved[Each: Climb](

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -16,32 +16,18 @@ from types import FunctionType
 from typing import Any, get_type_hints
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.schedules.search import event_queue, moves
 from megatron.schedules.search.event_queue import Queue
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
-from megatron.schedules.search.list_scheduling import NEVER, Instance, Policy, Space, list_schedule
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule
 from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
-# Moves as records in an array.
-MOVES = np.dtype(list(get_type_hints(Move).items()), align=True)
+_MOVES = np.dtype(list(get_type_hints(Move).items()), align=True)
 _SUMS = "sums.json"
 _log = logging.getLogger(__name__)
-
-
-@cache
-def compiled() -> Callable[..., tuple[float, int]]:
-    """Compiles :func:`.forward_backward.settle` for arrays, for a single signature."""
-    import numba
-
-    ints, floats, whole, number, policy = *arrays(), numba.int64, numba.float64, policy_type()
-    types: Any = numba.types  # numba's types have no annotations
-    result = types.Tuple((number, whole))
-    order = (both_type(), ints, floats, policy, policy, numba.boolean, whole, number, work_type(), ints)
-    return kept_code(calling(settle, _inner()), result(*order))
 
 
 @cache
@@ -49,30 +35,25 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     """Compiles :func:`.moves.climb` for arrays. The first call on a machine takes some seconds."""
     import numba
 
-    ints, floats, whole, number = *arrays(), numba.int64, numba.float64
-    known: dict[str, Callable[..., Any]] = {"settle": compiled()}
-    for function in (moves.put, moves.fits):
-        known[function.__name__] = numba.njit(function)
-    sizes, orders = named_tuple(Sizes, ints, *(floats,) * 6), named_tuple(Orders, ints, ints)
-    rules, records = named_tuple(Rules, number, number, whole), numba.from_dtype(MOVES)[::1]
-    types: Any = numba.types
-    result = types.Tuple((number, number, whole, whole))
-    tasks = (both_type(), floats, sizes, rules)
-    return kept_code(
-        calling(moves.climb, known), result(*tasks, records, number, work_type(), orders, number, orders, number)
-    )
-
-
-def _inner() -> dict[str, Callable[..., Any]]:
-    """Compiles the functions that the others call."""
-    import numba
-
     known: dict[str, Callable[..., Any]] = {}
     for name in ("first_of", "heappush", "heapreplace", "heappop"):
         known[name] = numba.njit(calling(getattr(event_queue, name), known), inline="always")
-    for function in (list_schedule, one_round):
+    for function in (list_schedule, one_round, settle, moves.put, moves.fits):
         known[function.__name__] = numba.njit(calling(function, known))
-    return known
+    ints, floats, whole, number = *arrays(), numba.int64, numba.float64
+    sizes, orders = named_tuple(Sizes, ints, *(floats,) * 6), named_tuple(Orders, ints, ints)
+    tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole))
+    types: Any = numba.types
+    result = types.Tuple((number, number, whole, whole))
+    return kept_code(
+        calling(moves.climb, known),
+        result(*tasks, numba.from_dtype(_MOVES)[::1], number, work_type(), orders, number, orders, number),
+    )
+
+
+def records(drawn: Iterable[Move]) -> Any:
+    """Returns moves as :func:`.moves.climb` takes them: an array whose elements have the fields of :class:`.Move`."""
+    return np.array(list(drawn), _MOVES).view(np.recarray)
 
 
 def calling(function: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> FunctionType:
@@ -108,14 +89,6 @@ def both_type() -> Any:
     return named_tuple(Both, tasks, tasks, ints)
 
 
-def policy_type() -> Any:
-    """Returns numba's type of :class:`.Policy`."""
-    import numba
-
-    whole, number, flag = numba.int64, numba.float64, numba.boolean
-    return named_tuple(Policy, whole, flag, number, flag, number, whole, flag)
-
-
 def work_type() -> Any:
     """Returns numba's type of :class:`.Work`."""
     ints, floats = arrays()
@@ -123,8 +96,8 @@ def work_type() -> Any:
     return named_tuple(Work, space, ints, ints)
 
 
-def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
-    """Allocates the arrays that :func:`.settle` writes, and one for the resulting order."""
+def work_for(both: Both) -> Work:
+    """Allocates the arrays that a climb works in."""
     tasks = both.forward
     size, ranks, links = len(tasks.rank), len(tasks.first) - 1, len(tasks.follower)
 
@@ -137,7 +110,7 @@ def work_for(both: Both) -> tuple[Work, NDArray[np.int64]]:
     events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
     space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events)
-    return Work(space, whole(size), whole(size)), whole(size)
+    return Work(space, whole(size), whole(size))
 
 
 def kept_code(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def search(
         if fits(tasks.both, limits, passes):
             policies = (Policy(lookahead, patience=patience) for patience in _START_PATIENCE)
             settled = [tasks.settled(passes, limits, policy) for policy in policies]
-            order, length, _ = min(settled, key=lambda found: found[1])
+            order, length, _ = min(settled, key=lambda found: round(found[1], 9))
             running.append(Climb(tasks.both, limits, rules, order, seed, length, sizes, microbatches))
     parts = [size for size in _CLIMBS if size <= max(1, len(running))]
 

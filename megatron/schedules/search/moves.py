@@ -21,19 +21,20 @@ class Move(NamedTuple):
     """A move.
 
     Args:
-        lookahead, defer_fillers, patience, just_in_time: the policy, see :class:`.Policy`.
-        noise, seed: noise of the first round.
+        lookahead, defer_fillers, patience, ends_only, noise, seed, just_in_time: policy of the first round, see
+            :class:`.Policy`. The other rounds have no noise.
         backwards: run the first round backward in time.
         source, to: position of a microbatch, and where it moves; equal if no microbatch moves.
         swap: swap the two microbatches; the others keep their positions.
     """
 
     lookahead: int
-    defer_fillers: bool
-    patience: float
-    just_in_time: bool = False
+    defer_fillers: bool = False
+    patience: float = 1.0
+    ends_only: bool = False
     noise: float = 0.0
     seed: int = 0
+    just_in_time: bool = False
     backwards: bool = False
     source: int = 0
     to: int = 0
@@ -74,6 +75,11 @@ class Sizes(NamedTuple):
     copying: Any
     tokens: Any
     squares: Any
+
+
+# No microbatches, for problems where all are alike.
+NONE = np.zeros(0, np.int64)
+ALIKE = Sizes(NONE, *(np.zeros(0) for _ in range(6)))
 
 
 class Orders(NamedTuple):
@@ -151,7 +157,7 @@ def climb(
         The makespans of the current and of the shortest orders, the number of rounds, and the number of moves.
     """
     new = Orders(np.empty_like(now.microbatches), np.empty_like(now.passes))
-    never, spent, done = 0 > 1, 0, 0
+    spent = done = 0
     put(both, sizes, now.microbatches)
     while spent < rounds and done < len(moves):
         move = moves[done]
@@ -173,10 +179,9 @@ def climb(
                 put(both, sizes, now.microbatches)
                 spent += 1
                 continue
-        plain = Policy(move.lookahead, move.defer_fillers, move.patience, never, 0.0, 0, move.just_in_time)
-        noisy = Policy(
-            move.lookahead, move.defer_fillers, move.patience, never, move.noise, move.seed, move.just_in_time
-        )
+        lookahead, defer, patience, ends_only = move.lookahead, move.defer_fillers, move.patience, move.ends_only
+        plain = Policy(lookahead, defer, patience, ends_only, 0.0, 0, move.just_in_time)
+        noisy = Policy(lookahead, defer, patience, ends_only, move.noise, move.seed, move.just_in_time)
         reached, taken = settle(
             both,
             now.passes,

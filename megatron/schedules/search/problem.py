@@ -118,14 +118,13 @@ class Problem:
         self,
         order: TaskOrder,
         limit: float,
-        first: Policy,
-        plain: Policy | None = None,
+        policy: Policy,
         *,
         backwards: bool = False,
         most: int = 0,
     ) -> tuple[TaskOrder, float, int]:
         """Runs rounds of list scheduling with ``limit`` microbatches a rank, see :meth:`.Rounds.settled`."""
-        return self._rounds.settled(order, self.limits(limit), first, plain, backwards=backwards, most=most)
+        return self._rounds.settled(order, self.limits(limit), policy, backwards=backwards, most=most)
 
     @property
     def both(self) -> Both:

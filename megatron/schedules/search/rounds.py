@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any
 
 from megatron.schedules.search.forward_backward import Both, Work, settle
@@ -22,47 +20,51 @@ class Rounds:
     """
 
     def __init__(self, tasks: Tasks, *, compiled: bool) -> None:
-        self.both: Any
-        self._work: Callable[[Both], tuple[Work, Any]]
-        self._ints: Callable[[Any], Any]
-        self._floats: Callable[[Any], Any]
-        if compiled:
-            import numpy as np
-
-            from megatron.schedules.search import compiled as machine_code
-
-            self.both, self._settle, self._work = tasks.arrays, machine_code.compiled(), machine_code.work_for
-            self._ints, self._floats = partial(np.asarray, dtype=np.int64), partial(np.asarray, dtype=np.float64)
-        else:
-            self.both, self._settle, self._work = tasks.both, settle, work_for
-            self._ints = self._floats = list
+        self._compiled = compiled
+        self.both: Any = tasks.arrays if compiled else tasks.both
 
     def settled(
-        self,
-        order: Any,
-        limits: Any,
-        first: Policy,
-        plain: Policy | None = None,
-        *,
-        backwards: bool = False,
-        most: int = 0,
+        self, order: Any, limits: Any, policy: Policy, *, backwards: bool = False, most: int = 0
     ) -> tuple[Any, float, int]:
         """Returns the order that :func:`.settle` makes of ``order``, its makespan, and the number of rounds.
 
         Args:
-            order: task numbers; an array for compiled code is not copied.
-            limits: memory limit of each rank; the same.
-            first, plain, backwards, most: see :func:`.settle`. The default of ``plain`` is ``first``.
+            order: task numbers.
+            limits: memory limit of each rank; an array for compiled code is not copied.
+            policy: policy of the first round; the others have no noise.
+            backwards, most: see :func:`.settle`.
 
         Raises:
-            ValueError: if a policy is invalid, or ``order`` does not keep within ``limits``.
+            ValueError: if the policy is invalid, or ``order`` does not keep within ``limits``.
         """
-        policies = sound(first), sound(plain or first)
-        order, limits, (work, found) = self._ints(order), self._floats(limits), self._work(self.both)
-        length, rounds = self._settle(self.both, order, limits, *policies, backwards, most, math.inf, work, found)
+        policy = sound(policy)
+        found, length, rounds = (self._in_machine_code if self._compiled else self._in_python)(
+            order, limits, policy, backwards, most
+        )
         if length >= NEVER:
             raise ValueError("the order cannot run within its limits")
         return found, length, rounds
+
+    def _in_python(self, order: Any, limits: Any, policy: Policy, backwards: bool, most: int) -> tuple[Any, float, int]:
+        work, found = work_for(self.both)
+        plain = policy._replace(noise=0.0)
+        ends = settle(self.both, list(order), list(limits), policy, plain, backwards, most, math.inf, work, found)
+        return found, *ends
+
+    def _in_machine_code(
+        self, order: Any, limits: Any, policy: Policy, backwards: bool, most: int
+    ) -> tuple[Any, float, int]:
+        """Carries out one move of a climb."""
+        import numpy as np
+
+        from megatron.schedules.search import compiled
+        from megatron.schedules.search.moves import ALIKE, NONE, Move, Orders, Rules
+
+        found = Orders(NONE, np.array(order, np.int64))
+        tasks = self.both, np.asarray(limits, np.float64), ALIKE, Rules(math.inf, math.inf, most)
+        move, work = compiled.records([Move(*policy, backwards=backwards)]), compiled.work_for(self.both)
+        length, _, rounds, _ = compiled.compiled_climb()(*tasks, move, 1.0, work, found, math.inf, found, math.inf)
+        return found.passes, length, rounds
 
     def under(self, times: Any, changes: Any) -> Rounds:
         """Returns the same rounds, compiled, with other times and other changes of memory."""

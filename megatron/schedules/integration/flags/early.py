@@ -15,8 +15,8 @@ from megatron.schedules.estimate.layer_pattern import EXPRESSION
 from megatron.schedules.integration.flags.check import check, check_settings
 from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
-from megatron.schedules.integration.flags.given import given
 from megatron.schedules.integration.flags.refuse import refuse
+from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.utils.errors import PlanError
 
@@ -42,7 +42,7 @@ def refuse_early(
     """
     args = Namespace(pipeline_schedule=None)
     try:
-        settings, parser = given(arguments), stock_parser()
+        settings, parser = settings_without_flags(arguments), stock_parser()
         parser.set_defaults(**settings)
         args, others = parser.parse_known_args(argv)
         _refuse_misspelt({word.partition("=")[0] for word in others}.difference(known))

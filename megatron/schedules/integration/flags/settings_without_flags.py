@@ -16,8 +16,8 @@ _SWITCH = {"1": True, "0": False}
 _BY_FLAG_ONLY = ("help", "pipeline_dry_run")
 
 
-def given(arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Returns the settings that are given, by the attribute of their flag in Megatron's arguments.
+def settings_without_flags(arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns these settings, by the attribute of their flag in Megatron's arguments.
 
     The variable of ``--pipeline-memory-limit`` is ``$PIPELINE_MEMORY_LIMIT``. An empty variable counts as unset, and a
     switch takes 1 or 0; with another value the process exits with status 2. Arguments go before variables.
