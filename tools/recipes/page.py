@@ -25,6 +25,8 @@ _FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen35_vl": "Qwen3.5-VL",
 }
+# Recipes of Megatron-Bridge 0.6.2 with pipeline parallelism.
+_ALL = 207
 # What is left out, in a few words.
 _SHORT = {
     "cuda_graph_impl": "CUDA graphs",
@@ -120,7 +122,7 @@ def _counts(answers: Sequence[Answer]) -> str:
     lines = [
         "| recipes | |",
         "|---|---|",
-        f"| {len(answers)} | have pipeline parallelism |",
+        f"| {len(answers)} | of {_ALL} with pipeline parallelism are on this page |",
         f"| **{len(accepted)}** | are accepted as they are |",
         f"| **{len(without)}** | are accepted without [settings](#what-has-to-be-left-out) that their rows name |",
     ]
