@@ -56,6 +56,7 @@ from tests.integration import (
     stock_script,
 )
 from tests.integration import replanned as replanned_jobs
+from tests.integration.behind_messages import Recorded, recorded
 from tests.integration.core_loop import core_loop
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.in_groups import in_groups
@@ -125,6 +126,11 @@ def outputs(world: int, flags: Sequence[str]) -> list[tuple[int, str]]:
 def reductions(world: int, flags: Sequence[str]) -> list[list[tuple[str, int]]]:
     """What each rank does, in order: passes by kind and chunk, as they begin and end, and "reduce" for each bucket."""
     return run_ranks(world, _reductions, list(flags))
+
+
+def behind_messages(world: int, flags: Sequence[str]) -> list[Recorded]:
+    """Which weight gradients each rank computes behind the messages of experts."""
+    return run_ranks(world, _behind_messages, list(flags))
 
 
 def layer_runs(world: int, flags: Sequence[str]) -> dict[int, list[int]]:
@@ -322,6 +328,12 @@ def _reductions(flags: list[str]) -> list[tuple[str, int]]:
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _rank_main(flags)
     return seen
+
+
+def _behind_messages(flags: list[str]) -> Recorded:
+    found = recorded()
+    _rank_main(flags)
+    return found
 
 
 def _layer_runs(flags: list[str]) -> dict[int, list[int]]:

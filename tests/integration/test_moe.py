@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.placement import sequential
+from megatron.schedules.schedule.schedule import Schedule
+from megatron.schedules.schedule.text_forms import to_csv
 from tests.integration.conftest import Training
 from tests.integration.features import FULL, MOE, each_setting
+from tests.integration.results import MODEL
+from tests.integration.server import Megatron
 from tests.integration.test_same_result import CLIP_NOTHING, assert_same_losses, differing, under
 from tests.integration.test_with_plain_attention import MLA
 
+HIDDEN = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 JOB = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
 EXPERTS = f"--moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear {MOE}"
 GATHERED = f"{EXPERTS.replace('alltoall', 'allgather')} --moe-z-loss-coeff 1e-3"
@@ -38,12 +48,85 @@ USUAL = {
 }
 
 
+# Messages of experts hidden behind weight gradients: the number of ranks, the model, the other flags.
+HIDING = {
+    "expert parallel 2, hidden messages": (4, EXPERTS, EP2),
+    "expert parallel 2 over tensor ranks, shared expert, hidden messages": (4, SHARED, f"{EP2} {TP2}"),
+    "expert parallel 2, distributed optimizer, overlapped, hidden messages": (4, SHARED, f"{EP2} {OVERLAPPED}"),
+    "expert parallel 2, full recompute, hidden messages": (4, SHARED, f"{EP2} {FULL} uniform --recompute-num-layers 1"),
+}
+SPLITTING = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "late")
+HIDING_USUAL = {
+    ("expert parallel 2, hidden messages", "v-half"),
+    ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "v-zb"),
+    ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "late"),
+    ("expert parallel 2, distributed optimizer, overlapped, hidden messages", "v-zb"),
+    ("expert parallel 2, full recompute, hidden messages", "late"),
+}
+
+
 @pytest.mark.parametrize(("setting", "schedule"), each_setting(SETTINGS, USUAL))
 def test_the_result_is_stocks(train: Training, setting: str, schedule: str) -> None:
     """To the bit, weights after two steps too; a distributed optimizer leaves no whole gradients to compare."""
     world, model, flags = SETTINGS[setting]
+    assert_stocks(train, world, model, flags, schedule)
+
+
+def _marks(setting: str, schedule: str) -> list[pytest.MarkDecorator]:
+    if (setting, schedule) not in HIDING_USUAL:
+        return [pytest.mark.full_matrix]
+    return [pytest.mark.feature("hidden messages of experts")] * (schedule != "late")
+
+
+@pytest.mark.parametrize(
+    ("setting", "schedule"), [pytest.param(*case, marks=_marks(*case)) for case in product(HIDING, SPLITTING)]
+)
+def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setting: str, schedule: str) -> None:
+    world, model, flags = HIDING[setting]
+    assert_stocks(train, world, model, flags, _asked(schedule, tmp_path, flags), HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "schedule"),
+    [(EXPERTS, EP2, "late"), pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix)],
+)
+def test_weight_gradients_run_behind_messages_once_and_in_order(
+    megatron: Megatron, tmp_path: Path, model: str, flags: str, schedule: str
+) -> None:
+    job = [*MODEL, *JOB, *model.split(), *flags.split(), *under(_asked(schedule, tmp_path, flags))]
+    hidden = megatron("behind_messages", 4, [*job, *HIDDEN.split()])
+    plain = megatron("behind_messages", 4, job)
+    for ours, without in zip(hidden, plain, strict=True):
+        assert without.behind == [], "without the flag stock sends its messages itself"
+        whole = sum(map(len, without.added.values()))
+        # Those of the last microbatch stay in W.
+        assert sum(ours.behind) == whole - whole // _microbatches(flags) if schedule == "late" else sum(ours.behind) > 0
+        # For each parameter the microbatches whose gradients are added, in order.
+        assert sorted(ours.added.values()) == sorted(without.added.values())
+
+
+def _asked(schedule: str, folder: Path, flags: str) -> str:
+    """The schedule's name, or the file with the schedule in which every W is at the end: so all may be due."""
+    if schedule != "late":
+        return schedule
+    n = _microbatches(flags)
+    first = ["0F0", *(f"0{kind}{m - (kind == 'I')}" for m in range(1, n) for kind in "FI"), f"0I{n - 1}"]
+    second = [f"1{kind}{m}" for m in range(n) for kind in "FI"]
+    order = [*first, *(f"0W{m}" for m in range(n))], [*second, *(f"1W{m}" for m in range(n))]
+    written = Schedule("late", sequential(2), n, tuple(tuple(map(Pass.parse, row)) for row in order))
+    (folder / "late.csv").write_text(to_csv(written))
+    return str(folder / "late.csv")
+
+
+def _microbatches(flags: str) -> int:
+    """Of eight samples, on four ranks with a pipeline of two."""
+    return 8 if "--tensor-model-parallel-size 2" in flags else 4
+
+
+def assert_stocks(train: Training, world: int, model: str, flags: str, schedule: str, ours_alone: str = "") -> None:
+    """The job's losses, gradients and weights are those of stock's to the bit."""
     job, attention = (*JOB, *flags.split()), "plain" if MLA in model else "stock"
-    ours = train(world, *job, *under(schedule), model=tuple(model.split()), attention=attention)
+    ours = train(world, *job, *ours_alone.split(), *under(schedule), model=tuple(model.split()), attention=attention)
     stock = train.stock(world, *job, model=tuple(model.split()), attention=attention)
     assert_same_losses(ours, stock)
     assert "--use-distributed-optimizer" in job or differing(ours, stock) == []

@@ -158,8 +158,20 @@ REFUSED = {
     ),
     "FSDP": ("--pipeline-schedule v-half --use-megatron-fsdp", "--use-megatron-fsdp"),
     "experts' messages behind computing": (
-        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
-        "it brings a schedule of its own",
+        "--pipeline-schedule 1f1b-v --overlap-moe-expert-parallel-comm",
+        "this schedule does not split the backward, so no weight gradients are left to run behind messages",
+    ),
+    "weight gradients delayed in whole backwards": (
+        "--pipeline-schedule interleaved-1f1b --delay-wgrad-compute",
+        "does not work with --delay-wgrad-compute: this schedule does not split the backward",
+    ),
+    "other messages of experts behind computing": (
+        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",
+        "only messages of alltoall are hidden so far",
+    ),
+    "no messages of experts behind computing": (
+        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall",
+        "experts send no messages",
     ),
     "a hybrid model in other stages": (
         "--pipeline-schedule v-half --hybrid-layer-pattern M-|M-|*-|M-",

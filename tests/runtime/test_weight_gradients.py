@@ -338,3 +338,81 @@ def test_memory_is_flat_over_many_microbatches():
     assert meter.peak == peak and meter.current == 0
     # A leak of inputs and gradients would be 200 x 4 x 128 KiB = 100 MiB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
+
+
+def _three_due(*, gathers: bool = False) -> tuple[WeightGradients, list[str], list[torch.nn.Parameter]]:
+    """Three microbatches of a store, each with gradients of three weights (4, 2) from eight rows."""
+    store, ran = WeightGradients(), list[str]()
+    weights = [torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(3)]
+
+    def closure(name: str) -> Closure:
+        def run() -> list[Tensor]:
+            ran.append(name)
+            return [torch.ones(4, 2)]
+
+        return run
+
+    for microbatch in range(3):
+        with store.split(0, microbatch):
+            for which, weight in enumerate(weights):
+                store.defer(
+                    (0, microbatch),
+                    closure(f"{'abc'[which]}{microbatch}"),
+                    [torch.ones(8, 2), torch.ones(8, 4)],
+                    parameters=[weight],
+                    prefetch=(lambda m=microbatch: ran.append(f"gather{m}")) if gathers and which == 1 else None,
+                )
+    return store, ran, weights
+
+
+_EACH = 2.0 * 8 * 4 * 2
+
+
+def test_single_gradients_run_ahead_of_their_w_in_order_and_once():
+    store, ran, weights = _three_due()
+    store.run_ahead([(0, 0), (0, 1)], 2 * _EACH)
+    assert ran == ["a0", "b0"] and store.waiting(0, 0) == 1
+    store.run_ahead([(0, 0), (0, 1)], 2.4 * _EACH)
+    assert ran[2:] == ["c0", "a1"], "the next would be longer than what is left by more than half"
+    store.run_ahead([(0, 0), (0, 1)], 0.4 * _EACH)
+    assert ran[4:] == []
+    store.run_ahead([(0, 0), (0, 1)], 0.6 * _EACH)
+    assert ran[4:] == ["b1"]
+    for microbatch in range(3):
+        store.run(0, microbatch)
+    assert ran[5:] == ["c1", "a2", "b2", "c2"]
+    store.assert_empty()
+    assert all(weight.grad is not None and weight.grad.eq(3).all() for weight in weights)
+
+
+def test_gradients_that_gather_stay_in_w_and_gather_at_the_same_points():
+    whole, in_w, _ = _three_due(gathers=True)
+    whole.run(0, 0, (0, 1))
+    store, ran, _ = _three_due(gathers=True)
+    store.run_ahead([(0, 0), (0, 1)], 100 * _EACH)
+    assert ran == ["a0", "c0", "a1", "c1"]
+    store.run(0, 0, (0, 1))
+    assert ran[4:] == [each for each in in_w if each not in ran[:4]] == ["gather0", "b0"]
+    store.run(0, 1)
+    assert ran[6:] == ["gather1", "b1"]
+
+
+def test_a_weight_that_is_used_twice_does_not_run_ahead():
+    store, ran, weights = _three_due()
+    store.defer((0, 0), lambda: [torch.ones(4, 2)], [torch.ones(8, 2)], parameters=[weights[0]])
+    store.run_ahead([(0, 0), (0, 1)], 100 * _EACH)
+    assert ran == ["b0", "c0", "b1", "c1"], "nor does its next microbatch: sums keep their order"
+
+
+def test_what_ran_ahead_is_freed():
+    store, weight = WeightGradients(), torch.nn.Parameter(torch.zeros(4, 2))
+    rows = torch.ones(8, 2)
+    seen = weakref.ref(rows)
+    with store.split(0, 0):
+        store.defer((0, 0), lambda rows=rows: [rows.new_ones(4, 2)], [rows], parameters=[weight])
+    del rows
+    store.run_ahead([(0, 0)], 1e9)
+    gc.collect()
+    assert seen() is None and store.parameters(0, 0) == set()
+    store.run(0, 0)
+    assert weight.grad is not None and weight.grad.eq(1).all(), "not twice"

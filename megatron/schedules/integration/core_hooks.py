@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
@@ -92,6 +93,10 @@ def _te_parallel_cross_entropy(
     return stock(logits, labels, group, for_graphs or (session.planner is not None and not is_te_min_version("2.20.0")))
 
 
+def _all_to_all(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    return session.expert_messages.send(stock, *args, **kwargs)
+
+
 def _initialize_model_parallel(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> None:
     own = kwargs.get("get_embedding_ranks")
     if own is not None:
@@ -154,6 +159,12 @@ CORE_HOOKS = (
         "te_parallel_cross_entropy",
         "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
         _te_parallel_cross_entropy,
+    ),
+    Hook(
+        token_dispatcher,
+        "all_to_all",
+        "stock waits for each message of experts as soon as it has started: weight gradients can run behind it",
+        _all_to_all,
     ),
     Hook(
         parallel_state,

@@ -65,6 +65,8 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
+    # The schedule does what they stand for, see :mod:`.expert_messages`. Stock would want its own interleaving.
+    args.overlap_moe_expert_parallel_comm = args.delay_wgrad_compute = False
     hybrid = spec.layers.pattern is not None
     if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
         args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)

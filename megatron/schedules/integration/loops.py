@@ -46,7 +46,13 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
         if session.job is None:
             flags = run_flags(session.args)
             session.job = begin(
-                session.spec, session.planner, flags, session.iteration, session.running, session.late_checks
+                session.spec,
+                session.planner,
+                flags,
+                session.iteration,
+                session.running,
+                session.late_checks,
+                session.expert_messages,
             )
         return session.job.function
     chunks = listed(call["model"])
@@ -134,7 +140,13 @@ class LoopJob:
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         session.planner = Planner(job)
         self._job = begin(
-            job.spec, session.planner, run_flags(args), lambda: self._done + 1, session.running, session.late_checks
+            job.spec,
+            session.planner,
+            run_flags(args),
+            lambda: self._done + 1,
+            session.running,
+            session.late_checks,
+            session.expert_messages,
         )
 
     def __call__(self, **call: Any) -> list[Any]:

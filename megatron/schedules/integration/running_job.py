@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
+from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
@@ -47,6 +48,7 @@ def begin(
     iteration: Callable[[], int],
     running: Callable[[int], AbstractContextManager[None]],
     late_checks: LateChecks,
+    expert_messages: ExpertMessages,
 ) -> RunningJob:
     """Begins the job. Collective over all ranks.
 
@@ -57,6 +59,7 @@ def begin(
         iteration: returns the current iteration, as stock logs it.
         running: context manager around the forward of every stage.
         late_checks: result checks that are delayed until a program has ended.
+        expert_messages: messages that weight gradients may hide.
     """
     settings = spec.settings
     print_rank_0(f"{planner.summary()}\n{found()}")
@@ -74,6 +77,7 @@ def begin(
         log=log,
         lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
         profiler=None if measured is None else profiler(measured),
+        hiding=expert_messages if settings.hides_messages else None,
     )
     if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
         return RunningJob(function, log)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
@@ -56,6 +57,7 @@ class ScheduleFunction:
         log: records training calls.
         lengths: plans training iterations for the lengths of their microbatches.
         profiler: notified of every training call; None for none.
+        hiding: messages of experts that weight gradients hide; None for none.
 
     Attributes:
         between: called on all ranks before each training call looks up its program. The program may be changed here.
@@ -74,10 +76,11 @@ class ScheduleFunction:
         log: RunLog | None = None,
         lengths: BackgroundPlans | None = None,
         profiler: Profiler | None = None,
+        hiding: ExpertMessages | None = None,
     ) -> None:
         self._planner, self._running, self._late_checks = planner, running, late_checks
         self._messages, self._observers, self._log = messages, observers, log
-        self.profiler, self._lengths = profiler, lengths
+        self.profiler, self._lengths, self._hiding = profiler, lengths, hiding
         self.between: Callable[[], None] = _nothing
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._rank = dist.get_rank(self._group)
@@ -174,7 +177,8 @@ class ScheduleFunction:
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]
         log = self._log if training else None
-        with closing(stages), events_in(config.timers), self._late_checks.at_the_end():
+        hidden = nullcontext() if self._hiding is None else self._hiding.hidden(stages.run_ahead)
+        with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
                 observers += log.begin(program, planned and planned.timeline)
             run(program, stages, transport, observers, self._tracker)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 from megatron.core import parallel_state
 from torch.nn import Module
 
+from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.request import placement_with
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
@@ -45,6 +46,7 @@ class Session:
         self.args: Any = None
         self.hybrid_layers: tuple[int, ...] | None = None  # of each stage of a hybrid model
         self.late_checks = LateChecks()
+        self.expert_messages = ExpertMessages()
         self.evaluations: list[int] | None = None  # steps on each of several validation sets
         self._running: int | None = None
 

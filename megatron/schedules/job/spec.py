@@ -30,6 +30,7 @@ class Settings:
             value of the flag with this name.
         search_seconds: time limit of an adaptive search, seconds; None for the default.
         stall_seconds: the job stops if no pass finishes for this long, seconds; 0 for no limit.
+        hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag.
     """
 
     schedule: ScheduleChoice
@@ -44,6 +45,7 @@ class Settings:
     dry_run: DryRun | None = None
     search_seconds: float | None = None
     stall_seconds: float = 120.0
+    hides_messages: bool = False
 
     @property
     def places_layers(self) -> bool:
@@ -138,6 +140,7 @@ class StockFlags:
         checkpoint_format: value of this argument.
         dataloader_type: value of this argument.
         fp8_recipe: FP8 recipe of the linears; empty without FP8.
+        dispatcher: value of ``--moe-token-dispatcher-type``.
     """
 
     given: frozenset[str] = frozenset()
@@ -145,6 +148,7 @@ class StockFlags:
     checkpoint_format: str = "torch_dist"
     dataloader_type: str | None = None
     fp8_recipe: str = ""
+    dispatcher: str = "allgather"
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ Closure = Callable[[], Sequence[Tensor | None] | None]
 Settle = Callable[[bool], Iterable[Tensor]]
 """With True computes the expensive part of a closure, with False leaves it; returns the tensors held from then on."""
 
-# How many graphs are cached. A stage queues the same closures for each microbatch, but for experts without a token.
-_GRAPHS = 64
+# How many graphs are cached. A stage queues the same closures for each microbatch, but for experts without a token, and
+# for those that ran ahead of W.
+_GRAPHS = 256
 
 
 class WeightGradients:
@@ -141,9 +142,39 @@ class WeightGradients:
             self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue, then))
         del self._waiting[key]
 
+    def run_ahead(self, keys: Iterable[Key], flops: float) -> None:
+        """Computes and accumulates single gradients of coming W's, in their order, until about ``flops`` are done.
+
+        The last one may be longer than what is left of ``flops``, by half of itself. W does the rest. Left for W are
+        gradients that gather operands, because all ranks of a tensor-parallel group must do so at the same point, those
+        of a parameter that several closures of a key share, and later ones of the same parameters: sums keep their
+        order. Each rank may choose ``flops`` by itself.
+
+        Args:
+            keys: whose W comes next, in the order of these W's. Their I must have ended, and no pass before these W's
+                may add to the same parameters.
+            flops: floating point operations.
+        """
+        left: set[int] = set()
+        for key in keys:
+            queue = self._queue(key)
+            uses = Counter(id(parameter) for item in queue for parameter in item.parameters)
+            for item in queue:
+                own = {id(parameter) for parameter in item.parameters}
+                if not item.alone or not left.isdisjoint(own) or any(uses[parameter] > 1 for parameter in own):
+                    left |= own
+                elif own:
+                    if flops < item.flops / 2:
+                        return
+                    flops -= item.flops
+                    # A forward's autocast does not concern W.
+                    with torch.autocast(item.parameters[0].device.type, enabled=False):
+                        self._graph((item.parameters,)).backward(partial(self._take, item))
+                    item.finish()
+
     def waiting(self, stage: int, microbatch: int) -> int:
         """Number of closures queued for (stage, microbatch)."""
-        return len(self._waiting.get((stage, microbatch), ()))
+        return sum(not item.finished for item in self._waiting.get((stage, microbatch), ()))
 
     def parameters(self, stage: int, microbatch: int) -> set[Tensor]:
         """Returns the parameters that the W of (stage, microbatch) gives gradients to."""
@@ -159,10 +190,14 @@ class WeightGradients:
         """Removes the first closure of ``queue``, frees all it held, and returns its gradients."""
         item = queue.popleft()
         if not item.computed:
-            self._count(item, -1)
             item.prefetch()
             if not _prefetch_first(queue) and then is not None:
                 self.prefetch(*then)
+        return self._take(item)
+
+    def _take(self, item: _Deferred) -> Sequence[Tensor | None] | None:
+        if not item.computed:
+            self._count(item, -1)
         item.check_versions()
         gradients = item.closure()
         item.release()
@@ -199,11 +234,30 @@ class _Deferred:
         meter: ActivationMeter | None,
     ) -> None:
         self.closure, self.parameters = closure, parameters
-        # Whether the expensive part was computed in I.
-        self.computed = False
+        # Whether the expensive part was computed in I, and whether everything was done ahead of W.
+        self.computed = self.finished = False
+        self._gathers = prefetch is not None
         self._key, self._prefetch, self._settle, self._meter = key, prefetch, settle, meter
         self._held: list[tuple[Tensor, int]] = []
         self._hold: Hold | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it can run ahead of W: it needs no communication, and its size is known."""
+        return self.computed or (not self._gathers and bool(self._held))
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of its products: 2 a b for each row of an input (rows, a) and a gradient (rows, b).
+
+        Rows follow from the size of both together. The weights of grouped experts have one shape.
+        """
+        shape = self.parameters[0].shape
+        return 0.0 if self.computed else 2.0 * sum(t.numel() for t, _ in self._held) * shape.numel() / sum(shape)
+
+    def finish(self) -> None:
+        """Frees it, done ahead of W. It keeps its place, so that W gathers for the others at the same points."""
+        self.closure, self.parameters, self._held, self.finished = _nothing, (), [], True
 
     def prefetch(self) -> None:
         """Starts its communication; later calls do nothing."""
@@ -242,6 +296,10 @@ class _Deferred:
     def release(self) -> None:
         if self._hold is not None:
             self._hold.release()
+
+
+def _nothing() -> None:
+    """Closure of what is done."""
 
 
 class _Graph:

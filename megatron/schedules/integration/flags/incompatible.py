@@ -61,7 +61,12 @@ _ALWAYS = _When(lambda job: True)
 _CSV = _When(lambda job: job.spec.settings.schedule.name == "file")
 _OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and not job.schedule.placement.looped)
 _SPLIT = _When(lambda job: job.schedule.splits)
+_WHOLE = _When(lambda job: not job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
+_NO_ALLTOALL = _When(
+    lambda job: job.spec.stock.dispatcher != "alltoall", "with --moe-token-dispatcher-type other than alltoall "
+)
+_NO_MESSAGES = _When(lambda job: job.spec.sizes.expert == 1, "with --expert-model-parallel-size 1 ")
 _RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
 _TWICE = _When(lambda job: _RECOMPUTE.holds(job) and job.spec.recompute.granularity == "full", _RECOMPUTE.words)
 _DELAYED_RECOMPUTE = _When(
@@ -166,6 +171,10 @@ _OUT, _ONE_OUT = "leave the flag out", "leave one of the two out"
 _STOCK_CHUNKS = f"the schedule sets the number of chunks itself; {_OUT}"
 _GRAPHS = f"CUDA graphs are not supported; {_OUT}"
 _OWN_WEIGHTS = f"the schedule places weight gradients itself; {_OUT}"
+_NO_WEIGHTS = (
+    "this schedule does not split the backward, so no weight gradients are left to run behind messages; use one that "
+    f"does, such as zb-1p or v-half, or {_OUT}"
+)
 _WRAPS = f"it wraps the schedule; {_OUT}"
 _FSDP = "use Megatron's own data parallelism or distributed optimizer"
 _ONE_SHAPE = f"ranks exchange microbatches of one shape; {_ONE_OUT}"
@@ -206,8 +215,10 @@ _RULES = (
     _flag("cuda_graph_impl", _GRAPHS),
     _flag("enable_cuda_graph", _GRAPHS),
     _flag("external_cuda_graph", _GRAPHS),
-    _flag("overlap_moe_expert_parallel_comm", f"it brings a schedule of its own; {_OUT}"),
-    _flag("delay_wgrad_compute", _OWN_WEIGHTS),
+    _flag("overlap_moe_expert_parallel_comm", _NO_WEIGHTS, _WHOLE),
+    _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),
+    _flag("overlap_moe_expert_parallel_comm", f"only messages of alltoall are hidden so far; {_OUT}", _NO_ALLTOALL),
+    _flag("overlap_moe_expert_parallel_comm", f"experts send no messages; {_OUT}", _NO_MESSAGES),
     _flag("defer_embedding_wgrad_compute", _OWN_WEIGHTS),
     _flag("moe_paged_stash", _WRAPS),
     _flag("moe_expert_rank_capacity_factor", _WRAPS),

@@ -38,6 +38,11 @@ _USUAL_LENGTH = 4096
 _ENDLESS = 10**12
 
 
+# Settings with which the model has been built for stock's schedule before ours is asked, and why they are refused.
+TOO_LATE = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+ONLY_IN_MEGATRON_LM = "works in Megatron-LM's own training loop only so far: leave it out (docs/loops.md)"
+
+
 def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> Namespace:
     """Returns the arguments with which Megatron-LM would train this model. Collective over all ranks.
 
@@ -79,6 +84,9 @@ def _refuse_what_comes_too_late(args: Namespace, *, placed: bool) -> None:
     if args.pipeline_layers not in (None, "even") and not placed:
         refuse(f"{FLAGS['layers']} {args.pipeline_layers} needs a schedule such as v-half in this loop: leave it out")
     args.pipeline_layers = "even"  # the layout says where layers were placed
+    for field in TOO_LATE:
+        if getattr(args, field):
+            refuse(f"{field} {ONLY_IN_MEGATRON_LM}")
 
 
 def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:

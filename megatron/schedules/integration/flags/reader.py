@@ -92,6 +92,7 @@ def _stock_flags(args: Any) -> StockFlags:
         args.ckpt_format,
         args.dataloader_type,
         str(getattr(args, "fp8_recipe", None) or "delayed") if getattr(args, "fp8", None) else "",
+        args.moe_token_dispatcher_type,
     )
 
 
@@ -114,4 +115,5 @@ def settings_of(args: Any) -> Settings:
         values.dry_run(FLAGS["dry_run"], args.pipeline_dry_run),
         values.search_seconds(),
         values.stall_seconds(),
+        bool(args.overlap_moe_expert_parallel_comm),
     )
