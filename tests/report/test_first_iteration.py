@@ -31,3 +31,15 @@ def test_a_layer_that_offloads_much_less_than_planned_is_named() -> None:
     assert peak == "peak activation memory 30.00 MiB on rank 0, planned 31.00 MiB on the worst rank"
     _, total, peak = lines(ranks, Expected(True))
     assert (total, peak) == ("offloaded 30.00 MiB", "peak activation memory 30.00 MiB on rank 0")
+
+
+def test_places_where_the_host_waits_are_named_if_they_are_known() -> None:
+    plain = rank(Row=1)
+    several = [plain._replace(waits=Counter({"a.py:1": 3})), plain._replace(waits=Counter({"a.py:1": 1, "b.py:2": 1}))]
+    assert list(lines(several, Expected(True)))[1:] == [
+        "the host waited for its device 5 times in the passes, most often at a.py:1 (4), b.py:2 (1)"
+    ]
+    assert list(lines([plain._replace(waits=Counter())], Expected(True)))[1:] == [
+        "the host waited for its device nowhere in the passes"
+    ]
+    assert len(list(lines([plain], Expected(True)))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
@@ -20,6 +22,7 @@ from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import ResultRelay
 from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
 from megatron.schedules.integration.log import first_iteration
+from megatron.schedules.integration.log.host_waits import host_waits
 from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
@@ -87,6 +90,7 @@ class ScheduleFunction:
         self._relay = ResultRelay(self._group, planner.last_stage_rank)
         self._model = ModelBinding(planner)
         self._reported = False
+        self._waits: Counter[str] | None = None if standin.enabled() else Counter()
         self._peaks = PeakReport(self._group, next_call=report_memory, say=print_rank_last)
         self._tracker = _watched(stall_seconds) if stall_seconds else PositionTracker()
 
@@ -181,7 +185,8 @@ class ScheduleFunction:
         with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
                 observers += log.begin(program, planned and planned.timeline)
-            run(program, stages, transport, observers, self._tracker)
+            with host_waits(self._waits if log is not None and not self._reported else None):
+                run(program, stages, transport, observers, self._tracker)
             if log is not None:
                 log.end()
             stages.finish()
@@ -203,7 +208,8 @@ class ScheduleFunction:
         if self._log is not None and not self._reported:
             self._reported = True
             peak = max(self._peaks.bytes, self._log.peak or 0)
-            first_iteration.report(self._planner, self._group, first_iteration.seen(chunks, self._model.offloads, peak))
+            seen = first_iteration.seen(chunks, self._model.offloads, peak, self._waits)
+            first_iteration.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()
 

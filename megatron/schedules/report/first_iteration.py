@@ -9,7 +9,8 @@ from typing import NamedTuple
 from megatron.schedules.report.figures import amount
 from megatron.schedules.utils.printable import counted
 
-# Layers that offload a smaller part of their planned bytes are named, so many at most. Estimates are closer than that.
+# Layers that offload a smaller part of their planned bytes are named. Estimates are closer than that. And how many
+# layers, or places, are named at most.
 _FEW, _NAMED = 0.85, 4
 
 
@@ -21,12 +22,14 @@ class Seen(NamedTuple):
         fused: true if weight gradients are added to ``main_grad`` inside their product.
         moved: for each (stage, microbatch), bytes that each layer offloaded.
         peak: peak activation memory, bytes; 0 if not known.
+        waits: how often the host waited for its device, by file and line; None if not known.
     """
 
     linears: Counter[str]
     fused: bool
     moved: dict[tuple[int, int], list[int]]
     peak: int
+    waits: Counter[str] | None = None
 
 
 class Expected(NamedTuple):
@@ -52,6 +55,9 @@ def lines(ranks: Sequence[Seen], expected: Expected) -> Iterator[str]:
     if worst := max(peaks):
         planned = "" if expected.peak is None else f", planned {amount(expected.peak)} on the worst rank"
         yield f"peak activation memory {amount(worst)} on rank {peaks.index(worst)}{planned}"
+    known = [rank.waits for rank in ranks if rank.waits is not None]
+    if known:
+        yield _about_waits(sum(known, Counter[str]()))
 
 
 def _about_linears(ranks: Sequence[Seen], *, splits: bool) -> str:
@@ -62,6 +68,13 @@ def _about_linears(ranks: Sequence[Seen], *, splits: bool) -> str:
     fusion = "on" if ranks[0].fused else "off"
     found = f"{counted(every.total(), 'linear')} split the backward ({kinds or 'none'})"
     return f"{found}; gradient accumulation fusion is {fusion}"
+
+
+def _about_waits(waits: Counter[str]) -> str:
+    if not waits:
+        return "the host waited for its device nowhere in the passes"
+    places = ", ".join(f"{place} ({count})" for place, count in waits.most_common(_NAMED))
+    return f"the host waited for its device {counted(waits.total(), 'time')} in the passes, most often at {places}"
 
 
 def _about_offload(ranks: Sequence[Seen], planned: Sequence[Sequence[float]] | None) -> Iterator[str]:

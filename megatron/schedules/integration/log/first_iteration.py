@@ -18,14 +18,14 @@ from megatron.schedules.report.first_iteration import Expected, Seen, lines
 from megatron.schedules.runtime.offload import Offloads
 
 
-def seen(chunks: Sequence[torch.nn.Module], offloads: Offloads | None, peak: int) -> Seen:
+def seen(chunks: Sequence[torch.nn.Module], offloads: Offloads | None, peak: int, waits: Counter[str] | None) -> Seen:
     """Returns what this rank knows at the end of the call, without waiting for its device."""
     linears: Counter[str] = Counter()
     for chunk in chunks:
         whole = output_layers(chunk)
         linears.update(type(each).__name__ for each in chunk.modules() if _splits(each) and each not in whole)
     fused = bool(get_model_config(chunks[0]).gradient_accumulation_fusion)
-    return Seen(linears, fused, {} if offloads is None else offloads.moved, peak)
+    return Seen(linears, fused, {} if offloads is None else offloads.moved, peak, waits)
 
 
 def report(planner: Planner, group: dist.ProcessGroup, mine: Seen) -> None:
