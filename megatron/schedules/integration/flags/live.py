@@ -40,7 +40,7 @@ _ENDLESS = 10**12
 
 # Settings with which the model has been built for stock's schedule before ours is asked, and why they are refused.
 TOO_LATE = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
-ONLY_IN_MEGATRON_LM = "works in Megatron-LM's own training loop only so far: leave it out (docs/loops.md)"
+ONLY_IN_MEGATRON_LM = "works in Megatron-LM's loop only: other loops build the model for stock's schedule; leave it out"
 
 
 def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> Namespace:
