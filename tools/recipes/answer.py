@@ -12,8 +12,7 @@ from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
-from megatron.schedules.integration.flags.incompatible import refusal
-from megatron.schedules.integration.flags.live import ONLY_IN_MEGATRON_LM, TOO_LATE
+from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE, refusal
 from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice

@@ -12,6 +12,10 @@ from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
+# Settings with which other loops than Megatron-LM's have built the model for stock's schedule; why they are refused.
+TOO_LATE = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+ONLY_IN_MEGATRON_LM = "works in Megatron-LM's loop only: other loops build the model for stock's schedule; leave it out"
+
 
 def refusal(spec: JobSpec, schedule: Schedule) -> str:
     """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work."""

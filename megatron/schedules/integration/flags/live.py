@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.early import stock_parser
+from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers.layout import PlacedLayout
 
@@ -36,11 +37,6 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _USUAL_LENGTH = 4096
 # A loop does not say when it ends.
 _ENDLESS = 10**12
-
-
-# Settings with which the model has been built for stock's schedule before ours is asked, and why they are refused.
-TOO_LATE = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
-ONLY_IN_MEGATRON_LM = "works in Megatron-LM's loop only: other loops build the model for stock's schedule; leave it out"
 
 
 def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], call: Mapping[str, Any]) -> Namespace:
