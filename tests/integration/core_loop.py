@@ -24,11 +24,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.schedules import install
-from megatron.schedules.integration import schedule_function
 from megatron.schedules.integration.layers.tied import copies as found_copies
 from tests.integration.forked_ranks import run_ranks
 from tests.integration.results import Call, Done
+from tests.loops.ours import install
 from tools.gpu_tests.weights import named_parameters
 
 WORDS, LENGTH, ROWS = 64, 8, 2
@@ -53,20 +52,11 @@ def core_loop(
 def _loop(
     groups: dict[str, int], settings: dict[str, Any] | None, calls: Sequence[Call], options: dict[str, Any]
 ) -> list[Done]:
-    if settings is not None:
-        install(**settings)
+    passes = install(**(settings or {"schedule": None}))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(**groups)
     model_parallel_cuda_manual_seed(1)
-    passes: Counter[str] = Counter()
-    run = schedule_function.run
-
-    def counted(program: Any, *rest: Any) -> None:
-        passes.update(str(action.op) for action in program.actions)
-        run(program, *rest)
-
-    schedule_function.run = counted
     done = trained(model_of(**options), calls, passes, **options)
     torch.distributed.barrier()  # nobody takes its connections away while another still talks
     return done

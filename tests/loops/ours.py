@@ -9,7 +9,7 @@ import megatron.schedules
 from megatron.schedules.integration import schedule_function
 
 
-def install(schedule: str | None) -> Counter[str]:
+def install(schedule: str | None, **settings: Any) -> Counter[str]:
     """Installs ``schedule``, unless it is None, and counts the passes that our engine then runs, by kind."""
     passes: Counter[str] = Counter()
     run = schedule_function.run
@@ -20,5 +20,5 @@ def install(schedule: str | None) -> Counter[str]:
 
     schedule_function.run = counted
     if schedule:
-        megatron.schedules.install(schedule=schedule)
+        megatron.schedules.install(schedule=schedule, **settings)
     return passes

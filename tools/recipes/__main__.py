@@ -1,4 +1,4 @@
-"""Dry-runs recipes: says whether a schedule of ours is accepted, and plans it beside stock's schedule.
+"""Dry-runs recipes: says whether a schedule of ours is accepted, and plans it next to stock's schedule.
 
 RECIPES are names of Megatron-Bridge's performance recipes (without names all with pipeline parallelism), or scripts
 with Megatron-LM's flags. Needs no GPU.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.schedules.estimate.megatron_flags import script_words
+from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
 from megatron.schedules.integration.flags.declared import add_arguments
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
@@ -19,17 +19,9 @@ _PARTS = "rng", "checkpoint", "train", "ddp", "optimizer", "model", "mixed_preci
 # These two override the others, with the values that are set.
 _OVERRIDE = "mixed_precision", "comm_overlap"
 # Fields that Megatron-LM calls otherwise.
-_NAMES = {
-    "bias_activation_fusion": "bias_swiglu_fusion",
-    "gated_linear_unit": "swiglu",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "num_moe_experts": "num_experts",
-    "use_te_rng_tracker": "te_rng_tracker",
-}
+_NAMES = {field: argument for argument, field in FIELDS.items()}
+_NAMES["grad_reduce_in_fp32"] = "accumulate_allreduce_grads_in_fp32"
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
-_LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def of_script(file: Path, gpus: int) -> argparse.Namespace:
@@ -72,12 +64,8 @@ def of_container(config: Any, gpus: int) -> argparse.Namespace:
     if args.recompute_granularity == "selective" and args.recompute_modules == []:
         args.recompute_granularity = None
     if not isinstance(args.pipeline_model_parallel_layout, str | None):
-        args.pipeline_model_parallel_layout = _layout(args.pipeline_model_parallel_layout)
+        args.pipeline_model_parallel_layout = layout_text(args.pipeline_model_parallel_layout)
     return args
-
-
-def _layout(stages: Iterable[Iterable[Any]]) -> str:
-    return "|".join("".join(_LAYERS[str(getattr(layer, "name", layer))] for layer in stage) for stage in stages)
 
 
 def _parser() -> argparse.ArgumentParser:

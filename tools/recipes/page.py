@@ -225,7 +225,7 @@ _HEAD = """# NVIDIA's recipes
 
 Megatron-Bridge 0.6.2 has performance recipes for H100, B200, B300, GB200, GB300 and VR200. For each recipe with
 pipeline parallelism this page says whether our schedules accept it, which settings have to be left out, and which
-bubble and memory are planned, beside stock's schedule. `tools/recipes` writes this page. Nothing on it was measured on
+bubble and memory are planned, next to stock's schedule. `tools/recipes` writes this page. Nothing on it was measured on
 a GPU.
 
 """

@@ -23,10 +23,10 @@ from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
-from megatron.schedules.integration.running_job import begin
+from megatron.schedules.integration.running_job import RunningJob, begin
 from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Session
-from megatron.schedules.job.spec import StockLayers
+from megatron.schedules.job.spec import JobSpec, StockLayers
 from megatron.schedules.job.values import layers_choice
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
@@ -44,16 +44,7 @@ def schedule_function(session: Session, call: Mapping[str, Any]) -> Callable[...
         return None
     if session.spec is not None and session.planner is not None:
         if session.job is None:
-            flags = run_flags(session.args)
-            session.job = begin(
-                session.spec,
-                session.planner,
-                flags,
-                session.iteration,
-                session.running,
-                session.late_checks,
-                session.expert_messages,
-            )
+            session.job = _begun(session, session.spec, session.planner, session.args, session.iteration)
         return session.job.function
     chunks = listed(call["model"])
     if call.get("collect_non_loss_data") and call.get("forward_only") and len(chunks) == 1:
@@ -139,21 +130,18 @@ class LoopJob:
         if copies is not None and not torch.equal(*copies):
             refuse("the embedding and the output layer are tied and have different weights: load the same into both")
         session.planner = Planner(job)
-        self._job = begin(
-            job.spec,
-            session.planner,
-            run_flags(args),
-            lambda: self._done + 1,
-            session.running,
-            session.late_checks,
-            session.expert_messages,
-        )
+        self._job = _begun(session, job.spec, session.planner, args, lambda: self._done + 1)
 
     def __call__(self, **call: Any) -> list[Any]:
         """Runs one call; arguments and results as in stock."""
         results = self._job.function(**call)
         self._done += not call.get("forward_only", False)
         return results
+
+
+def _begun(session: Session, spec: JobSpec, planner: Planner, args: Any, iteration: Callable[[], int]) -> RunningJob:
+    late, messages = session.late_checks, session.expert_messages
+    return begin(spec, planner, run_flags(args), iteration, session.running, late, messages)
 
 
 def _refuse_other_groups(call: Mapping[str, Any]) -> None:

@@ -12,27 +12,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers.layout import PlacedLayout
 
-# Arguments whose field in the model's configuration has another name.
-_IN_CONFIG = {
-    "bias_swiglu_fusion": "bias_activation_fusion",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "fp8_param_gather": "fp8_param",
-    "num_experts": "num_moe_experts",
-    "swiglu": "gated_linear_unit",
-    "te_rng_tracker": "use_te_rng_tracker",
-}
 # Schedules that take as many chunks as the loop has built.
 _ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
 # Fields that our parser does not declare and that our checks read.
 _MORE = ("attention_backend", "variable_seq_lengths")
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 # Tokens of a microbatch for planning, where the call does not say how long its samples are.
 _USUAL_LENGTH = 4096
 # A loop does not say when it ends.
@@ -52,7 +42,7 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
     args = stock_parser().parse_args([])
     config = get_model_config(chunks[0])
     for name in (*vars(args), *_MORE):
-        value = getattr(config, _IN_CONFIG.get(name, name), None)
+        value = getattr(config, FIELDS.get(name, name), None)
         if value is not None:
             setattr(args, name, value.value if isinstance(value, Enum) and name not in _MORE else value)
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
@@ -129,7 +119,7 @@ def _written(layout: Any) -> str:
         stages = [layout.of_stage(stage) for stage in range(layout.placement.stages)]
     else:
         stages = [stage for chunk in zip(*layout.layout, strict=True) for stage in chunk]
-    return "|".join("".join(_LETTERS[layer.name] for layer in stage) for stage in stages)
+    return layout_text(stages)
 
 
 def _optimizer(chunk: Any) -> dict[str, Any]:
