@@ -27,10 +27,11 @@ def refused(text: str) -> str:
     [
         ("1,1,1", Costs(1, 1, 1, 0)),
         ("1,1.1,0.75,0.05", Costs(1, 1.1, 0.75, 0.05)),
+        ("1,1.1,0.75,0.05,0.2", Costs(1, 1.1, 0.75, 0.05, messages=(0.2, 0.2))),
         (" 2 , 3e1,.5 , 0", Costs(2, 30, 0.5, 0)),
     ],
 )
-def test_costs_are_three_or_four_numbers(text: str, expected: Costs):
+def test_costs_are_three_to_five_numbers(text: str, expected: Costs):
     assert Costs.parse(text) == expected
 
 

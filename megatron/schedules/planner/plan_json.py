@@ -110,7 +110,7 @@ class FiguresForm(Form, frozen=True, kw_only=True):
             "hidden_messages_by_rank": hidden,
             "exposed_messages_by_rank": exposed,
         }
-        maybe = {
+        maybe: dict[str, Any] = {
             "recomputed": timeline.recomputed,
             "useful": timeline.useful if timeline.recomputed else 0.0,
             "copying": timeline.copying,
