@@ -89,16 +89,17 @@ def test_hybrid_ep_sends_on_a_stream_of_its_own(library: Library) -> None:
     buffer = HybridBuffer(library, messages)
     with messages.hidden(library.run_ahead):
         assert buffer.dispatch_with_permute(hidden=ROWS, handle=None)[-1] == "handle"
-        assert buffer.combine_with_unpermute(hidden=ROWS, handle="handle") == (RECEIVED, None)
+        assert buffer.combine_with_unpermute(hidden=RECEIVED, handle="handle") == (RECEIVED, None)
+        buffer.dispatch_with_permute(hidden=ROWS, handle="handle")
     assert library.did == [
         each
-        for call in ("dispatch", "combine")
+        for call, sent in (("dispatch", 32), ("combine", 96), ("dispatch", 96))
         for each in (
             "its own waits for computing",
+            f"weight gradients behind {sent} bytes",
             "on its own",
             f"{call} ['handle']",
             "on computing",
-            "weight gradients behind 96 bytes",
             "computing waits for its own",
         )
     ]
