@@ -230,8 +230,8 @@ REFUSED = {
     "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
     "costs that are no numbers": (
         "--pipeline-schedule v-half --pipeline-costs 1,2",
-        "--pipeline-costs: costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not '1,2'; "
-        "or name a FILE.json",
+        "--pipeline-costs: costs are F,I,W[,LATENCY[,MESSAGES]], three to five numbers such as 1,1.1,0.75,0.05, not "
+        "'1,2'; or name a FILE.json",
     ),
     "costs beyond all bounds": (
         "--pipeline-schedule v-half --pipeline-costs 1e308,1,1",
