@@ -44,6 +44,7 @@ from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, p
 from tests.integration import (
     conversations,
     counted_forwards,
+    fake_deep_ep,
     fake_wandb,
     fused_kernels,
     held_in_jobs,
@@ -465,6 +466,8 @@ def _rank_main(flags: list[str]) -> None:
     _save_quickly(flags)
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
+    if "flex" in flags:
+        fake_deep_ep.put_in()
     pretrain_gpt.main()
     board = get_tensorboard_writer()
     if board is not None:  # its thread may still be writing, and a forked rank ends without waiting for threads

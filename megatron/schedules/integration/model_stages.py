@@ -18,6 +18,7 @@ from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVoc
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.coming_weights import ComingWeights
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
+from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.offload import Offloads
 from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.recompute import Recomputes
@@ -51,6 +52,7 @@ class MegatronStages(Stages):
         exchange: collectives of vocabulary parallelism; None without it.
         recomputes: forwards of layers that wait for R; None without R.
         offloads: offloaded activations; None without O.
+        budget: of weight gradients behind messages; None if none are hidden.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class MegatronStages(Stages):
         exchange: Exchange | None = None,
         recomputes: Recomputes | None = None,
         offloads: Offloads | None = None,
+        budget: MessageBudget | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running, self._recomputes, self._offloads = running, recomputes, offloads
+        self._running, self._recomputes, self._offloads, self._budget = running, recomputes, offloads, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
         self._coming = ComingWeights(program)
@@ -153,6 +156,8 @@ class MegatronStages(Stages):
         with self._store.split(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
         self._coming.ended(Kind.I, stage, microbatch)
+        if self._budget is not None:
+            self._budget.deferred(stage, self._store.flops(stage, microbatch))
         return result
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
@@ -160,9 +165,13 @@ class MegatronStages(Stages):
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
         self._coming.ended(Kind.W, stage, microbatch)
 
-    def run_ahead(self, flops: float) -> None:
-        """Computes weight gradients that are due, ahead of their W; see :meth:`.WeightGradients.run_ahead`."""
-        self._store.run_ahead(self._coming.due(), flops)
+    def run_ahead(self, sent: int) -> None:
+        """Computes weight gradients that are due, ahead of their W, behind a message of ``sent`` bytes.
+
+        See :meth:`.WeightGradients.run_ahead`.
+        """
+        assert self._budget is not None
+        self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.R, stage, microbatch)
@@ -213,6 +222,8 @@ class MegatronStages(Stages):
         follows this pass is gathered during the pass, and its full size is allocated meanwhile.
         """
         self._reduction.begin_pass()
+        if self._budget is not None and isinstance(kind, Kind):
+            self._budget.begin(kind, stage)
         ending = self._program.endings.get((kind, stage, microbatch))
         if ending is not None:
             elsewhere = {} if self._shared is None else self._shared.adds_to
