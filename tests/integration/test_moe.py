@@ -74,13 +74,11 @@ HIDING = {
 SPLITTING = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "late")
 HIDING_USUAL = {
     ("expert parallel 2, hidden messages", "v-half"),
-    ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "v-zb"),
     ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "late"),
     ("expert parallel 2, distributed optimizer, overlapped, hidden messages", "v-zb"),
     ("expert parallel 2, full recompute, hidden messages", "late"),
     ("expert parallel 2, allgather, z-loss, hidden messages", "late"),
     ("expert parallel 2, DeepEP, hidden messages", "late"),
-    ("expert parallel 2, HybridEP, hidden messages", "late"),
 }
 
 
@@ -107,7 +105,13 @@ def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setti
 
 @pytest.mark.parametrize(
     ("model", "flags", "schedule"),
-    [(EXPERTS, EP2, "late"), pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix)],
+    [
+        (EXPERTS, EP2, "late"),
+        pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix),
+        pytest.param(GATHERED, EP2, "late", marks=pytest.mark.full_matrix),
+        pytest.param(EXPERTS, f"{EP2} {DEEP_EP}", "late", marks=pytest.mark.full_matrix),
+        pytest.param(EXPERTS, f"{EP2} {HYBRID_EP}", "late", marks=pytest.mark.full_matrix),
+    ],
 )
 def test_weight_gradients_run_behind_messages_once_and_in_order(
     megatron: Megatron, tmp_path: Path, model: str, flags: str, schedule: str

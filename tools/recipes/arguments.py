@@ -52,7 +52,7 @@ def of_container(config: Any, gpus: int) -> argparse.Namespace:
         for field, value in {} if part is None else vars(part).items():
             if value is not None or name not in _OVERRIDE:
                 setattr(args, _NAMES.get(field, field), _DTYPES.get(str(value), value))
-    args.world_size, args.is_of_bridge = gpus, True
+    args.world_size = gpus
     args.peft = getattr(config, "peft", None) is not None
     args.group_query_attention = args.num_query_groups not in (None, args.num_attention_heads)
     # Megatron-LM adds gradients up in single precision unless this flag is given, Bridge if it is told to.

@@ -130,21 +130,22 @@ class ExpertMessages:
         """Returns DeepEP's ``buffer``, or one that runs weight gradients before stock waits for its messages."""
         return buffer if self._run_ahead is None else _Buffer(buffer, self._run_ahead)
 
-    def beside(self, call: Callable[..., tuple[Any, ...]], hidden: Tensor, named: dict[str, Any]) -> tuple[Any, ...]:
-        """Calls a message of HybridEP, which runs on the current stream: here on one of its own.
+    def beside(self, call: Callable[[], tuple[Any, ...]], sent: int) -> tuple[Any, ...]:
+        """Calls a message of HybridEP of ``sent`` bytes, which runs on the current stream: here on one of its own.
 
-        What it makes needs no ``record_stream``: only its next message uses that memory again, after the stream has
-        waited for whatever still reads it.
+        The host may wait inside the call until the message has ended, so weight gradients are queued before it. The
+        message waits for none of them. What it makes needs no ``record_stream``: only the next message uses that memory
+        again, after its stream has waited for whatever still reads it.
         """
         if self._run_ahead is None:
-            return call(hidden=hidden, **named)
+            return call()
         if self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)  # ahead of the blocks of weight gradients
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
+        self._run_ahead(sent)
         with torch.cuda.stream(self._stream):
-            results = call(hidden=hidden, **named)
-        self._run_ahead(_bytes(hidden, results[0]))
+            results = call()
         current.wait_stream(self._stream)
         return results
 
@@ -159,12 +160,17 @@ class HybridBuffer:
 
     def __init__(self, buffer: Any, messages: ExpertMessages) -> None:
         self._buffer, self._messages = buffer, messages
+        self._received = 0  # bytes that the last dispatch brought; the next one's are known when it has ended
 
     def dispatch_with_permute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
-        return self._messages.beside(self._buffer.dispatch_with_permute, hidden, named)
+        call = partial(self._buffer.dispatch_with_permute, hidden=hidden, **named)
+        results = self._messages.beside(call, max(hidden.nbytes, self._received))
+        self._received = results[0].nbytes
+        return results
 
     def combine_with_unpermute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
-        return self._messages.beside(self._buffer.combine_with_unpermute, hidden, named)
+        call = partial(self._buffer.combine_with_unpermute, hidden=hidden, **named)
+        return self._messages.beside(call, hidden.nbytes)
 
 
 class _Buffer:

@@ -25,7 +25,9 @@ class MessageBudget:
     """
 
     def __init__(self, costs: StageCosts | None = None) -> None:
-        self._costs = costs
+        # Time of the messages and time of W, by stage; no times where the plan has no messages.
+        known = costs is not None and any(map(any, costs.messages.values()))
+        self._messages, self._weights = (costs.of_messages, costs.times[Kind.W]) if costs and known else ({}, ())
         self._pass: tuple[Kind, int] | None = None
         self._sent: Counter[tuple[Kind, int]] = Counter()  # bytes of the last pass, by kind and stage
         self._now, self._left = 0, 0.0
@@ -39,9 +41,8 @@ class MessageBudget:
 
     def deferred(self, stage: int, flops: float) -> None:
         """Says how many floating point operations an I of ``stage`` has left to its W."""
-        time = 0.0 if self._costs is None else self._costs.times[Kind.W][stage]
-        if time and flops:
-            self._flops_per_time = flops / time
+        if self._weights and self._weights[stage] and flops:
+            self._flops_per_time = flops / self._weights[stage]
 
     def behind(self, sent: int) -> float:
         """Floating point operations to run behind a message of ``sent`` bytes that has just started."""
@@ -54,15 +55,11 @@ class MessageBudget:
         self._left = flops
 
     def _flops_per_byte(self) -> float:
-        if (
-            self._pass is None
-            or self._costs is None
-            or not any(map(any, getattr(self._costs, "messages", {}).values()))
-        ):
+        if self._pass is None or self._pass[0] not in self._messages:
             return FLOPS_PER_BYTE
         kind, stage = self._pass
-        # I sends back what F sends, and R what F has sent.
+        # I sends back what F sends, and R sends it again.
         bytes_of_pass = self._sent[self._pass] or self._sent[Kind.F, stage]
-        if not (bytes_of_pass and self._flops_per_time and kind in self._costs.messages):
-            return FLOPS_PER_BYTE
-        return self._costs.messages[kind][stage] * self._flops_per_time / bytes_of_pass
+        if not (bytes_of_pass and self._flops_per_time):
+            return FLOPS_PER_BYTE  # no W is due so early
+        return self._messages[kind][stage] * self._flops_per_time / bytes_of_pass
