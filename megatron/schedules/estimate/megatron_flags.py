@@ -20,9 +20,9 @@ Flags = Mapping[str, tuple[Callable[[Any], Any] | None, Any]]
 _OFF = """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split accumulate-allreduce-grads-in-fp32
     add-qkv-bias bf16 cross-entropy-loss-fusion first-last-layers-bf16 fp16 fp32-residual-connection fp8-output-proj
-    grad-reduce-in-bf16
-    group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload qk-layernorm
-    sequence-parallel swiglu use-distributed-optimizer use-precision-aware-optimizer use-rotary-position-embeddings
+    grad-reduce-in-bf16 group-query-attention moe-shared-expert-gate multi-latent-attention optimizer-cpu-offload
+    overlap-moe-expert-parallel-comm qk-layernorm sequence-parallel swiglu use-distributed-optimizer
+    use-precision-aware-optimizer use-rotary-position-embeddings
 """
 _ON = """
     disable-bias-linear no-bias-swiglu-fusion no-create-attention-mask-in-dataloader
