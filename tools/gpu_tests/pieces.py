@@ -132,7 +132,7 @@ PIECES = (
     ),
     Piece(
         "fp8",
-        "zb-1p and v-half train in FP8 and FP4 as stock does, with each recipe that the GPU computes",
+        "zb-1p and v-half train in FP8 and FP4 as stock does, with each recipe that the GPU computes, and with FP8 weights",
         (f"{_ONE}:fp8", ()),
     ),
     Piece(
