@@ -24,6 +24,9 @@ MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
 WIDE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 64 --ffn-hidden-size 128"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 FP4 = "--fp4-format e2m1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PRIMARY = f"--fp8-param-gather {SHARDED}"
+MX_PRIMARY = f"{PRIMARY} --reuse-grad-buf-for-mxfp8-param-ag"
 
 
 class Job(NamedTuple):
@@ -102,6 +105,24 @@ JOBS |= {
     "MXFP8, grouped experts": Job(
         f"{MOE} {WIDE}", f"{FP8} mxfp8 --moe-router-padding-for-quantization", capability="10.0"
     ),
+    "FP8 tensorwise, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY}", 2),
+    "FP8 tensorwise, primary weights on Blackwell": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY}", capability="10.0"
+    ),
+    "FP8 tensorwise, primary weights, ends in bf16": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY} --first-last-layers-bf16"
+    ),
+    "FP8 delayed, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {PRIMARY}"),
+    "FP8 blockwise, primary weights, sequence parallel": Job(
+        f"{MODERN} {WIDE}", f"{FP8} blockwise {PRIMARY} {TENSOR} --sequence-parallel", 2
+    ),
+    "FP8 blockwise, primary weights, grouped experts": Job(
+        f"{MOE} {WIDE}", f"{FP8} blockwise {PRIMARY} --moe-router-padding-for-quantization"
+    ),
+    "MXFP8, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} mxfp8 {MX_PRIMARY}", 2, capability="10.0"),
+    "MXFP8, primary weights, grouped experts": Job(
+        f"{MOE} {WIDE}", f"{FP8} mxfp8 {MX_PRIMARY} --moe-router-padding-for-quantization", capability="10.0"
+    ),
     "NVFP4": Job(f"{MODERN} {WIDE}", FP4, capability="10.0"),
     "NVFP4, sequence parallel": Job(f"{MODERN} {WIDE}", f"{FP4} {TENSOR} --sequence-parallel", 2, capability="10.0"),
     "NVFP4, grouped experts": Job(f"{MOE} {WIDE}", f"{FP4} --moe-router-padding-for-quantization", capability="10.0"),
@@ -131,6 +152,8 @@ USUAL = {
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
     ("NVFP4, sequence parallel", "zb-1p"),
+    ("FP8 tensorwise, primary weights", "zb-1p"),
+    ("MXFP8, primary weights", "v-half"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
@@ -175,7 +198,23 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
     else:
         stock = te_train.stock(2 * wanted.ranks, *flags, **settings)
     ours = te_train(2 * wanted.ranks, *flags, "--pipeline-schedule", *ORDERS[order].split(), **settings)
-    assert_stocks(ours, stock, "distributed optimizer" in job)
+    # Of a gradient that data-parallel ranks share, each has only its part.
+    replicas = wanted.ranks if TENSOR not in wanted.flags else 1
+    assert_stocks(ours, stock, "--use-distributed-optimizer" in wanted.flags and replicas > 1)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "9.0"), ("blockwise", "9.0"), ("mxfp8", "10.0")])
+def test_stocks_job_with_primary_weights_is_that_with_copies_of_bf16_weights(
+    te_train: Training, monkeypatch: pytest.MonkeyPatch, recipe: str, capability: str
+) -> None:
+    """So the CPU form is right about them. They start from the same main weights, which no checkpoint has rounded."""
+    monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+    flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
+    flags += tuple(f"{FP8} {recipe} {SHARDED} {MODERN} {WIDE}".split())
+    primary = (MX_PRIMARY if recipe == "mxfp8" else PRIMARY).split()
+    copies, alone = (te_train.fresh(4, *flags, *more) for more in ((), primary))
+    assert alone.losses == copies.losses and alone.evaluations == copies.evaluations
 
 
 def test_gradients_rounded_at_random_are_stocks_where_backwards_come_in_its_order(

@@ -132,7 +132,7 @@ PIECES = (
     ),
     Piece(
         "fp8",
-        "zb-1p and v-half train in FP8 and FP4 as stock does, with each recipe that the GPU computes",
+        "zb-1p and v-half train in FP8, FP8 weights too, and FP4 as stock does, with each recipe of the GPU",
         (f"{_ONE}:fp8", ()),
     ),
     Piece(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu import te_attention, te_kernels, te_quantized
+from megatron.schedules.integration.cpu import te_attention, te_kernels, te_quantized, te_weight_shards
 from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
 
 # Enum members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
@@ -178,7 +178,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_supports_multicast": lambda device_id=-1: False,
     "ubuf_built_with_mpi": lambda: False,
 }
-_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS
+_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS | te_weight_shards.KERNELS
 for _name in te_kernels.ACTIVATIONS:
     _FUNCTIONS |= te_kernels.activation_kernels(_name)
 

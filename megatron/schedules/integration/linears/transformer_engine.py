@@ -19,7 +19,7 @@ The following are never split; their gradients are computed in I:
 
 - output layers (:mod:`.output_layers`);
 - modules with a frozen weight;
-- weights that are not plain parameters: primary FP8 weights, grouped in one, or sharded over a rematerialisation group;
+- weights that are grouped in one, or sharded over a rematerialisation group;
 - weights that are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``);
 - modules whose ``forward`` was already replaced.
 
@@ -179,7 +179,8 @@ def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
     return (
         bool(weights)
-        and all(type(parameter) is torch.nn.Parameter for parameter in (*weights.values(), *biases.values()))
+        and all(type(weight) is torch.nn.Parameter or quantized.is_primary(weight) for weight in weights.values())
+        and all(type(bias) is torch.nn.Parameter for bias in biases.values())
         and all(weight.requires_grad for weight in weights.values())
         and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
         and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
@@ -209,7 +210,7 @@ class _Call:
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        self.leaves: dict[str, Any] = {n: p.detach().requires_grad_() for n, p in (weights | biases).items()}
+        self.leaves: dict[str, Any] = {n: quantized.leaf_of(p) for n, p in (weights | biases).items()}
         if self.fused:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
