@@ -24,6 +24,7 @@ MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
 WIDE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 64 --ffn-hidden-size 128"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 FP4 = "--fp4-format e2m1"
+OVERLAP = f"{TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 
 
 class Job(NamedTuple):
@@ -78,6 +79,7 @@ JOBS = {
     "hybrid, tied embeddings": Job(f"{MODERN} {HYBRID}", tied=True),
     "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}/*-"),
     "hybrid, full recompute": Job(f"{MODERN} {HYBRID}", FULL),
+    "late embedding gradients": Job(MODERN, "--defer-embedding-wgrad-compute --wgrad-deferral-limit 0"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),
     "packed documents": Job(MODERN, "--dataloader-inter-document-masking", samples="packed"),
@@ -106,6 +108,19 @@ JOBS |= {
     "NVFP4, sequence parallel": Job(f"{MODERN} {WIDE}", f"{FP4} {TENSOR} --sequence-parallel", 2, capability="10.0"),
     "NVFP4, grouped experts": Job(f"{MOE} {WIDE}", f"{FP4} --moe-router-padding-for-quantization", capability="10.0"),
 }
+JOBS |= {
+    "tensor-parallel overlap": Job(MODERN, OVERLAP, 2),
+    "tensor-parallel overlap, not fused": Job(flags=f"{OVERLAP} {UNFUSED}", ranks=2),
+    "tensor-parallel overlap, gradients in their own product": Job(MODERN, f"{OVERLAP} --tp-comm-overlap-rs-dgrad", 2),
+    "tensor-parallel overlap, full recompute": Job(MODERN, f"{OVERLAP} {FULL}", 2),
+    "tensor-parallel overlap, experts": Job(
+        MOE, f"{OVERLAP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2
+    ),
+    "FP8 tensorwise, tensor-parallel overlap": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {OVERLAP}", 2, capability="10.0"
+    ),
+    "FP8 delayed, tensor-parallel overlap": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {OVERLAP}", 2),
+}
 _ADAPTIVE = "adaptive --pipeline-memory-limit"
 ORDERS = {
     "zb-1p": "zb-1p",
@@ -131,6 +146,7 @@ USUAL = {
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
     ("NVFP4, sequence parallel", "zb-1p"),
+    ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
