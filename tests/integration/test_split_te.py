@@ -396,7 +396,6 @@ def what_cannot_be_split_is_refused() -> None:
         "--fp4-param-gather": "fp4_param_gather",
         "--fp4-quantizer-factory": "fp4_quantizer_factory",
         "--te-precision-config-file": "te_precision_config_file",
-        "--tp-comm-overlap": "tp_comm_overlap",
         "--use-transformer-engine-op-fuser": "use_transformer_engine_op_fuser",
         "--overlap-dispatch-backward-with-experts-wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     }

@@ -27,6 +27,7 @@ FP4 = "--fp4-format e2m1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PRIMARY = f"--fp8-param-gather {SHARDED}"
 MX_PRIMARY = f"{PRIMARY} --reuse-grad-buf-for-mxfp8-param-ag"
+OVERLAP = f"{TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 
 
 class Job(NamedTuple):
@@ -81,6 +82,7 @@ JOBS = {
     "hybrid, tied embeddings": Job(f"{MODERN} {HYBRID}", tied=True),
     "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}/*-"),
     "hybrid, full recompute": Job(f"{MODERN} {HYBRID}", FULL),
+    "late embedding gradients": Job(MODERN, "--defer-embedding-wgrad-compute --wgrad-deferral-limit 0"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),
     "packed documents": Job(MODERN, "--dataloader-inter-document-masking", samples="packed"),
@@ -127,6 +129,19 @@ JOBS |= {
     "NVFP4, sequence parallel": Job(f"{MODERN} {WIDE}", f"{FP4} {TENSOR} --sequence-parallel", 2, capability="10.0"),
     "NVFP4, grouped experts": Job(f"{MOE} {WIDE}", f"{FP4} --moe-router-padding-for-quantization", capability="10.0"),
 }
+JOBS |= {
+    "tensor-parallel overlap": Job(MODERN, OVERLAP, 2),
+    "tensor-parallel overlap, not fused": Job(flags=f"{OVERLAP} {UNFUSED}", ranks=2),
+    "tensor-parallel overlap, gradients in their own product": Job(MODERN, f"{OVERLAP} --tp-comm-overlap-rs-dgrad", 2),
+    "tensor-parallel overlap, full recompute": Job(MODERN, f"{OVERLAP} {FULL}", 2),
+    "tensor-parallel overlap, experts": Job(
+        MOE, f"{OVERLAP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2
+    ),
+    "FP8 tensorwise, tensor-parallel overlap": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {OVERLAP}", 2, capability="10.0"
+    ),
+    "FP8 delayed, tensor-parallel overlap": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {OVERLAP}", 2),
+}
 _ADAPTIVE = "adaptive --pipeline-memory-limit"
 ORDERS = {
     "zb-1p": "zb-1p",
@@ -154,6 +169,7 @@ USUAL = {
     ("NVFP4, sequence parallel", "zb-1p"),
     ("FP8 tensorwise, primary weights", "zb-1p"),
     ("MXFP8, primary weights", "v-half"),
+    ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}

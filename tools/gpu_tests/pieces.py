@@ -158,6 +158,12 @@ PIECES = (
         for connections in CONNECTIONS
     ),
     Piece(
+        "userbuffers",
+        "zb-1p, v-half and v-zb with --tp-comm-overlap train as stock does with it: tensor parallel 2; nothing hangs",
+        (f"{_MANY}:userbuffers", ()),
+        FEWEST_OF_MANY,
+    ),
+    Piece(
         "cold-start",
         "Nothing hangs where every kernel is compiled and loaded within the first program, with timers in every pass",
         (f"{_MANY}:cold_start", ()),

@@ -2,7 +2,7 @@
 
 The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
 wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. This is for tests and demos,
-because every product is computed in fp32. A GPU's kernels, streams and Userbuffers are not covered.
+because every product is computed in fp32. A GPU's kernels and streams are not covered.
 """
 
 from __future__ import annotations

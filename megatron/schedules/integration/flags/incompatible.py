@@ -190,7 +190,6 @@ _RULES = (
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
     _linears,
-    _flag("tp_comm_overlap", f"its buffers are reused before the weight gradients are computed; {_OUT}", _SPLIT_TE),
     _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
     _fp8_recipe,
@@ -218,7 +217,6 @@ _RULES = (
     _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),
     _flag("moe_shared_expert_overlap", f"both run behind the same messages; {_ONE_OUT}", _HIDES),
     _flag("overlap_moe_expert_parallel_comm", f"experts send no messages; {_OUT}", _NO_MESSAGES),
-    _flag("defer_embedding_wgrad_compute", _OWN_WEIGHTS),
     _flag("moe_paged_stash", _WRAPS),
     _flag("moe_expert_rank_capacity_factor", _WRAPS),
     _flag(

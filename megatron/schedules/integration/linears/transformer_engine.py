@@ -30,6 +30,9 @@ compute that gradient. A flag on the autograd node, or on an object of the node,
 after each forward, and W gathers the input once, a quantized input with Transformer Engine's own function. Without such
 a flag the backward gathers, and only this rank's part is stored if it is not quantized.
 
+Userbuffers (``tp_comm_overlap``) are shared memory, which the next use of the same product overwrites. Nothing that W
+reads may lie there (:mod:`.userbuffers`).
+
 Based on Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
 """
@@ -52,6 +55,7 @@ from megatron.schedules.integration.linears.local import fused_gradient
 from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, te_version
+from megatron.schedules.integration.linears.userbuffers import BULK, out_of_buffers
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
@@ -190,14 +194,14 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
-    """Replaces the module's parameters and store by the call's, through instance attributes."""
+    """Replaces the module's parameters and store by the call's, through instance attributes; no bulk overlap."""
     own = module.__dict__
-    kept = own["wgrad_store"]
-    own.update(call.leaves, wgrad_store=call)
+    kept = {name: own[name] for name in ("wgrad_store", *BULK) if name in own}
+    own.update(dict.fromkeys(kept, False) | call.leaves, wgrad_store=call)
     try:
         yield
     finally:
-        own["wgrad_store"] = kept
+        own.update(kept)
         for name in call.leaves:
             del own[name]
 
@@ -221,6 +225,8 @@ class _Call:
         gathers = module.sequence_parallel
         self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
+        # Whether the output's gradient is gathered in a userbuffer.
+        self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
         self._store, self._key, self._name = store, key, type(module).__name__
         self._deferred = False
 
@@ -295,8 +301,10 @@ class _WeightGradient:
         single, over = not outputs, None
         if single and call.input_over is not None:
             input, over = _part_of(input, grad_output, call.input_over)
-        plain = type(grad_output) is Tensor
+        plain, ahead = type(grad_output) is Tensor, single and call.fused and call.row_parallel
         quantized.keep_columns(grad_output)
+        if call.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
+            grad_output = out_of_buffers(grad_output)
         if over is None or quantized.gathered_by_columns(input):
             quantized.keep_columns(input)
         else:
@@ -307,7 +315,7 @@ class _WeightGradient:
             grad_output,
             over=over,
             gathered_over=call.gradient_over if single and plain else None,
-            ahead=single and call.fused and call.row_parallel,
+            ahead=ahead,
             gather=quantized.gather,
         )
 
