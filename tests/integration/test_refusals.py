@@ -165,9 +165,11 @@ REFUSED = {
         "--pipeline-schedule interleaved-1f1b --delay-wgrad-compute",
         "does not work with --delay-wgrad-compute: this schedule does not split the backward",
     ),
-    "other messages of experts behind computing": (
-        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",
-        "only messages of alltoall are hidden so far",
+    "shared experts behind the same messages": (
+        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+        "with --overlap-moe-expert-parallel-comm does not work with --moe-shared-expert-overlap: both run behind the "
+        "same messages; leave one of the two out",
     ),
     "no messages of experts behind computing": (
         "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall",

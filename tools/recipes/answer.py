@@ -12,7 +12,7 @@ from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
-from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE, refusal
+from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.integration.flags.reader import completed, spec_of
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
@@ -149,8 +149,6 @@ def answer(name: str, args: argparse.Namespace, device: str, gib: float, tried: 
         return refusal(replace(ours.spec, stock=stock), ours.schedule)
 
     left_out = {each: why_not(replace(kept, given=kept.given | {each})) for each in sorted(spec.stock.given - _KEPT)}
-    if getattr(args, "is_of_bridge", False):
-        left_out |= {each: ONLY_IN_MEGATRON_LM for each in TOO_LATE if each in spec.stock.given}
     found = Answer(
         name,
         args.world_size,
