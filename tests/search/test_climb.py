@@ -22,6 +22,7 @@ from megatron.schedules.schedule.placement import Placement, sequential, v_shape
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
 from megatron.schedules.schedule.validation import validate
+from megatron.schedules.search.climb import Entry, race
 from megatron.schedules.search.frontier import frontier, ladder
 from megatron.schedules.search.list_scheduling import Policy, list_schedule, space_for
 from megatron.schedules.search.lower_bound import lower_bound
@@ -67,6 +68,29 @@ def test_with_messages_the_makespan_is_that_of_the_simulator(
         due, weights = ([work[::2] for work in row if work.kind is kind] for kind in (Kind.I, Kind.W))
         assert due == weights, "in the order in which they become due"
     validate(timeline.schedule)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0)])
+def test_a_short_search_keeps_enough_weight_gradients_due(limit: float, most: float):
+    """With all messages exposed, no order of four chunks takes less than 225, whatever its memory."""
+    made = Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3))
+    costs, placement = made.around_one(), zigzag(8, 4)
+    problem = Problem(placement, 32, costs.on(placement))
+    (best,), _ = race([Entry(problem, [problem.order()])], limit, 11e6)
+    unit = made.forward / costs.forward
+    assert problem.fits(best.best, limit)
+    assert best.makespan * unit <= most
+    exposed = replace(made, messages=(0.0, 0.0))
+    assert lower_bound(placement, 32, exposed.on(placement), limit) > 225
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("limit", "most"), [(8.5, 198.0), (5.5, 218.0), (8.0, 225.0), (5.0, 225.0)])
+def test_adaptive_hides_messages(limit: float, most: float):
+    costs = Costs(1.3, 1.4, 0.75, 0.05, weight_share=0.6, messages=(0.3, 0.3))
+    timeline = timed(plan(Request("adaptive", 8, 32, costs, memory_limit=limit / 8)), costs)
+    assert timeline.makespan <= most
+    assert timeline.peak <= limit + 1e-9
 
 
 def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
