@@ -182,13 +182,17 @@ import megatron.schedules as ms
 ms.without_gpu()
 import megatron.core
 from tests.integration.core_loop import core_loop
-from tests.integration.test_core_loops import CALLS, CHUNKS, PIPELINE, SEVERAL_CHUNKS, check_passes, check_same
+from tests.integration.test_core_loops import CALLS, CHUNKS, EXPERTS, PIPELINE, check_passes, check_same
 
 theirs = core_loop({PIPELINE: 2}, None, CALLS)
 for schedule, sizes in {"zb-1p": {PIPELINE: 2}, "v-half": {PIPELINE: 2, CHUNKS: 2}}.items():
     ours = core_loop(sizes, {"schedule": schedule}, CALLS)
     check_same(ours, theirs)
     check_passes(ours, splits=True)
+sizes, asked = {PIPELINE: 2, "expert_model_parallel_size": 2}, {"overlap_moe_expert_parallel_comm": True}
+ours = core_loop(sizes, {"schedule": "zb-1p"}, CALLS, **EXPERTS, **asked)
+check_same(ours, core_loop(sizes, None, CALLS, **EXPERTS))
+assert all(rank[1].passes["hidden"] for rank in ours)
 print("megatron-core", megatron.core.__version__)
 """
 
