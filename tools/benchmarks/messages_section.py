@@ -14,8 +14,8 @@ _WITHIN = 0.03
 
 _HOW = """\
 As "Throughput", with {d} ranks, {n} microbatches and costs {costs}. In the middle of each F and I a message travels
-for {message:g} more, on its own thread. The pass waits for it, or pieces of weight gradients that are due run meanwhile,
-in the order of training. Stock's own overlap is at best as fast as without messages."""
+for {message:g} more, on its own thread. The pass waits for it, or pieces of weight gradients that are due run
+meanwhile, in the order of training. Stock's own overlap is at best as fast as without messages."""
 
 
 def section(rows: Sequence[Row]) -> str:
