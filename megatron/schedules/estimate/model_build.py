@@ -74,7 +74,10 @@ def _quantized(args: Any) -> Quantized | None:
     recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
     ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
     return Quantized(
-        recipe, ends if args.first_last_layers_bf16 else (0, 0), bool(args.fp8_output_proj) and recipe == "mxfp8"
+        recipe,
+        ends if args.first_last_layers_bf16 else (0, 0),
+        output=bool(args.fp8_output_proj) and recipe == "mxfp8",
+        primary=bool(args.fp8_param_gather if args.fp8 else args.fp4_param_gather),
     )
 
 
