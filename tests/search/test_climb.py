@@ -17,6 +17,7 @@ from megatron.schedules.planner.adaptive import bound
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
+from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement, sequential, v_shape, zigzag
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
@@ -40,6 +41,32 @@ POLICIES = st.builds(
     noise=st.sampled_from((0.0, 0.02, 0.5)),
     seed=st.integers(0, 2**30),
 )
+
+
+def with_messages(made: tuple[Schedule, Costs]) -> tuple[Problem, Costs]:
+    """The problem of a schedule, with messages of experts in half of each F and I."""
+    schedule, costs = made
+    costs = replace(costs, messages=(costs.forward / 2, costs.input_grad / 2))
+    return Problem(schedule.placement, schedule.microbatches, costs.on(schedule.placement)), costs
+
+
+@examples(100)
+@given(costed_schedules(), POLICIES, st.sampled_from((0.0, 0.5, 2.0)), st.booleans())
+def test_with_messages_the_makespan_is_that_of_the_simulator(
+    made: tuple[Schedule, Costs], policy: Policy, spare: float, backwards: bool
+):
+    """Weight gradients behind messages are those that the order itself hides, within the limit."""
+    problem, costs = with_messages(made)
+    order = problem.order(made[0])
+    limit = max(problem.peaks(order)) + spare
+    found, makespan, _ = problem.settled(order, limit, policy, backwards=backwards, most=2)
+    assert problem.fits(found, limit)
+    timeline = timed(replace(problem.schedule, order=problem.rows(found)), costs)
+    assert timeline.makespan == pytest.approx(makespan, rel=1e-12)
+    for row in timeline.schedule.order:
+        due, weights = ([work[::2] for work in row if work.kind is kind] for kind in (Kind.I, Kind.W))
+        assert due == weights, "in the order in which they become due"
+    validate(timeline.schedule)
 
 
 def in_python(tasks: Tasks, order: list[int], limit: float, policy: Policy) -> tuple[list[int], float]:
