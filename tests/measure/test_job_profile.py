@@ -212,7 +212,7 @@ def test_a_profile_tells_messages_from_the_passes_that_contain_them_and_exposed_
     # Two stages a rank, as half a rank's layers each.
     assert (costs.forward, costs.input_grad, *costs.messages) == pytest.approx((5.0, 6.0, 2.0, 1.0))
     on_stages = made.stage_costs(Costs(), Decisions())
-    assert on_stages.messages == {Kind.F: (2.0,) * 4, Kind.I: (1.0,) * 4, Kind.R: on_stages.messages[Kind.R]}
+    assert on_stages.messages == {Kind.F: (2.0,) * 4, Kind.I: (1.0,) * 4}
     assert from_text(to_text(made)) == made
     plain = replace(made, stages=tuple(replace(each, messages={}) for each in made.stages), exposed=None)
     assert plain.costs(2).messages == (0.0, 0.0) and plain.stage_costs(Costs(), Decisions()).messages == {}
