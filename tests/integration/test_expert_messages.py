@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -10,7 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.schedules.integration.expert_messages import ExpertMessages, HybridBuffer, reset_stocks_own
+from megatron.schedules.integration.expert_messages import (
+    ExpertMessages,
+    HybridBuffer,
+    MessageWatch,
+    reset_stocks_own,
+)
 
 ROWS, RECEIVED = torch.zeros(2, 4), torch.zeros(6, 4)
 
@@ -82,6 +87,32 @@ def test_the_device_waits_for_deep_ep_behind_weight_gradients(library: Library) 
         buffer.combine(ROWS, "handle", topk_weights=None)[-1].current_stream_wait()
     behind = ["weight gradients behind 96 bytes", "the device waits"]
     assert library.did == ["dispatch", *behind, "combine", *behind]
+
+
+@pytest.mark.parametrize("exposes", [False, True])
+def test_messages_are_measured_with_weight_gradients_behind_them_or_without(library: Library, exposes: bool) -> None:
+    did = library.did
+
+    def message() -> Callable[[], None]:
+        did.append("a message starts")
+        return lambda: did.append("a mark")
+
+    messages = ExpertMessages()
+    with messages.hidden(library.run_ahead, MessageWatch(message, exposes)):
+        messages.through(library).dispatch(ROWS, handle=None)[-1].current_stream_wait()
+        HybridBuffer(library, messages).combine_with_unpermute(hidden=ROWS, handle="handle")
+    behind = ["a message starts", *([] if exposes else ["weight gradients behind 96 bytes"]), "a mark"]
+    assert did[: 3 + len(behind)] == ["dispatch", *behind, "the device waits", "a mark"]
+    own = [each.replace("96", "32") for each in behind]
+    assert did[3 + len(behind) :] == [
+        "its own waits for computing",
+        *own,
+        "on its own",
+        "combine ['handle']",
+        "on computing",
+        "computing waits for its own",
+        "a mark",
+    ]
 
 
 def test_hybrid_ep_sends_on_a_stream_of_its_own(library: Library) -> None:

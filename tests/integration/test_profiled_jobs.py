@@ -79,3 +79,28 @@ def test_iterations_go_on_counting_after_a_resume(megatron, tmp_path):
     assert megatron("outputs", 2, [*resumed, f"{tmp_path}:3-4"])[0][0] == 0
     profile = read_profile(file)
     assert isinstance(profile, JobProfile) and profile.iterations == (4, 4)
+
+
+def test_hidden_messages_change_no_cost_and_are_measured_apart(megatron, tmp_path):
+    """Passes are measured with nothing behind messages: bytes, too, are those of a job that hides none."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
+    flags = f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --pipeline-schedule v-zb {experts}"
+    hides = f"{flags} --overlap-moe-expert-parallel-comm"
+    found = {}
+    for name, job in (("exposed", flags), ("hidden", hides)):
+        (tmp_path / name).mkdir()
+        found[name], said = profiled(megatron, tmp_path / name / "costs.json", 4, job)
+    plain, measured = found.values()
+    assert [stage.held for stage in measured.stages] == [stage.held for stage in plain.stages]
+    assert [stage.sizes for stage in measured.stages] == [stage.sizes for stage in plain.stages]
+    assert not any(stage.messages for stage in plain.stages) and plain.exposed is None
+    for stage in measured.stages:
+        for kind in (Kind.F, Kind.I):
+            assert 0 < stage.messages[kind] < stage.median(kind)
+    assert measured.exposed is not None
+    (table,) = [text for text in said if "as measured in iterations 3-4" in text]
+    assert "with nothing behind messages of experts F waits" in table and "behind them leave" in table
+    costs = f"--pipeline-costs {tmp_path / 'hidden' / 'costs.json'} --pipeline-dry-run 4"
+    for job, says in ((hides, True), (flags, False)):
+        (_, text), *_ = megatron("outputs", 1, [*JOB, *f"{job} {costs}".split()])
+        assert ("behind weight gradients" in text) is says

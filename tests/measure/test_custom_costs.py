@@ -27,6 +27,7 @@ def test_the_example_in_the_documentation_has_every_field_and_is_read():
         1.1,
         0.75,
         0.05,
+        messages=(0.2, 0.2),
         stage_weights=(1.5, 1, 1, 1, 1, 1, 1, 1.2),
         stage_activations=(1, 1, 1, 1, 1, 1, 1, 1.3),
         weight_share=0.4,

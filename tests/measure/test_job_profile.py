@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
-from megatron.schedules.measure.job_profile_json import to_text
+from megatron.schedules.measure.job_profile_json import from_text, to_text
 from megatron.schedules.measure.measured_passes import Conditions, RankMeasured, profile_of, rank_measured
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.planner.registry import Request, plan
@@ -194,6 +194,30 @@ def test_a_stage_takes_as_long_as_on_its_slowest_replica():
     assert made.stages[1].times[Kind.I] == pytest.approx((15.0, 5.0, 15.0))
     assert (made.stages[1].held, made.stages[1].sizes[Share.WEIGHTS]) == pytest.approx((1000.0, 500.0))
     assert made.latencies == ((0, 1, 3.0),)
+
+
+def test_a_profile_tells_messages_from_the_passes_that_contain_them_and_exposed_from_hidden_ones():
+    schedule = plan(Request("v-zb", 2, 4))
+    found = []
+    for rank, order in enumerate(schedule.order):
+        took = {Kind.F: 5.0, Kind.I: 6.0, Kind.B: 9.0, Kind.W: 3.0}
+        waits = [(work, 2.0 if work.kind is Kind.F else 1.0) for work in order if work.kind is not Kind.W]
+        passes = [(work, 0.0, took[work.kind]) for work in order]
+        found.append(rank_measured(rank, passes, [], [], {}, waits, exposed=0.25 * sum(time for _, time in waits)))
+    facts = Facts("a GPU", 8, 64, 4, 128, 1, 1)
+    made = profile_of(found, Conditions(facts, schedule, Costs(), Decisions(), (3, 5)))
+    assert made.exposed == pytest.approx(0.25)
+    assert all(each.messages == {Kind.F: 2.0, Kind.I: 1.0} for each in made.stages)
+    costs = made.costs(2)
+    # Two stages a rank, as half a rank's layers each.
+    assert (costs.forward, costs.input_grad, *costs.messages) == pytest.approx((5.0, 6.0, 2.0, 1.0))
+    on_stages = made.stage_costs(Costs(), Decisions())
+    assert on_stages.messages == {Kind.F: (2.0,) * 4, Kind.I: (1.0,) * 4}
+    assert from_text(to_text(made)) == made
+    plain = replace(made, stages=tuple(replace(each, messages={}) for each in made.stages), exposed=None)
+    assert plain.costs(2).messages == (0.0, 0.0) and plain.stage_costs(Costs(), Decisions()).messages == {}
+    assert "messages" not in to_text(plain) and from_text(to_text(plain)) == plain
+    assert from_text(to_text(replace(made, exposed=None))).exposed is None
 
 
 def test_the_size_of_what_is_kept_is_that_of_the_pass_that_moves_nothing_else():

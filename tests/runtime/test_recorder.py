@@ -206,6 +206,25 @@ def test_copies_have_times_of_their_own_and_who_waits_for_one_does_not_compute()
             assert times[f"{rank}B{m}"].start >= back[f"{rank}L{m}"].end
 
 
+def test_messages_inside_a_pass_say_what_ran_behind_them_and_what_was_waited():
+    clock = DeviceClock()
+    recorder = Recorder(clock)
+    for _ in range(2):
+        recorder.begin()
+        recorder.began(Action(Kind.F, 0, 0))
+        for _ in range(2):
+            mark = recorder.message()
+            mark()
+            clock.recorded += 3  # the device waits
+            mark()
+        recorder.ended(Action(Kind.F, 0, 0))
+        recorder.end()
+        clock.done = clock.recorded
+        assert recorder.take() == [(Pass.parse("0F0"), 1.0, 14.0)]
+        assert recorder.messages == [(Pass.parse("0F0"), 1.0, 4.0)] * 2
+    assert clock.made == 9, "their events are used again"
+
+
 def test_events_of_copies_are_reused_too():
     clock = DeviceClock()
     recorder = Recorder(clock)

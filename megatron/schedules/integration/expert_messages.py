@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 Sizes = Sequence[int] | None
 """Rows to or from each rank; None if equal."""
 
-RunAhead = Callable[[int], None]
-"""Computes weight gradients that are due, behind a message of so many bytes."""
+RunAhead = Callable[[int], Callable[[], None]]
+"""Computes weight gradients that are due, behind a message of so many bytes; returns what to call after the wait."""
 
 # Settings with which stock hides these messages, in arguments and in configurations. Its schedule then runs parts of
 # layers of two microbatches at a time, and asks for other settings with them.
@@ -39,6 +39,19 @@ def reset_stocks_own(settings: Any) -> list[str]:
     return found
 
 
+class MessageWatch(NamedTuple):
+    """Measures messages.
+
+    Args:
+        message: called when a message starts. What it returns is called when weight gradients behind the message have
+            been computed, and again when it has arrived.
+        exposes: whether no weight gradients run behind messages, so that passes can be measured without them.
+    """
+
+    message: Callable[[], Callable[[], None]]
+    exposes: bool
+
+
 class ExpertMessages:
     """Messages of experts in this process, and what runs behind them."""
 
@@ -48,9 +61,25 @@ class ExpertMessages:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def hidden(self, run_ahead: RunAhead) -> Iterator[None]:
-        """Runs ``run_ahead`` behind each message inside the block."""
-        self._run_ahead = run_ahead
+    def hidden(self, run_ahead: Callable[[int], None], watch: MessageWatch | None = None) -> Iterator[None]:
+        """Runs ``run_ahead`` behind each message inside the block.
+
+        Args:
+            run_ahead: computes weight gradients that are due, behind a message of so many bytes.
+            watch: measures the messages; may be None.
+        """
+
+        def watched(sent: int) -> Callable[[], None]:
+            if watch is None:
+                run_ahead(sent)
+                return _nothing
+            mark = watch.message()
+            if not watch.exposes:
+                run_ahead(sent)
+            mark()
+            return mark
+
+        self._run_ahead = watched
         try:
             yield
         finally:
@@ -143,10 +172,11 @@ class ExpertMessages:
             self._stream = torch.cuda.Stream(priority=-1)  # ahead of the blocks of weight gradients
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        self._run_ahead(sent)
+        arrived = self._run_ahead(sent)
         with torch.cuda.stream(self._stream):
             results = call()
         current.wait_stream(self._stream)
+        arrived()
         return results
 
 
@@ -196,12 +226,13 @@ class _Buffer:
 class _Event:
     """End of a message that has started."""
 
-    def __init__(self, event: Any, run_ahead: Callable[[], None]) -> None:
+    def __init__(self, event: Any, run_ahead: Callable[[], Callable[[], None]]) -> None:
         self._event, self._run_ahead = event, run_ahead
 
     def current_stream_wait(self) -> None:
-        self._run_ahead()
+        arrived = self._run_ahead()
         self._event.current_stream_wait()
+        arrived()
 
 
 class _AllToAll(torch.autograd.Function):
@@ -288,9 +319,14 @@ def _empty(rows: Tensor, count: int, buffered: bool) -> Tensor:
 def _behind(start: Callable[..., Any], rows: Tensor, result: Tensor, run_ahead: RunAhead) -> Tensor:
     """Starts a message, computes weight gradients, and lets the device wait for the message."""
     message = start(async_op=True)
-    run_ahead(_bytes(rows, result))
+    arrived = run_ahead(_bytes(rows, result))
     message.wait()
+    arrived()
     return result
+
+
+def _nothing() -> None:
+    """Called when a message has arrived that nobody measures."""
 
 
 def _bytes(sent: Tensor, received: Tensor) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.cpu import standin
+from megatron.schedules.integration.expert_messages import MessageWatch
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
@@ -38,8 +40,9 @@ from megatron.schedules.runtime.byte_counter import ByteCounter
 from megatron.schedules.runtime.copies import CopyWatch
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Program
-from megatron.schedules.runtime.recorder import Recorder, Span, StreamClock
+from megatron.schedules.runtime.recorder import Message, Recorder, Span, StreamClock
 from megatron.schedules.schedule.kinds import KINDS, Resource
+from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Copy, Timeline, held_over_time, simulate
 from megatron.schedules.utils.errors import one_line
@@ -56,27 +59,38 @@ class Watching(NamedTuple):
         observers: notified of every action.
         copies: notified of the copies of O and L.
         meter: counts activations tensor by tensor; may be None.
+        messages: measures messages of experts; may be None.
     """
 
     observers: Sequence[Observer] = ()
     copies: CopyWatch | None = None
     meter: ActivationMeter | None = None
+    messages: MessageWatch | None = None
 
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One timed iteration of one rank, on that rank's clock."""
+    """One timed iteration of one rank, on that rank's clock.
+
+    Args:
+        number, schedule: iteration and what ran.
+        passes, copies, messages: their times.
+        exposes: whether no weight gradients ran behind messages.
+    """
 
     number: int
     schedule: Schedule
     passes: list[Timed]
     copies: list[Timed]
+    messages: list[Message]
+    exposes: bool
 
 
 class Profiler:
     """Measures the training calls of iterations A to B and gathers the measurements at the end of B.
 
-    Bytes are counted in A, times are measured in the iterations after it.
+    Bytes are counted in A, times are measured in the iterations after it. So that each pass is measured with its own
+    work alone, no weight gradients run behind messages of experts before B, nor in B if no other iteration is timed.
 
     Args:
         planner: planner of the job.
@@ -94,7 +108,7 @@ class Profiler:
         self.recorded: Recorded | None = None
         self._planner, self._model, self._iteration, self._measured = planner, model, iteration, measured
         self._recorder = Recorder(StreamClock())
-        self._numbers: list[tuple[int, Schedule]] = []
+        self._numbers: list[tuple[int, Schedule, bool]] = []
         self._bytes: ByteCounter | None = None
         self._late = False
 
@@ -117,12 +131,13 @@ class Profiler:
             if standin.enabled() and meter is None:
                 meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
             self._bytes = ByteCounter(torch.cuda.memory_allocated if meter is None else lambda: meter.current)
-            return Watching([self._bytes], meter=meter)
+            return Watching([self._bytes], meter=meter, messages=MessageWatch(lambda: _nothing, exposes=True))
         if self._bytes is None or not first <= number <= last or self.profile is not None:
             return Watching(meter=meter)
-        self._numbers.append((number, self._planner.schedule(program.microbatches)))
+        exposes = number < last or first == last
+        self._numbers.append((number, self._planner.schedule(program.microbatches), exposes))
         self._recorder.begin()
-        return Watching([self._recorder], self._recorder, meter)
+        return Watching([self._recorder], self._recorder, meter, MessageWatch(self._recorder.message, exposes))
 
     def end(self) -> None:
         """Ends a training call. After the last timed call, gathers the measurements of all ranks.
@@ -140,11 +155,12 @@ class Profiler:
 
     def _taken(self) -> list[_Iteration]:
         found = []
-        for number, schedule in self._numbers:
+        for number, schedule, exposes in self._numbers:
             spans = self._recorder.take()
             assert spans is not None, "the device is idle"
             passes = [_placed(span) for span in spans]
-            found.append(_Iteration(number, schedule, passes, [*self._recorder.copies]))
+            messages = self._recorder.messages
+            found.append(_Iteration(number, schedule, passes, [*self._recorder.copies], messages, exposes))
         self._numbers = []
         return found
 
@@ -152,16 +168,20 @@ class Profiler:
         assert self._bytes is not None
         iterations, changes = self._taken(), self._bytes.changes
         group = parallel_state.get_pipeline_model_parallel_group()
+        timed = [each for each in iterations if each.exposes or not each.messages]
+        without = [replace(each, messages=[]) for each in iterations]  # for fewer bytes
         told: list[Any] = [None] * group.size()
         passes = sum(map(len, iterations[-1].schedule.order))
         most = max(1, min(_MOST_ITERATIONS, _MOST_PASSES // passes))
-        dist.all_gather_object(told, (iterations[-most:], changes), group=group)
+        dist.all_gather_object(told, (without[-most:], changes), group=group)
         measured = rank_measured(
             dist.get_rank(group),
-            [each for iteration in iterations for each in iteration.passes],
+            [each for iteration in timed for each in iteration.passes],
             [each for iteration in iterations for each in iteration.copies],
             changes,
             latencies([gaps(every[0].schedule, *_times(every)) for every in zip(*(of for of, _ in told), strict=True)]),
+            waits=[wait for iteration in timed for wait in _waits(iteration.messages)],
+            exposed=sum(each.exposed for each in iterations[-1].messages) if len(timed) < len(iterations) else None,
         )
         rows: list[RankMeasured | None] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, measured)
@@ -187,6 +207,18 @@ class Profiler:
         else:
             said = f"costs written to {file}, for --pipeline-costs"
         print_rank_0(one_line(f"pipeline schedule: {said}"))
+
+
+def _nothing() -> None:
+    """Called for messages of the iteration in which bytes are counted."""
+
+
+def _waits(messages: Iterable[Message]) -> Iterable[tuple[Pass, float]]:
+    """Time that each pass of an iteration waits for its messages."""
+    found: dict[Pass, float] = defaultdict(float)
+    for work, _, exposed in messages:
+        found[work] += exposed
+    return found.items()
 
 
 def _placed(span: Span) -> Timed:

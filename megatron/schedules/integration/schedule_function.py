@@ -183,7 +183,7 @@ class ScheduleFunction:
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]
         log = self._log if training else None
-        hidden = nullcontext() if self._hiding is None else self._hiding.hidden(stages.run_ahead)
+        hidden = nullcontext() if self._hiding is None else self._hiding.hidden(stages.run_ahead, measuring.messages)
         with closing(stages), events_in(config.timers), self._late_checks.at_the_end(), hidden:
             if log is not None:
                 observers += log.begin(program, planned and planned.timeline)

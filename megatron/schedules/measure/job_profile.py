@@ -43,6 +43,7 @@ class StageProfile:
         held: bytes from F to I, including recomputed and offloaded ones.
         sizes: bytes of each part of the activations that can be measured separately (:data:`.kinds.SEEN_BY`).
         recomputed: share of its layers that R recomputes.
+        messages: parts of F and I, milliseconds, in which it waits for messages of experts if nothing runs behind them.
     """
 
     layers: int
@@ -51,6 +52,7 @@ class StageProfile:
     held: float = 0.0
     sizes: Mapping[Share, float] = field(default_factory=lambda: dict.fromkeys(SEEN_BY, 0.0))
     recomputed: float = 0.0
+    messages: Mapping[Kind, float] = field(default_factory=dict)
 
     def median(self, kind: Kind) -> float:
         """Median milliseconds; 0 for kinds that the stage does not have."""
@@ -70,6 +72,8 @@ class JobProfile:
         stages: profiles in model order.
         latencies: link latency by sending and receiving rank, milliseconds.
         copy_gbps: speed of copies while other copies and messages run; None without copies.
+        exposed: part of the time of experts' messages that weight gradients behind them left exposed; None if not
+            measured.
     """
 
     facts: Facts
@@ -81,6 +85,7 @@ class JobProfile:
     stages: tuple[StageProfile, ...]
     latencies: tuple[tuple[int, int, float], ...] = ()
     copy_gbps: CopyRates | None = None
+    exposed: float | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -176,7 +181,12 @@ class JobProfile:
             recompute_time=time,
             layer_input=layer_input,
             latencies=self.latencies if ranks == self.placement.ranks else (),
+            messages=(min(forward, self._messages(Kind.F, ranks)), min(input_grad, self._messages(Kind.I, ranks))),
         )
+
+    def _messages(self, kind: Kind, ranks: int) -> float:
+        """Time of experts' messages in half the layers of one of ``ranks`` ranks, milliseconds."""
+        return sum(stage.messages.get(kind, 0.0) for stage in self.stages) / (2 * ranks)
 
     def memory(self, planned: ModelMemory) -> ModelMemory:
         """Returns ``planned`` with measured instead of estimated bytes, which include Megatron's recompute."""
@@ -210,7 +220,11 @@ class JobProfile:
             )
             for kind, each in found.times.items()
         }
-        return replace(found, times=times)
+        messages = {
+            kind: tuple(map(min, (stage.messages.get(kind, 0.0) for stage in self.stages), times[kind]))
+            for kind in (Kind.F, Kind.I)
+        }
+        return replace(found, times=times, messages={**found.messages, **messages} if found.has_messages else {})
 
     @property
     def _weight_share(self) -> float:

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import MOST_LAYERS, CopyRates, FactsForm, written_facts
 from megatron.schedules.schedule.kind_forms import ByKind
-from megatron.schedules.schedule.kinds import Share
+from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import PlacementForm
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import (
@@ -45,6 +45,13 @@ class MeasuredForm(Form, frozen=True, kw_only=True):
     high: Amount
 
 
+class MessageTimesForm(Form, frozen=True, kw_only=True):
+    """Milliseconds in which F and I wait for messages of experts if nothing runs behind them."""
+
+    F: Amount
+    I: Amount  # noqa: E741 - the field's letter for the input gradient
+
+
 class StageForm(Form, frozen=True, kw_only=True):
     """:class:`.StageProfile` in the file."""
 
@@ -57,6 +64,7 @@ class StageForm(Form, frozen=True, kw_only=True):
     recompute_bytes: Amount
     offload_bytes: Amount
     vocabulary_bytes: Amount
+    messages: MessageTimesForm | UnsetType = UNSET
 
     @staticmethod
     def of(stage: StageProfile) -> StageForm:
@@ -68,6 +76,9 @@ class StageForm(Form, frozen=True, kw_only=True):
             recomputed=stage.recomputed,
             activation_bytes=stage.held,
             **{name: stage.sizes[share] for share, name in _BYTES.items()},
+            messages=MessageTimesForm(F=stage.messages.get(Kind.F, 0.0), I=stage.messages.get(Kind.I, 0.0))
+            if stage.messages
+            else UNSET,
         )
 
     def stage(self) -> StageProfile:
@@ -79,6 +90,7 @@ class StageForm(Form, frozen=True, kw_only=True):
             held=self.activation_bytes,
             sizes={share: getattr(self, name) for share, name in _BYTES.items()},
             recomputed=self.recomputed,
+            messages={} if self.messages is UNSET else {Kind.F: self.messages.F, Kind.I: self.messages.I},
         )
 
 
@@ -94,6 +106,7 @@ class JobProfileForm(FactsForm, frozen=True, kw_only=True):
     stages: tuple[StageForm, ...]
     latencies: tuple[Hop, ...]
     copy_gbps: CopyRates | UnsetType = UNSET
+    messages_exposed: Portion | UnsetType = UNSET
 
 
 def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) -> str:
@@ -110,6 +123,7 @@ def to_text(profile: JobProfile, *, versions: Any = UNSET, date: Any = UNSET) ->
         stages=tuple(map(StageForm.of, profile.stages)),
         latencies=profile.latencies,
         copy_gbps=UNSET if rates is None else rates,
+        messages_exposed=UNSET if profile.exposed is None else profile.exposed,
         versions=versions,
         date=date,
     )
@@ -131,6 +145,7 @@ def from_text(text: str) -> JobProfile:
         tuple(stage.stage() for stage in form.stages),
         form.latencies,
         None if form.copy_gbps is UNSET else form.copy_gbps,
+        None if form.messages_exposed is UNSET else form.messages_exposed,
     )
     if sum(found.layers) != found.facts.layers:
         raise PlanError(f"$.stages have {sum(found.layers)} layers, and $.model.layers is {found.facts.layers}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
@@ -33,6 +33,10 @@ class RankMeasured:
         bytes: median change of memory of a pass, by stage and kind.
         held: bytes from F to I by stage, including those that R allocates.
         latencies: latencies of its pipeline, (from, to) -> milliseconds.
+        messages: median time in which a pass waits for messages of experts if nothing runs behind them, by stage and
+            kind.
+        exposed: time in which it waited for them in an iteration with weight gradients behind them, milliseconds; None
+            without such an iteration.
     """
 
     rank: int
@@ -40,6 +44,8 @@ class RankMeasured:
     bytes: Mapping[StageKind, float]
     held: Mapping[int, float]
     latencies: Mapping[tuple[int, int], float]
+    messages: Mapping[StageKind, float] = field(default_factory=dict)
+    exposed: float | None = None
 
 
 def rank_measured(
@@ -48,8 +54,17 @@ def rank_measured(
     copies: Iterable[Timed],
     changes: Sequence[Change],
     latencies: Mapping[tuple[int, int], float],
+    waits: Iterable[tuple[Pass, float]] = (),
+    exposed: float | None = None,
 ) -> RankMeasured:
-    """Summarizes the timed ``passes`` and ``copies`` of ``rank``, and its ``changes`` of memory."""
+    """Summarizes the timed ``passes`` and ``copies`` of ``rank``, and its ``changes`` of memory.
+
+    Args:
+        rank: rank in its pipeline.
+        passes, copies: timed with nothing behind messages of experts.
+        changes, latencies, exposed: as in :class:`RankMeasured`.
+        waits: time that ``passes`` waited for these messages, milliseconds.
+    """
     took: dict[StageKind, list[float]] = defaultdict(list)
     computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
     for (stage, kind, _), start, end in (*computing, *copies):
@@ -61,12 +76,17 @@ def rank_measured(
         changed[stage, kind].append(change)
         if kind is Kind.F:
             held[stage].append(change + recomputed.get((stage, m), 0.0))
+    waited: dict[StageKind, list[float]] = defaultdict(list)
+    for (stage, kind, _), time in waits:
+        waited[stage, kind].append(time)
     return RankMeasured(
         rank,
         {key: _measured(each) for key, each in took.items()},
         {key: statistics.median(each) for key, each in changed.items()},
         {stage: statistics.median(each) for stage, each in held.items()},
         dict(latencies),
+        {key: statistics.median(each) for key, each in waited.items()},
+        exposed,
     )
 
 
@@ -125,6 +145,7 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
                 held=max(0.0, held),
                 sizes={share: _most(rows, (stage, kind), sign) for share, (kind, sign) in SEEN_BY.items()},
                 recomputed=0.0 if Kind.R not in times else 1.0 if recomputed is None else recomputed[stage],
+                messages=_messages(rows, stage),
             )
         )
     latencies = {
@@ -141,7 +162,25 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
         tuple(_with_left(stages, under.costs.weight_share)),
         tuple((source, to, time) for (source, to), time in latencies.items()),
         _rates(stages),
+        _exposed(ranks, under.schedule),
     )
+
+
+def _messages(rows: Sequence[RankMeasured], stage: int) -> dict[Kind, float]:
+    """Time of messages in F, and in I or B, on the slowest replica; empty without messages."""
+    found = {
+        kind: max((row.messages.get((stage, each), 0.0) for row in rows for each in kinds), default=0.0)
+        for kind, kinds in ((Kind.F, (Kind.F,)), (Kind.I, (Kind.I, Kind.B)))
+    }
+    return found if any(found.values()) else {}
+
+
+def _exposed(ranks: Sequence[RankMeasured], schedule: Schedule) -> float | None:
+    """Part of all messages' time that is exposed with weight gradients behind them; None if not measured."""
+    seen = [row for row in ranks if row.exposed is not None]
+    passes = (row.messages.get((work.stage, work.kind), 0.0) for row in seen for work in schedule.order[row.rank])
+    whole = sum(passes)
+    return min(1.0, sum(row.exposed or 0.0 for row in seen) / whole) if whole else None
 
 
 def _with_left(stages: Sequence[StageProfile], planned: float) -> list[StageProfile]:

@@ -52,6 +52,15 @@ def _others(profile: JobProfile) -> str:
     if profile.latencies:
         source, to, worst = max(profile.latencies, key=lambda latency: latency[2])
         said.append(f"a message takes {profile.comm:.3g} ms, {worst:.3g} from rank {source} to {to}")
+    waits = [[stage.messages.get(kind, 0.0) for stage in profile.stages] for kind in (Kind.F, Kind.I)]
+    if any(map(any, waits)):
+        forward, input_grad = map(statistics.median, waits)
+        said.append(
+            f"with nothing behind messages of experts F waits {forward:.3g} ms for them and I {input_grad:.3g} on the "
+            "median stage"
+        )
+        if profile.exposed is not None:
+            said.append(f"weight gradients behind them leave {percent(profile.exposed, 0)} of that exposed")
     held = [stage.held / 2**20 for stage in profile.stages]
     if any(held):
         waiting = sum(stage.sizes[Share.WEIGHTS] for stage in profile.stages) / sum(

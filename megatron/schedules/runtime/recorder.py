@@ -61,23 +61,32 @@ class Span(NamedTuple):
     end: float
 
 
-class _Copy(NamedTuple):
-    """A copy, and the marks of its start and end as far as it has come."""
+class Message(NamedTuple):
+    """A message inside a pass: milliseconds of weight gradients behind it, and of waiting after these."""
+
+    work: Pass
+    behind: float
+    exposed: float
+
+
+class _Marked(NamedTuple):
+    """A copy with the marks of its start and end, or a message with three, as far as it has come."""
 
     work: Pass
     marks: list[Any]
 
 
 class _Run(NamedTuple):
-    """One run: its passes; the marks of its start and of each pass's start and end; its copies."""
+    """One run: its passes; the marks of its start and of each pass's start and end; its copies and messages."""
 
     works: list[Pass]
     marks: list[Any]
-    copies: list[_Copy]
+    copies: list[_Marked]
+    messages: list[_Marked]
 
     def all_marks(self) -> list[Any]:
-        """The marks of passes and copies."""
-        return [*self.marks, *(mark for copy in self.copies for mark in copy.marks)]
+        """The marks of passes, copies and messages."""
+        return [*self.marks, *(mark for each in (*self.copies, *self.messages) for mark in each.marks)]
 
 
 class Recorder(Observer):
@@ -91,29 +100,42 @@ class Recorder(Observer):
 
     Attributes:
         copies: start and end of each copy of the run that was taken last, in the order in which they began.
+        messages: the messages inside passes of that run, in order.
     """
 
     def __init__(self, clock: HostClock | StreamClock) -> None:
         self._clock = clock
         self._free: list[Any] = []
-        self._run = _Run([], [], [])
+        self._run = _Run([], [], [], [])
         self._current: Pass | None = None
         self._open = False
         self._whole: deque[_Run] = deque()
         self.copies: list[Span] = []
+        self.messages: list[Message] = []
 
     def begin(self) -> None:
         """A run begins: time 0 of its record. Drops an unfinished run."""
         self._free += self._run.all_marks()
-        self._run, self._open = _Run([], [self._mark()], []), False
+        self._run, self._open = _Run([], [self._mark()], [], []), False
 
     def copying(self) -> Callable[[], None]:
         """See :class:`.copies.CopyWatch`: the current pass begins a copy; that of an O begins at the end of its F."""
         assert self._current is not None
         stage, kind, m = self._current
-        copy = _Copy(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
+        copy = _Marked(Pass(stage, _COPIED_BY.get(kind, kind), m), [])
         self._run.copies.append(copy)
         return lambda: copy.marks.append(self._mark())
+
+    def message(self) -> Callable[[], None]:
+        """A message starts inside the current pass.
+
+        Returns:
+            Call it twice: when weight gradients behind the message have been computed, and when it has arrived.
+        """
+        assert self._current is not None
+        message = _Marked(self._current, [self._mark()])
+        self._run.messages.append(message)
+        return lambda: message.marks.append(self._mark())
 
     def began(self, action: Action) -> None:
         op, stage, microbatch, _ = action
@@ -135,7 +157,7 @@ class Recorder(Observer):
     def end(self) -> None:
         """The run has ended well."""
         self._whole.append(self._run)
-        self._run = _Run([], [], [])
+        self._run = _Run([], [], [], [])
 
     def take(self) -> list[Span] | None:
         """Returns the passes of the oldest run that has not been taken; None where the device has not ended it.
@@ -149,6 +171,10 @@ class Recorder(Observer):
         times = [base.elapsed_time(mark) for mark in marks]
         # Computing has waited for the end of each copy, so these marks are passed too.
         self.copies = [Span(copy.work, *(base.elapsed_time(mark) for mark in copy.marks)) for copy in run.copies]
+        self.messages = [
+            Message(work, begun.elapsed_time(computed), computed.elapsed_time(arrived))
+            for work, (begun, computed, arrived) in run.messages
+        ]
         self._free += run.all_marks()
         return [Span(*each) for each in zip(run.works, times[::2], times[1::2], strict=True)]
 
