@@ -33,6 +33,7 @@ DEEP_EP, HYBRID_EP = (
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PACKED = "--dataloader-inter-document-masking"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SPARSE = "--moe-layer-freq ([0,1]*4) --moe-ffn-hidden-size 64"
 
@@ -65,6 +66,7 @@ HIDING = {
         f"{EXPERTS} --moe-z-loss-coeff 1e-3",
         f"{EP2} --calculate-per-token-loss",
     ),
+    "expert parallel 2, packed documents, hidden messages": (4, SHARED, f"{EP2} {PACKED}"),
     "expert parallel 2, allgather, z-loss, hidden messages": (4, f"{GATHERED} {SHARED_EXPERT}", EP2),
     "expert parallel 2 over tensor ranks, allgather, hidden messages": (4, GATHERED, f"{EP2} {TP2}"),
     "expert parallel 2, DeepEP, hidden messages": (4, SHARED, f"{EP2} {DEEP_EP}"),
@@ -148,9 +150,10 @@ def _microbatches(flags: str) -> int:
 
 def assert_stocks(train: Training, world: int, model: str, flags: str, schedule: str, ours_alone: str = "") -> None:
     """The job's losses, gradients and weights are those of stock's to the bit."""
-    job, attention = (*JOB, *flags.split()), "plain" if MLA in model else "stock"
-    ours = train(world, *job, *ours_alone.split(), *under(schedule), model=tuple(model.split()), attention=attention)
-    stock = train.stock(world, *job, model=tuple(model.split()), attention=attention)
+    job, how = (*JOB, *flags.split()), {"attention": "plain" if MLA in model else "stock"}
+    how["samples"] = "packed" if PACKED in flags else "plain"
+    ours = train(world, *job, *ours_alone.split(), *under(schedule), model=tuple(model.split()), **how)
+    stock = train.stock(world, *job, model=tuple(model.split()), **how)
     assert_same_losses(ours, stock)
     assert "--use-distributed-optimizer" in job or differing(ours, stock) == []
     assert ours.weights.keys() == stock.weights.keys()
