@@ -661,10 +661,17 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
         else:
-            seen["weights"] = _gradients(model, lambda parameter: parameter.data)
+            seen["weights"] = _gradients(model, _value)
         return result
 
     return call
+
+
+def _value(parameter: Any) -> torch.Tensor:
+    """A weight's numbers, also those of one that is stored in FP8 or FP4."""
+    dequantize = getattr(parameter, "dequantize", None) if type(parameter) is not torch.nn.Parameter else None
+    numbers: torch.Tensor = dequantize() if dequantize else parameter.data
+    return numbers
 
 
 def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tensor]:

@@ -30,14 +30,12 @@ _ALL = 207
 # What is left out, in a few words.
 _SHORT = {
     "cuda_graph_impl": "CUDA graphs",
-    "defer_embedding_wgrad_compute": "late embedding gradients",
     "delay_wgrad_compute": "expert overlap",
     "fine_grained_activation_offloading": "offloading",
     "fp8_param_gather": "FP8 weights",
     "moe_expert_rank_capacity_factor": "paged stash",
     "moe_paged_stash": "paged stash",
     "overlap_moe_expert_parallel_comm": "expert overlap",
-    "tp_comm_overlap": "TP overlap",
     "use_transformer_engine_op_fuser": "op fuser",
 }
 _HEADS = (
@@ -244,6 +242,10 @@ takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of sta
 (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
 page are without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
 ([which schedule](which-schedule.md)).
+
+A schedule switches off some settings by itself: the bulk overlaps of `tp_comm_overlap`
+([tensor parallel](gpu.md#what-overlaps-with-computing)) and `defer_embedding_wgrad_compute`. These recipes count as
+accepted.
 
 ## Your own recipe
 

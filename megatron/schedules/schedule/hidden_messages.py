@@ -60,7 +60,7 @@ def hide(row: Sequence[Pass], costs: StageCosts) -> Hiding:
 
 def pieces(row: Sequence[Pass], costs: StageCosts) -> Iterator[Piece]:
     """Yields the weight gradients of a rank that run behind messages, in order."""
-    if not any(map(any, costs.messages.values())):
+    if not costs.has_messages:
         return
     left, messages = costs.durations_of(row), costs.messages_of(row)
     coming = [index for index, work in enumerate(row) if Kind.W in (work.kind, *KINDS[work.kind].parts)]

@@ -113,6 +113,12 @@ class Timeline:
         messages = [sum(self.costs.messages_of(row)) for row in self.schedule.order]
         return tuple(max(0.0, time - hidden) for time, hidden in zip(messages, self.hidden, strict=True))
 
+    @property
+    def messages(self) -> tuple[float, float]:
+        """Shares of the makespan in which an average rank's experts' messages are hidden, and exposed."""
+        whole = self.schedule.ranks * self.makespan
+        return sum(self.hidden) / whole, sum(self.exposed) / whole
+
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Activation memory of ``rank`` over time, as steps (time, memory in microbatches from then on).
 

@@ -95,6 +95,11 @@ class StageCosts:
         attention = self.of_attention
         return [loads.time(durations[kind][stage], attention[kind][stage], m) for stage, kind, m in passes]
 
+    @cached_property
+    def has_messages(self) -> bool:
+        """True if any pass waits for messages of experts."""
+        return any(map(any, self.messages.values()))
+
     def messages_of(self, passes: Iterable[Pass]) -> list[float]:
         """Returns the time of each of ``passes`` in which the rank waits for messages of its experts."""
         messages, loads = self.of_messages, self.loads

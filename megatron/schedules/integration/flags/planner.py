@@ -210,6 +210,12 @@ class Planner:
             *([f"planned for {self._assumed}"] if self._assumed else []),
             *self._explanation.splitlines(),
         ]
+        hidden, exposed = timeline.messages
+        if hidden + exposed:
+            lines[1:1] = [
+                f"messages of experts take {100 * (hidden + exposed):.1f} % of an average rank's time: "
+                f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
+            ]
         return "\n".join(f"pipeline schedule: {line}" for line in lines)
 
 
