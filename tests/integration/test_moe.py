@@ -130,6 +130,16 @@ def test_weight_gradients_run_behind_messages_once_and_in_order(
         assert sorted(ours.added.values()) == sorted(without.added.values())
 
 
+@pytest.mark.full_matrix
+def test_as_many_run_behind_messages_as_the_plan_says(megatron: Megatron, tmp_path: Path) -> None:
+    """By the costs given here messages take no time, although this job's take longer than its weight gradients."""
+    asked = under(_asked("late", tmp_path, EP2))
+    job = [*MODEL, *JOB, *EXPERTS.split(), *EP2.split(), *asked, *HIDDEN.split(), "--pipeline-costs"]
+    for costs, hides in (("1,1.1,.75,.05,1e-6", False), ("1,1.1,.75,.05,.9", True)):
+        found = megatron("behind_messages", 4, [*job, costs])
+        assert all(each.behind and any(each.behind) == hides for each in found), costs
+
+
 def _asked(schedule: str, folder: Path, flags: str) -> str:
     """The schedule's name, or the file with the schedule in which every W is at the end: so all may be due."""
     if schedule != "late":
