@@ -33,6 +33,7 @@ DEEP_EP, HYBRID_EP = (
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PACKED = "--dataloader-inter-document-masking"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SPARSE = "--moe-layer-freq ([0,1]*4) --moe-ffn-hidden-size 64"
 
@@ -65,6 +66,7 @@ HIDING = {
         f"{EXPERTS} --moe-z-loss-coeff 1e-3",
         f"{EP2} --calculate-per-token-loss",
     ),
+    "expert parallel 2, packed documents, hidden messages": (4, SHARED, f"{EP2} {PACKED}"),
     "expert parallel 2, allgather, z-loss, hidden messages": (4, f"{GATHERED} {SHARED_EXPERT}", EP2),
     "expert parallel 2 over tensor ranks, allgather, hidden messages": (4, GATHERED, f"{EP2} {TP2}"),
     "expert parallel 2, DeepEP, hidden messages": (4, SHARED, f"{EP2} {DEEP_EP}"),
@@ -128,6 +130,16 @@ def test_weight_gradients_run_behind_messages_once_and_in_order(
         assert sorted(ours.added.values()) == sorted(without.added.values())
 
 
+@pytest.mark.full_matrix
+def test_as_many_run_behind_messages_as_the_plan_says(megatron: Megatron, tmp_path: Path) -> None:
+    """By the costs given here messages take no time, although this job's take longer than its weight gradients."""
+    asked = under(_asked("late", tmp_path, EP2))
+    job = [*MODEL, *JOB, *EXPERTS.split(), *EP2.split(), *asked, *HIDDEN.split(), "--pipeline-costs"]
+    for costs, hides in (("1,1.1,.75,.05,1e-6", False), ("1,1.1,.75,.05,.9", True)):
+        found = megatron("behind_messages", 4, [*job, costs])
+        assert all(each.behind and any(each.behind) == hides for each in found), costs
+
+
 def _asked(schedule: str, folder: Path, flags: str) -> str:
     """The schedule's name, or the file with the schedule in which every W is at the end: so all may be due."""
     if schedule != "late":
@@ -148,9 +160,10 @@ def _microbatches(flags: str) -> int:
 
 def assert_stocks(train: Training, world: int, model: str, flags: str, schedule: str, ours_alone: str = "") -> None:
     """The job's losses, gradients and weights are those of stock's to the bit."""
-    job, attention = (*JOB, *flags.split()), "plain" if MLA in model else "stock"
-    ours = train(world, *job, *ours_alone.split(), *under(schedule), model=tuple(model.split()), attention=attention)
-    stock = train.stock(world, *job, model=tuple(model.split()), attention=attention)
+    job, how = (*JOB, *flags.split()), {"attention": "plain" if MLA in model else "stock"}
+    how["samples"] = "packed" if PACKED in flags else "plain"
+    ours = train(world, *job, *ours_alone.split(), *under(schedule), model=tuple(model.split()), **how)
+    stock = train.stock(world, *job, model=tuple(model.split()), **how)
     assert_same_losses(ours, stock)
     assert "--use-distributed-optimizer" in job or differing(ours, stock) == []
     assert ours.weights.keys() == stock.weights.keys()
