@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from megatron.core.fp4_utils import quantize_nvfp4_param_shard
 from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from torch import Tensor
 from transformer_engine.common import recipe
@@ -179,11 +180,13 @@ def main_weights_quantized(name: str) -> None:
             weight._quantizer.scale.fill_(1024.0)
     shards = [main.view(-1)[a:b] if b > a else None for main, (a, b) in zip(mains, bounds, strict=True)]
     offsets = [a if b > a else None for a, b in bounds]
-    quantize_param_shard(weights, shards, offsets, torch.distributed.group.WORLD)
+    quantize = quantize_nvfp4_param_shard if name == "nvfp4" else quantize_param_shard
+    quantize(weights, shards, offsets, torch.distributed.group.WORLD)
     for weight, main, (a, b) in zip(weights, mains, bounds, strict=True):
         data = (weight._data if hasattr(weight, "_data") else weight._rowwise_data).view(-1)
         parts: list[Any] = [None, None]
-        torch.distributed.all_gather_object(parts, data[a:b].clone())
+        in_a_byte = size // data.numel()
+        torch.distributed.all_gather_object(parts, data[a // in_a_byte : b // in_a_byte].clone())
         data.copy_(torch.cat(parts))
         post_all_gather_processing([weight])
         weight.update_usage(columnwise_usage=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -126,6 +127,7 @@ JOBS |= {
         f"{MOE} {WIDE}", f"{FP8} mxfp8 {MX_PRIMARY} --moe-router-padding-for-quantization", capability="10.0"
     ),
     "NVFP4": Job(f"{MODERN} {WIDE}", FP4, capability="10.0"),
+    "NVFP4, primary weights": Job(f"{MODERN} {WIDE}", f"{FP4} --fp4-param-gather {SHARDED}", 2, capability="10.0"),
     "NVFP4, sequence parallel": Job(f"{MODERN} {WIDE}", f"{FP4} {TENSOR} --sequence-parallel", 2, capability="10.0"),
     "NVFP4, grouped experts": Job(f"{MOE} {WIDE}", f"{FP4} --moe-router-padding-for-quantization", capability="10.0"),
 }
@@ -169,6 +171,7 @@ USUAL = {
     ("NVFP4, sequence parallel", "zb-1p"),
     ("FP8 tensorwise, primary weights", "zb-1p"),
     ("MXFP8, primary weights", "v-half"),
+    ("NVFP4, primary weights", "zb-1p"),
     ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
@@ -220,15 +223,39 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "9.0"), ("blockwise", "9.0"), ("mxfp8", "10.0")])
+@pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "9.0"), ("mxfp8", "10.0")])
+def test_checkpoints_of_primary_weights_go_from_any_schedule_to_any_other(
+    te_train: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str, capability: str
+) -> None:
+    monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+    flags = ("--train-iters", "4", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
+    flags += tuple(f"{FP8} {recipe} --dist-ckpt-optim-fully-reshardable".split())
+    flags += tuple((MX_PRIMARY if recipe == "mxfp8" else PRIMARY).split())
+    model = tuple(f"{MODERN} {WIDE}".split())
+    straight = None
+    for saved, resumed in (("", "v-half"), ("v-half", "zb-1p"), ("zb-1p", "")):
+        folder = tmp_path / (saved or "stock")
+        first, second = (("--pipeline-schedule", name) if name else () for name in (saved, resumed))
+        whole = te_train(4, *flags, *first, "--save", str(folder), "--save-interval", "2", model=model)
+        straight = straight or whole
+        assert whole.losses == straight.losses
+        again = te_train.resume(4, *flags, *second, *model, load=folder, iteration=2)
+        assert again.losses == straight.losses[2:] and again.evaluations == straight.evaluations
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(
+    ("recipe", "capability"), [("tensorwise", "9.0"), ("blockwise", "9.0"), ("mxfp8", "10.0"), ("nvfp4", "10.0")]
+)
 def test_stocks_job_with_primary_weights_is_that_with_copies_of_bf16_weights(
     te_train: Training, monkeypatch: pytest.MonkeyPatch, recipe: str, capability: str
 ) -> None:
     """So the CPU form is right about them. They start from the same main weights, which no checkpoint has rounded."""
     monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
     flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
-    flags += tuple(f"{FP8} {recipe} {SHARDED} {MODERN} {WIDE}".split())
-    primary = (MX_PRIMARY if recipe == "mxfp8" else PRIMARY).split()
+    monkeypatch.setenv(ROUNDING_VARIABLE, "1")
+    flags += tuple(f"{FP4 if recipe == 'nvfp4' else f'{FP8} {recipe}'} {SHARDED} {MODERN} {WIDE}".split())
+    primary = {"mxfp8": MX_PRIMARY, "nvfp4": "--fp4-param-gather"}.get(recipe, PRIMARY).split()
     copies, alone = (te_train.fresh(4, *flags, *more) for more in ((), primary))
     assert alone.losses == copies.losses and alone.evaluations == copies.evaluations
 

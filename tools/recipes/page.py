@@ -32,7 +32,6 @@ _SHORT = {
     "cuda_graph_impl": "CUDA graphs",
     "delay_wgrad_compute": "expert overlap",
     "fine_grained_activation_offloading": "offloading",
-    "fp8_param_gather": "FP8 weights",
     "moe_expert_rank_capacity_factor": "paged stash",
     "moe_paged_stash": "paged stash",
     "overlap_moe_expert_parallel_comm": "expert overlap",

@@ -1,4 +1,4 @@
-"""Kernels that write primary FP8 weights from shards of their fp32 main weights, in plain torch.
+"""Kernels that write primary FP8 and FP4 weights from shards of their fp32 main weights, in plain torch.
 
 The distributed optimizer of Megatron calls them through ``pytorch/tensor/utils.py`` of Transformer Engine. A rank has a
 flat part of each weight. Amaxes are reduced over the ranks, then each rank writes the bytes of its part. MXFP8 weights
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.schedules.integration.cpu.te_nvfp4 import WEIGHT_KERNELS, whole_weight
 from megatron.schedules.integration.cpu.te_quantized import block_maxima, cast, scale_for, spread
 from megatron.schedules.integration.cpu.te_types import torch_dtype
 
@@ -35,16 +36,9 @@ def _scales(
         inverse.copy_(1 / scale)
 
 
-def whole(shard: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """Returns the weight, (rows, columns), with zeros outside of ``shard``, which begins at number ``start``."""
-    zeros = shard.new_zeros(rows * columns)
-    zeros[start : start + shard.numel()] = shard.view(-1)
-    return zeros.view(rows, columns)
-
-
 def _block_amaxes(shard: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int) -> None:
     """Writes the largest magnitude of each block in the shard; zero for a block outside of it."""
-    found = block_maxima(whole(shard, rows, columns, start), squares=True)
+    found = block_maxima(whole_weight(shard, rows, columns, start), squares=True)
     amax[: found.shape[0], : found.shape[1]] = found
 
 
@@ -52,7 +46,7 @@ def _cast_blocks(
     shard: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
 ) -> None:
     """Writes the bytes of the shard by rows."""
-    weight = whole(shard, rows, columns, start)
+    weight = whole_weight(shard, rows, columns, start)
     data = cast(weight, spread(scale, weight.shape, squares=True), torch_dtype(dtype))
     out.copy_(data.view(-1)[start : start + shard.numel()])
 
@@ -62,5 +56,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "multi_tensor_compute_scale_and_scale_inv": _scales,
     "fp8_block_scaling_compute_partial_amax": _block_amaxes,
     "fp8_block_scaling_partial_cast": _cast_blocks,
+    **WEIGHT_KERNELS,
 }
 """By the names of Transformer Engine's compiled half."""

@@ -193,7 +193,6 @@ _RULES = (
     _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
     _fp8_recipe,
-    _flag("fp4_param_gather", f"primary FP4 weights are not split so far; {_OUT}", _SPLIT_TE),
     _fp8_order,
     *(_flag(name, _NOT_SPLIT, _SPLIT_TE) for name in _QUANTISED),
     *(_flag(name, _NOT_RECOMPUTED, _RECOMPUTE) for name in _QUANTISED),
