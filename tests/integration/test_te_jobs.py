@@ -23,6 +23,7 @@ MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
 
 
 WIDE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 64 --ffn-hidden-size 128"
+LONG = "--seq-length 256 --max-position-embeddings 256 --hidden-size 64 --ffn-hidden-size 128"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 FP4 = "--fp4-format e2m1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -142,6 +143,13 @@ JOBS |= {
     "FP8 tensorwise, tensor-parallel overlap": Job(
         f"{MODERN} {WIDE}", f"{FP8} tensorwise {OVERLAP}", 2, capability="10.0"
     ),
+    "FP8 tensorwise, primary weights, tensor-parallel overlap": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY} {OVERLAP}", 2, capability="10.0"
+    ),
+    "FP8 tensorwise, ends in bf16, tensor-parallel overlap": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise --first-last-layers-bf16 {OVERLAP}", 2
+    ),
+    "MXFP8, tensor-parallel overlap": Job(f"{MODERN} {LONG}", f"{FP8} mxfp8 {OVERLAP}", 2, capability="10.0"),
     "FP8 delayed, tensor-parallel overlap": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {OVERLAP}", 2),
 }
 _ADAPTIVE = "adaptive --pipeline-memory-limit"
