@@ -81,6 +81,20 @@ def test_nothing_is_recomputed_but_where_it_is_allowed_and_gains():
     assert plenty.decisions.recomputed is None
 
 
+@pytest.mark.parametrize("limit", [0.3, 0.4])
+def test_with_recompute_it_is_never_longer_than_with_even_layers(limit: float):
+    """The best layers without recompute need not be the best with it."""
+    model = replace(REAL, model=ModelLoads(Part(), (LAYER,) * 12, Part(whole=Load(26, 31, 21, 100))))
+    even = Request(
+        "adaptive", 3, 6, model, memory_limit=limit, search_seconds=LITTLE, chunk_choices=(2,), recompute=True
+    )
+    asked = replace(even, schedule="auto", partition=True)
+    found = make_plan(asked)
+    assert found.asked == asked
+    assert found.iteration_time <= make_plan(even).iteration_time * (1 + 1e-9)
+    assert found.decisions.layers is not None
+
+
 def test_a_plan_says_in_a_few_lines_why_it_was_chosen():
     found = make_plan(Request("auto", 4, 8, REAL, memory_limit=0.7, search_seconds=LITTLE))
     lines = found.explanation.splitlines()

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.schedules.planner.adaptive import bound, least_limit, search_seconds
 from megatron.schedules.planner.explanation import explanation
+from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
 from megatron.schedules.planner.plan_json import PlanForm, to_text
 from megatron.schedules.planner.registry import AUTO, named_within, with_own_saving
@@ -153,6 +155,25 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
     """
     if asked.schedule == AUTO:
         return _shortest(asked, progress)
+    if not (asked.partition and (asked.recompute or asked.offload)):
+        return _settled(asked, progress)
+    parts = Parts(progress, 2)
+    found = _settled(asked, parts.begin(1))
+    # The layer partition was searched without recompute and offload. Where memory is so scarce that they are used, even
+    # layers may be better.
+    if any(found.decisions.mean_savings.values()):
+        with suppress(PlanError):
+            even = _settled(replace(asked, partition=False), parts.begin(1))
+            if even.iteration_time < (1 - _ROUNDING) * found.iteration_time:
+                layers = even.request.layers_on(even.schedule.placement)
+                assert layers is not None
+                found = replace(even, asked=asked, request=with_layers(even.request, layers))
+    parts.end()
+    return found
+
+
+def _settled(asked: Request, progress: Progress) -> Plan:
+    """Settles one decision after the other."""
     request, seconds = with_own_saving(asked), search_seconds(asked)
     steps = _searches(asked, seconds)
     parts = Parts(progress, sum(each for _, each in steps) + seconds)

@@ -154,7 +154,7 @@ class OrderClimb(Climb):
             just_in_time = self.problem.costs.saved and draw.random() < _JUST_IN_TIME
             noise, seed = draw.choice(_NOISE), draw.randrange(1 << 30)
             backwards = draw.random() < 0.5
-            yield Move(lookahead, defer, patience, False, noise, seed, just_in_time, backwards)
+            yield Move(Policy(lookahead, defer, patience, False, noise, seed, just_in_time), backwards)
 
 
 def halved[Each: Climb](

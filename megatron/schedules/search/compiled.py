@@ -25,7 +25,14 @@ from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
 
-_MOVES = np.dtype(list(get_type_hints(Move).items()), align=True)
+
+def _record(made: type[tuple[Any, ...]]) -> Any:
+    """Returns numpy's type of a named tuple ``made`` of numbers and of such named tuples."""
+    fields = get_type_hints(made).items()
+    return np.dtype([(name, _record(kind) if hasattr(kind, "_fields") else kind) for name, kind in fields], align=True)
+
+
+_MOVES = _record(Move)
 _SUMS = "sums.json"
 _log = logging.getLogger(__name__)
 

@@ -50,9 +50,10 @@ def _drawn(seed: int, microbatches: int, lookahead: int) -> Iterator[Move]:
         if n > 1 and draws[2] < _MOVES:
             source, to = int(draws[3] * n), int(draws[4] * (n - 1))
             to += to >= source
-            yield Move(lookahead, defer, patience, source=source, to=to, swap=draws[5] < _SWAPS)
+            yield Move(Policy(lookahead, defer, patience), source=source, to=to, swap=draws[5] < _SWAPS)
         else:
-            yield Move(lookahead, defer, patience, noise=_NOISE * draws[3], seed=state, backwards=draws[4] < 0.5)
+            policy = Policy(lookahead, defer, patience, noise=_NOISE * draws[3], seed=state)
+            yield Move(policy, backwards=draws[4] < 0.5)
 
 
 def search(

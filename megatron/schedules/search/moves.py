@@ -21,20 +21,13 @@ class Move(NamedTuple):
     """A move.
 
     Args:
-        lookahead, defer_fillers, patience, ends_only, noise, seed, just_in_time: policy of the first round, see
-            :class:`.Policy`. The other rounds have no noise.
+        policy: policy of the first round. The other rounds have no noise.
         backwards: run the first round backward in time.
         source, to: position of a microbatch, and where it moves; equal if no microbatch moves.
         swap: swap the two microbatches; the others keep their positions.
     """
 
-    lookahead: int
-    defer_fillers: bool = False
-    patience: float = 1.0
-    ends_only: bool = False
-    noise: float = 0.0
-    seed: int = 0
-    just_in_time: bool = False
+    policy: Policy
     backwards: bool = False
     source: int = 0
     to: int = 0
@@ -183,9 +176,10 @@ def climb(
                 put(both, sizes, now.microbatches)
                 spent += 1
                 continue
-        lookahead, defer, patience, ends_only = move.lookahead, move.defer_fillers, move.patience, move.ends_only
-        plain = Policy(lookahead, defer, patience, ends_only, 0.0, 0, move.just_in_time)
-        noisy = Policy(lookahead, defer, patience, ends_only, move.noise, move.seed, move.just_in_time)
+        of = move.policy  # a record, and not the tuple that list scheduling takes
+        usual = of.lookahead, of.defer_fillers, of.patience, of.ends_only
+        plain = Policy(*usual, 0.0, 0, of.just_in_time)
+        noisy = Policy(*usual, of.noise, of.seed, of.just_in_time)
         reached, taken = settle(
             both,
             now.passes,

@@ -62,7 +62,7 @@ class Rounds:
 
         found = Orders(NONE, np.array(order, np.int64))
         tasks = self.both, np.asarray(limits, np.float64), ALIKE, Rules(math.inf, math.inf, most)
-        move, work = compiled.records([Move(*policy, backwards=backwards)]), compiled.work_for(self.both)
+        move, work = compiled.records([Move(policy, backwards)]), compiled.work_for(self.both)
         length, _, rounds, _ = compiled.compiled_climb()(*tasks, move, 1.0, work, found, math.inf, found, math.inf)
         return found.passes, length, rounds
 
