@@ -53,6 +53,8 @@ _HEADS = (
 )
 # Columns for methods that may recompute or offload: share of the computing, and GiB on the host of a node.
 _SAVING_HEADS = (("recomputed", "of computing"), ("host", "GiB"))
+# Columns for models whose experts' messages weight gradients may hide: shares of the pipeline's time.
+_MESSAGES_HEADS = (("messages", "hidden"), ("messages", "exposed"))
 
 
 class Answer(NamedTuple):
@@ -131,6 +133,8 @@ _COLUMNS: dict[str, Callable[[Estimate], object]] = {
     "bubble": lambda each: round(each.bubble, 5),
     "memory_gib": lambda each: round(each.memory / GIB, 3),
     "recomputed": lambda each: round(each.recomputed, 5),
+    "messages_hidden": lambda each: round(each.messages[0], 5),
+    "messages_exposed": lambda each: round(each.messages[1], 5),
     "host_gib": lambda each: round(each.host / GIB, 1),
     "iteration_seconds": lambda each: round(each.seconds, 5),
     "flags": lambda each: each.setting.flags,
@@ -142,8 +146,15 @@ def _record(each: Estimate) -> dict[str, object]:
 
 
 def _heads(answer: Answer) -> tuple[tuple[str, str], ...]:
-    saves = any(found.method.saves_memory for found in answer.found)
-    return (*_HEADS, *_SAVING_HEADS) if saves else _HEADS
+    return (*_HEADS, *(_SAVING_HEADS if _saves(answer) else ()), *(_MESSAGES_HEADS if _waits(answer) else ()))
+
+
+def _saves(answer: Answer) -> bool:
+    return any(found.method.saves_memory for found in answer.found)
+
+
+def _waits(answer: Answer) -> bool:
+    return any(any(each.messages) for found in answer.found for each in found.best)
 
 
 def _rows(answer: Answer) -> list[list[str]]:
@@ -160,7 +171,8 @@ def _rows(answer: Answer) -> list[list[str]]:
             sizes = (at.data, at.tensor, at.pipeline, at.micro_batch, at.microbatches)
             memory = [f"{bytes_held / GIB:.1f}" for bytes_held in (each.memory, each.activations)]
             shares = [f"{100 * each.mfu:.1f} %", ratio]
-            saved = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f}"][:more]
+            saved = [f"{100 * each.recomputed:.1f} %", f"{each.host / GIB:.0f}"] if _saves(answer) else []
+            saved += [f"{100 * share:.1f} %" for share in each.messages] if _waits(answer) else []
             rows.append([found.method.name, *shares, *map(str, sizes), f"{100 * each.bubble:.1f} %", *memory, *saved])
     return rows
 

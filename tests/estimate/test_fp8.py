@@ -63,6 +63,19 @@ def test_weights_have_a_copy_by_rows_and_one_by_columns(recipe: str) -> None:
     assert copies == pytest.approx(2 * linears * (1 if recipe == "blockwise" else RECIPES[recipe]), rel=1e-3)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_primary_weights_have_only_these_copies(recipe: str) -> None:
+    """Norms, embedding and output layer stay in half precision, and so do layers at the ends."""
+    gather = f"--{'fp4' if recipe == 'nvfp4' else 'fp8'}-param-gather"
+    both, alone = (find_model(f"{LLAMA} {flags(recipe)} {more}") for more in ("", gather))
+    before, now = (parameters(model.whole).layers[1] for model in (both, alone))
+    assert (before.primary, now.primary) == (0, before.quantized)
+    spared = numbers(both.args).weights(before) - numbers(alone.args).weights(now)
+    assert spared == 2 * before.quantized
+    ends = find_model(f"{LLAMA} {flags(recipe)} {gather} --first-last-layers-bf16")
+    assert parameters(ends.whole).layers[0].primary == parameters(alone.whole).table.primary == 0
+
+
 @pytest.mark.parametrize(("recipe", "speed"), [("tensorwise", 2), ("nvfp4", 4)])
 def test_products_are_faster_and_attention_takes_as_long_as_in_bf16(recipe: str, speed: int) -> None:
     build = of(recipe)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from megatron.schedules.integration import expert_messages
+from megatron.schedules.integration.model_stages import MegatronStages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
 
 
@@ -24,45 +21,45 @@ class Recorded(NamedTuple):
     added: dict[int, list[tuple[int, int]]]
 
 
-class _Message:
-    """A message that has started."""
-
-    def __init__(self, work: Any, done: Callable[[], None]) -> None:
-        self._work, self._done = work, done
-
-    def wait(self) -> None:
-        self._done()
-        self._work.wait()
-
-
 def recorded() -> Recorded:
     """Begins to record in this process, which may train once afterwards."""
-    found, travelling = Recorded([], {}), [0]
-    take, exchanged = WeightGradients._take, expert_messages._exchanged
-    send = torch.distributed.all_to_all_single
+    found, ahead = Recorded([], {}), [False]
+    take, run_ahead, behind = WeightGradients._take, MegatronStages.run_ahead, expert_messages._behind
 
     def taking(store: WeightGradients, item: Any) -> Any:
         for parameter in item.parameters:
             found.added.setdefault(id(parameter), []).append(item._key)
-        if item.parameters and travelling[0]:
+        if item.parameters and ahead[0]:
             found.behind[-1] += 1
         return take(store, item)
 
-    def sending(*args: Any, async_op: bool = False, **named: Any) -> Any:
-        work = send(*args, async_op=async_op, **named)
-        if not (async_op and travelling[0] < 0):
-            return work
-        travelling[0] = 1
+    def running_ahead(stages: MegatronStages, sent: int) -> None:
         found.behind.append(0)
-        return _Message(work, lambda: travelling.__setitem__(0, 0))
+        ahead[0] = True
+        run_ahead(stages, sent)
+        ahead[0] = False
 
-    def exchanging(*args: Any) -> Tensor:
-        travelling[0] = -1
-        result = exchanged(*args)
-        assert travelling == [0], "the message was waited for"
-        return result
+    def hiding(start: Any, rows: Any, result: Any, run: Any) -> Any:
+        messages = len(found.behind)
+
+        def started(**named: Any) -> Any:
+            assert named == {"async_op": True} and len(found.behind) == messages, "it starts first"
+            return _Message(start(**named), found, messages)
+
+        return behind(started, rows, result, run)
 
     WeightGradients._take = taking  # type: ignore[method-assign]
-    torch.distributed.all_to_all_single = sending
-    expert_messages._exchanged = exchanging
+    MegatronStages.run_ahead = running_ahead  # type: ignore[method-assign]
+    expert_messages._behind = hiding
     return found
+
+
+class _Message:
+    """A message that has started, the ``number``-th."""
+
+    def __init__(self, work: Any, found: Recorded, number: int) -> None:
+        self._work, self._found, self._number = work, found, number
+
+    def wait(self) -> None:
+        assert len(self._found.behind) == self._number + 1, "it is waited for last"
+        self._work.wait()

@@ -52,6 +52,10 @@ class Training:
         others |= {"streams": streams}
         return self._run(world, *flags, *model, *start, tied=tied, **others)
 
+    def fresh(self, world: int, *flags: str) -> Result:
+        """Train from weights that Megatron draws, which differ between pipelines of other sizes."""
+        return self._run(world, *flags, tied=False)
+
     def resume(
         self, world: int, *flags: str, load: Path, iteration: int, tied: bool = False, samples: str = "plain"
     ) -> Result:

@@ -133,7 +133,8 @@ def model_of(
             spec = hybrid_layer_specs.hybrid_stack_spec
             chunks.append(hybrid_model.HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings))
             continue
-        spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec()
+        build = get_gpt_layer_with_transformer_engine_spec if engine else get_gpt_layer_local_spec
+        spec = build(num_experts=config.num_moe_experts)
         chunks.append((WideModel if wide else GPTModel)(config, spec, **settings))
     copies = found_copies(chunks)
     assert copies is None or (torch.equal(*copies) and copies[0].any()), "a tied output layer starts as the embedding"

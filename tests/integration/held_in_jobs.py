@@ -67,12 +67,24 @@ def held(seen: dict[str, Any]) -> tuple[int, dict[str, int]]:
     buffers = [each for chunk in seen["model"] for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     found = {
         "parameters": sum(parameter.numel() for parameter in weights),
-        "weights": sum(parameter.nbytes for parameter in weights) + _copies(seen["model"]),
+        "weights": sum(map(_bytes, weights)) + _copies(seen["model"]),
         "gradients": sum(each.grad_data.nbytes for each in buffers),
         "optimizer": _state(seen["optimizer"], _storages(weights)),
         "activations": seen["activations"],
     }
     return parallel_state.get_pipeline_model_parallel_rank(), found
+
+
+_STORED = ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data")
+_STORED += ("_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter; of one that is stored in FP8 or FP4, of its numbers and scales."""
+    if type(parameter) is torch.nn.Parameter:
+        return parameter.nbytes
+    parts = (getattr(parameter, name, None) for name in _STORED)
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 def _copies(model: Iterable[torch.nn.Module]) -> int:

@@ -44,6 +44,7 @@ from megatron.schedules.integration.vocabulary.parts import EMBEDDING, OUTPUT, p
 from tests.integration import (
     conversations,
     counted_forwards,
+    fake_deep_ep,
     fake_wandb,
     fused_kernels,
     held_in_jobs,
@@ -465,6 +466,8 @@ def _rank_main(flags: list[str]) -> None:
     _save_quickly(flags)
     torch.set_num_threads(1)
     sys.argv = ["pretrain_gpt.py", *flags]
+    if "flex" in flags:
+        fake_deep_ep.put_in()
     pretrain_gpt.main()
     board = get_tensorboard_writer()
     if board is not None:  # its thread may still be writing, and a forked rank ends without waiting for threads
@@ -658,10 +661,17 @@ def _recorded(schedule: Any, seen: dict[str, Any]) -> Any:
             if not seen["gradients"]:
                 seen["gradients"] = _gradients(model, lambda parameter: getattr(parameter, "main_grad", None))
         else:
-            seen["weights"] = _gradients(model, lambda parameter: parameter.data)
+            seen["weights"] = _gradients(model, _value)
         return result
 
     return call
+
+
+def _value(parameter: Any) -> torch.Tensor:
+    """A weight's numbers, also those of one that is stored in FP8 or FP4."""
+    dequantize = getattr(parameter, "dequantize", None) if type(parameter) is not torch.nn.Parameter else None
+    numbers: torch.Tensor = dequantize() if dequantize else parameter.data
+    return numbers
 
 
 def _gradients(model: Any, value: Any) -> dict[tuple[str, int, int], torch.Tensor]:

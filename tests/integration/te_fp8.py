@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from torch import Tensor
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor import QuantizedTensor
 
+from megatron.schedules.integration.cpu import te_quantized
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.runtime.activation_meter import ActivationMeter
 from megatron.schedules.runtime.offload import Offloads
@@ -99,10 +103,17 @@ def inputs(count: int, part: int = 0, parts: int = 1) -> list[Tensor]:
     return [x.chunk(parts)[part].bfloat16().requires_grad_() for x in drawn]
 
 
-def _models(build: Callable[..., Any], fused: bool, **more: Any) -> Iterator[tuple[Any, Any]]:
+def _primary(name: str) -> AbstractContextManager[None]:
+    """Modules built inside store their weights as the recipe quantizes them, and no others."""
+    made: AbstractContextManager[None] = te.fp8_model_init(enabled=True, recipe=RECIPES[name].make())
+    return made
+
+
+def _models(build: Callable[..., Any], fused: bool, primary: str = "", **more: Any) -> Iterator[tuple[Any, Any]]:
     """Two of the same weights, and what fires when their gradients are there."""
     torch.manual_seed(1)
-    whole = build(params_dtype=torch.bfloat16, device="cpu", fuse_wgrad_accumulation=fused, **more)
+    with _primary(primary) if primary else nullcontext():
+        whole = build(params_dtype=torch.bfloat16, device="cpu", fuse_wgrad_accumulation=fused, **more)
     for model in (whole, copy.deepcopy(whole)):
         FP8GlobalStateManager.reset()
         torch.manual_seed(2)
@@ -142,12 +153,43 @@ def compare(
     assert our_fired == fired
 
 
-def every_kind(name: str) -> int:
+def every_kind(name: str, primary: bool = False) -> int:
     """All kinds of module, fused or not, in two orders; returns the number of cases."""
     cases = list(itertools.product(KINDS, (False, True), ORDERS))
     for kind, fused, order in cases:
-        compare(*KINDS[kind], name, fused=fused, order=order)
+        compare(*KINDS[kind], name, fused=fused, order=order, primary=name if primary else "")
     return len(cases)
+
+
+def main_weights_quantized(name: str) -> None:
+    """Two ranks write their parts of weights as the distributed optimizer has them write.
+
+    The parts end within blocks, and one rank has nothing of the second weight. After the gather both weights have the
+    numbers of the whole main weights, quantized at once, by rows and by columns.
+    """
+    rank, size = torch.distributed.get_rank(), WIDTH * 3 * WIDTH
+    with _primary(name):
+        weights = [
+            te.Linear(WIDTH, 3 * WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu").weight for _ in "ab"
+        ]
+    mains = list(torch.randn(2, 3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)) * 0.02)
+    bounds = [((0, 1000), (1000, size))[rank], ((0, 0), (0, size))[rank]]
+    for weight in weights:
+        if name == "delayed":
+            weight._quantizer.scale.fill_(1024.0)
+    shards = [main.view(-1)[a:b] if b > a else None for main, (a, b) in zip(mains, bounds, strict=True)]
+    offsets = [a if b > a else None for a, b in bounds]
+    quantize_param_shard(weights, shards, offsets, torch.distributed.group.WORLD)
+    for weight, main, (a, b) in zip(weights, mains, bounds, strict=True):
+        data = (weight._data if hasattr(weight, "_data") else weight._rowwise_data).view(-1)
+        parts: list[Any] = [None, None]
+        torch.distributed.all_gather_object(parts, data[a:b].clone())
+        data.copy_(torch.cat(parts))
+        post_all_gather_processing([weight])
+        weight.update_usage(columnwise_usage=True)
+        whole = weight._quantizer.copy()(main.bfloat16())
+        for columnwise in (False, True):
+            assert torch.equal(te_quantized.matrix(weight, columnwise), te_quantized.matrix(whole, columnwise))
 
 
 def tensor_parallel(name: str, sequence_parallel: bool) -> None:
@@ -157,9 +199,12 @@ def tensor_parallel(name: str, sequence_parallel: bool) -> None:
         compare(_Pair, 2, name, fused=fused, order=order, part=rank, parts=size, sequence_parallel=sequence_parallel)
 
 
-def held_for_w(name: str) -> int:
+def held_for_w(name: str, primary: bool = False) -> int:
     """Bytes that a linear without a bias holds from I to W."""
-    return _held(te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu"), name, *inputs(1))
+    with _primary(name) if primary else nullcontext():
+        model = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    assert isinstance(model.weight, QuantizedTensor) == primary
+    return _held(model, name, *inputs(1))
 
 
 def held_under_sequence_parallelism(name: str) -> int:

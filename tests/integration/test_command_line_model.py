@@ -43,6 +43,7 @@ CASES = {
         "",
     ),
     "experts, expert parallel": (EXPERTS, "v-zb", "", ""),
+    "experts' messages behind weight gradients": (f"{EXPERTS} --overlap-moe-expert-parallel-comm", "v-zb", "", ""),
     "FP8 between ends in bf16": (
         f"{MODELS['Llama-3-8B'].flags} --fp8-format hybrid --fp8-recipe blockwise --first-last-layers-bf16",
         "zb-1p",
@@ -83,6 +84,9 @@ def test_the_command_line_says_of_a_model_what_a_dry_run_says(
     found = estimated(asked, planner)
     assert plan["figures"]["peak_memory_by_rank"] == pytest.approx(list(planner.timeline.peaks))
     assert plan["figures"]["makespan"] == pytest.approx(planner.timeline.makespan)
+    hidden, exposed = planner.timeline.messages
+    assert (row.get("hidden", 0.0), row.get("exposed", 0.0)) == pytest.approx((hidden, exposed))
+    assert (hidden > 0) == ("overlap-moe" in flags) == ("behind weight gradients" in planner.summary())
     assert tuple(plan["layers"]) == found.counts
     # Of messages the command line knows no more than that there are eight at most.
     most = max((rank._replace(messages=0.0) for rank in found.ranks), key=lambda rank: rank.device)

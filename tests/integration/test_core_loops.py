@@ -118,6 +118,20 @@ def test_linears_of_transformer_engine_are_split_in_any_loop(te: Any) -> None:
     check_passes(ours, splits=True)
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 2, "add_bias_linear": False}
+STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+
+
+def test_weight_gradients_hide_experts_messages_where_the_configuration_asks_stock_to(megatron: Any) -> None:
+    """Stock itself would refuse it here: with one chunk a rank, and in fp32."""
+    sizes = {PIPELINE: 2, "expert_model_parallel_size": 2}
+    asked = dict.fromkeys(STOCKS_OWN, True)
+    ours = megatron("core_loop", sizes, ONE_CHUNK["zb-1p"], CALLS, **EXPERTS, **asked)
+    check_same(ours, megatron("core_loop", sizes, None, CALLS, **EXPERTS))
+    check_passes(ours, splits=True)
+    assert all(rank[at].passes["hidden"] for rank in ours for at, call in enumerate(CALLS) if not call.forward_only)
+
+
 HYBRID = {"zb-1p": "*-*|-*-*-", "v-half": "*-|*|-*-|*-"}
 
 
@@ -168,13 +182,17 @@ import megatron.schedules as ms
 ms.without_gpu()
 import megatron.core
 from tests.integration.core_loop import core_loop
-from tests.integration.test_core_loops import CALLS, CHUNKS, PIPELINE, SEVERAL_CHUNKS, check_passes, check_same
+from tests.integration.test_core_loops import CALLS, CHUNKS, EXPERTS, PIPELINE, check_passes, check_same
 
 theirs = core_loop({PIPELINE: 2}, None, CALLS)
 for schedule, sizes in {"zb-1p": {PIPELINE: 2}, "v-half": {PIPELINE: 2, CHUNKS: 2}}.items():
     ours = core_loop(sizes, {"schedule": schedule}, CALLS)
     check_same(ours, theirs)
     check_passes(ours, splits=True)
+sizes, asked = {PIPELINE: 2, "expert_model_parallel_size": 2}, {"overlap_moe_expert_parallel_comm": True}
+ours = core_loop(sizes, {"schedule": "zb-1p"}, CALLS, **EXPERTS, **asked)
+check_same(ours, core_loop(sizes, None, CALLS, **EXPERTS))
+assert all(rank[1].passes["hidden"] for rank in ours)
 print("megatron-core", megatron.core.__version__)
 """
 

@@ -149,6 +149,7 @@ TE_SIZE = shlex.split(f"""
 """)
 FP8, SEQUENCE = "--fp8-format hybrid --fp8-recipe", f"{TENSOR} --sequence-parallel"
 TE_MOE = f"{MODERN} {EXPERTS} --moe-grouped-gemm --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 128"
+SHARDED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 # Padding of experts' rows is not counted: enough of them that it is little.
 TE_FP8_MOE = f"{TE_MOE} --moe-router-padding-for-quantization --micro-batch-size 16 --global-batch-size 64"
 MLA = f"""{MODERN} --multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16
@@ -172,6 +173,18 @@ TE_IN_FULL = {
     ),
     "tensorwise, ends in bf16": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --first-last-layers-bf16"),
     "tensorwise, latent attention": ("zb-1p", 1, "9.0", f"{MLA} {FP8} tensorwise"),
+    "tensorwise, primary weights, multi-token prediction": (
+        "zb-1p",
+        2,
+        "9.0",
+        f"{MODERN} {FP8} tensorwise --fp8-param-gather {SHARDED} --first-last-layers-bf16 --mtp-num-layers 1",
+    ),
+    "mxfp8, primary weights": (
+        "v-half",
+        2,
+        "10.0",
+        f"{MODERN} {FP8} mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag {SHARDED}",
+    ),
     "nvfp4": ("zb-1p", 1, "10.0", f"{MODERN} --fp4-format e2m1"),
     "tensorwise, multi-token prediction": ("zb-1p", 1, "9.0", f"{MODERN} {FP8} tensorwise --mtp-num-layers 1"),
     "tensorwise, recomputed by the plan": (

@@ -23,8 +23,14 @@ HIDDEN = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 JOB = ("--train-iters", "2", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *CLIP_NOTHING)
 EXPERTS = f"--moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear {MOE}"
 GATHERED = f"{EXPERTS.replace('alltoall', 'allgather')} --moe-z-loss-coeff 1e-3"
-SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 32"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 32"
+SHARED = f"{EXPERTS} {SHARED_EXPERT}"
 EP2 = "--expert-model-parallel-size 2"
+# There is no GPU: tests/integration/fake_deep_ep.py takes the place of both libraries.
+DEEP_EP, HYBRID_EP = (
+    f"--moe-token-dispatcher-type flex --moe-router-dtype fp32 --moe-flex-dispatcher-backend {library}"
+    for library in ("deepep", "hybridep")
+)
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
@@ -54,14 +60,25 @@ HIDING = {
     "expert parallel 2 over tensor ranks, shared expert, hidden messages": (4, SHARED, f"{EP2} {TP2}"),
     "expert parallel 2, distributed optimizer, overlapped, hidden messages": (4, SHARED, f"{EP2} {OVERLAPPED}"),
     "expert parallel 2, full recompute, hidden messages": (4, SHARED, f"{EP2} {FULL} uniform --recompute-num-layers 1"),
+    "expert parallel 2, router losses, loss per token, hidden messages": (
+        4,
+        f"{EXPERTS} --moe-z-loss-coeff 1e-3",
+        f"{EP2} --calculate-per-token-loss",
+    ),
+    "expert parallel 2, allgather, z-loss, hidden messages": (4, f"{GATHERED} {SHARED_EXPERT}", EP2),
+    "expert parallel 2 over tensor ranks, allgather, hidden messages": (4, GATHERED, f"{EP2} {TP2}"),
+    "expert parallel 2, DeepEP, hidden messages": (4, SHARED, f"{EP2} {DEEP_EP}"),
+    "expert parallel 2 over tensor ranks, DeepEP, hidden messages": (4, EXPERTS, f"{EP2} {TP2} {DEEP_EP}"),
+    "expert parallel 2, HybridEP, hidden messages": (4, SHARED, f"{EP2} {HYBRID_EP}"),
 }
 SPLITTING = ("zb-1p", "v-min", "v-half", "v-zb", "adaptive", "late")
 HIDING_USUAL = {
     ("expert parallel 2, hidden messages", "v-half"),
-    ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "v-zb"),
     ("expert parallel 2 over tensor ranks, shared expert, hidden messages", "late"),
     ("expert parallel 2, distributed optimizer, overlapped, hidden messages", "v-zb"),
     ("expert parallel 2, full recompute, hidden messages", "late"),
+    ("expert parallel 2, allgather, z-loss, hidden messages", "late"),
+    ("expert parallel 2, DeepEP, hidden messages", "late"),
 }
 
 
@@ -88,7 +105,13 @@ def test_hidden_messages_change_no_result(train: Training, tmp_path: Path, setti
 
 @pytest.mark.parametrize(
     ("model", "flags", "schedule"),
-    [(EXPERTS, EP2, "late"), pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix)],
+    [
+        (EXPERTS, EP2, "late"),
+        pytest.param(SHARED, f"{EP2} {TP2}", "v-half", marks=pytest.mark.full_matrix),
+        pytest.param(GATHERED, EP2, "late", marks=pytest.mark.full_matrix),
+        pytest.param(EXPERTS, f"{EP2} {DEEP_EP}", "late", marks=pytest.mark.full_matrix),
+        pytest.param(EXPERTS, f"{EP2} {HYBRID_EP}", "late", marks=pytest.mark.full_matrix),
+    ],
 )
 def test_weight_gradients_run_behind_messages_once_and_in_order(
     megatron: Megatron, tmp_path: Path, model: str, flags: str, schedule: str

@@ -12,6 +12,7 @@ from tests.integration.features import each_schedule
 from tests.integration.results import MODEL, UNTIED
 from tests.integration.server import Megatron
 from tests.integration.sync_detector import detected
+from tests.integration.test_moe import DEEP_EP, EP2, EXPERTS, GATHERED, HIDDEN
 from tests.integration.test_same_result import under
 
 JOB = "--train-iters 2 --global-batch-size 4 --pipeline-model-parallel-size 2".split()
@@ -45,6 +46,18 @@ def test_nothing_in_a_program_waits_for_the_device(megatron: Megatron, schedule:
         "waits", world, [*MODEL, *UNTIED, *JOB, *under(schedule, "1"), *flags.format(folder=tmp_path).split()]
     )
     assert [sorted(set(waits)) for waits in found] == [[]] * world
+
+
+@pytest.mark.parametrize(
+    "dispatcher",
+    [EXPERTS, *(pytest.param(each, marks=pytest.mark.full_matrix) for each in (GATHERED, f"{EXPERTS} {DEEP_EP}"))],
+)
+def test_hiding_messages_of_experts_adds_no_wait(megatron: Megatron, dispatcher: str) -> None:
+    """Dispatchers of stock's wait for numbers of tokens."""
+    job = [*MODEL, *UNTIED, *JOB, *under("v-zb"), *dispatcher.split(), *EP2.split()]
+    plain, hidden = (megatron("waits", 4, [*job, *more]) for more in ([], HIDDEN.split()))
+    for without, ours in zip(plain, hidden, strict=True):
+        assert without and set(ours) <= set(without)
 
 
 DEVICE = torch.device("cpu")  # a tensor that is put anywhere by name counts as the device's

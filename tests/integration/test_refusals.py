@@ -165,9 +165,11 @@ REFUSED = {
         "--pipeline-schedule interleaved-1f1b --delay-wgrad-compute",
         "does not work with --delay-wgrad-compute: this schedule does not split the backward",
     ),
-    "other messages of experts behind computing": (
-        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2",
-        "only messages of alltoall are hidden so far",
+    "shared experts behind the same messages": (
+        "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+        "with --overlap-moe-expert-parallel-comm does not work with --moe-shared-expert-overlap: both run behind the "
+        "same messages; leave one of the two out",
     ),
     "no messages of experts behind computing": (
         "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall",
@@ -230,8 +232,8 @@ REFUSED = {
     "stock's chunks": ("--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 2", "leave the flag out"),
     "costs that are no numbers": (
         "--pipeline-schedule v-half --pipeline-costs 1,2",
-        "--pipeline-costs: costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not '1,2'; "
-        "or name a FILE.json",
+        "--pipeline-costs: costs are F,I,W[,LATENCY[,MESSAGES]], three to five numbers such as 1,1.1,0.75,0.05, not "
+        "'1,2'; or name a FILE.json",
     ),
     "costs beyond all bounds": (
         "--pipeline-schedule v-half --pipeline-costs 1e308,1,1",

@@ -393,15 +393,13 @@ def what_cannot_be_split_is_refused() -> None:
         return [why] if why else []
 
     flags = {
-        "--fp8-param-gather": "fp8_param_gather",
         "--fp4-param-gather": "fp4_param_gather",
         "--fp4-quantizer-factory": "fp4_quantizer_factory",
         "--te-precision-config-file": "te_precision_config_file",
-        "--tp-comm-overlap": "tp_comm_overlap",
         "--use-transformer-engine-op-fuser": "use_transformer_engine_op_fuser",
         "--overlap-dispatch-backward-with-experts-wgrad": "overlap_dispatch_backward_with_experts_wgrad",
     }
-    assert refusals("zb-1p") == refusals("1f1b") == []
+    assert refusals("zb-1p") == refusals("1f1b") == refusals("zb-1p", "fp8_param_gather") == []
     for name, given in flags.items():
         (why,) = refusals("zb-1p", given)
         assert f"does not work with {name}:" in why

@@ -17,6 +17,8 @@ CAPABILITIES = {
     "mxfp8": "10.0",
     "nvfp4": "10.0",
 }
+PRIMARY = ("tensorwise", "mxfp8")
+PER_TENSOR = ("tensorwise", "tensorwise on Blackwell", "delayed")
 TOKENS, WIDTH = 256, 128
 BYTES = dict.fromkeys(CAPABILITIES, 1.0) | {"nvfp4": 1 / 2 + 1 / 16}
 """Of a number; four bits of NVFP4 share a scale of one byte by 16."""
@@ -46,6 +48,20 @@ def test_each_kind_of_linear(fp8: Any, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in PRIMARY else pytest.mark.full_matrix) for name in CAPABILITIES],
+)
+def test_each_kind_of_linear_with_primary_weights(fp8: Any, recipe: str) -> None:
+    assert fp8("every_kind", recipe, True) == [16]
+
+
+@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise"])
+def test_parts_of_primary_weights_are_main_weights_quantized(fp8: Any, recipe: str) -> None:
+    """Of MXFP8 Megatron gathers bf16 numbers, and quantizes whole weights."""
+    fp8("main_weights_quantized", recipe, ranks=2)
+
+
+@pytest.mark.parametrize(
     "sequence_parallel", [pytest.param(False, marks=pytest.mark.full_matrix), True], ids=["whole", "sequence parallel"]
 )
 @pytest.mark.parametrize("recipe", CAPABILITIES)
@@ -53,10 +69,11 @@ def test_tensor_parallel_linears(fp8: Any, recipe: str, sequence_parallel: bool)
     fp8("tensor_parallel", recipe, sequence_parallel, ranks=2)
 
 
+@pytest.mark.parametrize("primary", [False, True], ids=["", "primary weights"])
 @pytest.mark.parametrize("recipe", CAPABILITIES)
-def test_w_holds_quantized_numbers_and_scales(fp8: Any, recipe: str) -> None:
-    """Of the input and of the output's gradient: in FP8 half of what bf16 takes."""
-    (held,) = fp8("held_for_w", recipe)
+def test_w_holds_quantized_numbers_and_scales(fp8: Any, recipe: str, primary: bool) -> None:
+    """Of the input and of the output's gradient: in FP8 half of what bf16 takes. Of a primary weight nothing."""
+    (held,) = fp8("held_for_w", recipe, primary)
     least = BYTES[recipe] * TOKENS * 2 * WIDTH
     assert least <= held <= 1.05 * least
 
@@ -78,6 +95,8 @@ def test_what_is_offloaded_is_quantized(fp8: Any, recipe: str) -> None:
 
 
 CHECKS = (
+    ("main_weights_quantized", 2, ()),
+    ("every_kind", 1, (True,)),
     ("every_kind", 1, ()),
     ("tensor_parallel", 2, (True,)),
     ("held_for_w", 1, ()),
@@ -95,6 +114,8 @@ def test_older_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
             continue  # which it does not have
         monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
         for name, ranks, arguments in CHECKS:
+            if name == "main_weights_quantized" and recipe not in (*PER_TENSOR, *(() if first else ("blockwise",))):
+                continue  # which it does not do
             try:
                 found = server("in_groups", ranks, called, name, recipe, *arguments, tensor_model_parallel_size=ranks)
                 held[recipe] = found[0]  # of the last check

@@ -24,6 +24,10 @@ MLA = f"{MODERN} --multi-latent-attention --qk-layernorm"
 WIDE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 64 --ffn-hidden-size 128"
 FP8 = "--fp8-format hybrid --fp8-recipe"
 FP4 = "--fp4-format e2m1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PRIMARY = f"--fp8-param-gather {SHARDED}"
+MX_PRIMARY = f"{PRIMARY} --reuse-grad-buf-for-mxfp8-param-ag"
+OVERLAP = f"{TENSOR} --sequence-parallel --tp-comm-overlap --tp-comm-bootstrap-backend gloo"
 
 
 class Job(NamedTuple):
@@ -78,6 +82,7 @@ JOBS = {
     "hybrid, tied embeddings": Job(f"{MODERN} {HYBRID}", tied=True),
     "hybrid, multi-token prediction": Job(f"{MODERN} {HYBRID}/*-"),
     "hybrid, full recompute": Job(f"{MODERN} {HYBRID}", FULL),
+    "late embedding gradients": Job(MODERN, "--defer-embedding-wgrad-compute --wgrad-deferral-limit 0"),
     "dropout": Job(flags="--hidden-dropout 0.1 --attention-dropout 0.1"),
     "context parallel": Job(f"{MODERN} --group-query-attention --num-query-groups 2", "--context-parallel-size 2", 2),
     "packed documents": Job(MODERN, "--dataloader-inter-document-masking", samples="packed"),
@@ -102,9 +107,40 @@ JOBS |= {
     "MXFP8, grouped experts": Job(
         f"{MOE} {WIDE}", f"{FP8} mxfp8 --moe-router-padding-for-quantization", capability="10.0"
     ),
+    "FP8 tensorwise, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY}", 2),
+    "FP8 tensorwise, primary weights on Blackwell": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY}", capability="10.0"
+    ),
+    "FP8 tensorwise, primary weights, ends in bf16": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {PRIMARY} --first-last-layers-bf16"
+    ),
+    "FP8 delayed, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {PRIMARY}"),
+    "FP8 blockwise, primary weights, sequence parallel": Job(
+        f"{MODERN} {WIDE}", f"{FP8} blockwise {PRIMARY} {TENSOR} --sequence-parallel", 2
+    ),
+    "FP8 blockwise, primary weights, grouped experts": Job(
+        f"{MOE} {WIDE}", f"{FP8} blockwise {PRIMARY} --moe-router-padding-for-quantization"
+    ),
+    "MXFP8, primary weights": Job(f"{MODERN} {WIDE}", f"{FP8} mxfp8 {MX_PRIMARY}", 2, capability="10.0"),
+    "MXFP8, primary weights, grouped experts": Job(
+        f"{MOE} {WIDE}", f"{FP8} mxfp8 {MX_PRIMARY} --moe-router-padding-for-quantization", capability="10.0"
+    ),
     "NVFP4": Job(f"{MODERN} {WIDE}", FP4, capability="10.0"),
     "NVFP4, sequence parallel": Job(f"{MODERN} {WIDE}", f"{FP4} {TENSOR} --sequence-parallel", 2, capability="10.0"),
     "NVFP4, grouped experts": Job(f"{MOE} {WIDE}", f"{FP4} --moe-router-padding-for-quantization", capability="10.0"),
+}
+JOBS |= {
+    "tensor-parallel overlap": Job(MODERN, OVERLAP, 2),
+    "tensor-parallel overlap, not fused": Job(flags=f"{OVERLAP} {UNFUSED}", ranks=2),
+    "tensor-parallel overlap, gradients in their own product": Job(MODERN, f"{OVERLAP} --tp-comm-overlap-rs-dgrad", 2),
+    "tensor-parallel overlap, full recompute": Job(MODERN, f"{OVERLAP} {FULL}", 2),
+    "tensor-parallel overlap, experts": Job(
+        MOE, f"{OVERLAP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2
+    ),
+    "FP8 tensorwise, tensor-parallel overlap": Job(
+        f"{MODERN} {WIDE}", f"{FP8} tensorwise {OVERLAP}", 2, capability="10.0"
+    ),
+    "FP8 delayed, tensor-parallel overlap": Job(f"{MODERN} {WIDE}", f"{FP8} delayed {OVERLAP}", 2),
 }
 _ADAPTIVE = "adaptive --pipeline-memory-limit"
 ORDERS = {
@@ -131,6 +167,9 @@ USUAL = {
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
     ("NVFP4, sequence parallel", "zb-1p"),
+    ("FP8 tensorwise, primary weights", "zb-1p"),
+    ("MXFP8, primary weights", "v-half"),
+    ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
 # Forwards with delayed scaling are not recomputed, and Megatron's full recompute goes without R.
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
@@ -138,6 +177,7 @@ _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endsw
 _LEFT_OUT |= {(job, order) for job in JOBS if "hybrid" in job for order in ("recompute", "offload", "vocabulary")}
 _LEFT_OUT |= {("packed documents", "vocabulary")}
 _LEFT_OUT |= {(name, "hidden messages") for name, job in JOBS.items() if "--expert-model-parallel" not in job.flags}
+_LEFT_OUT |= {("shared experts overlapped", "hidden messages")}  # both run behind the same messages
 _LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}  # random numbers come in another order
 
 
@@ -174,7 +214,23 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
     else:
         stock = te_train.stock(2 * wanted.ranks, *flags, **settings)
     ours = te_train(2 * wanted.ranks, *flags, "--pipeline-schedule", *ORDERS[order].split(), **settings)
-    assert_stocks(ours, stock, "distributed optimizer" in job)
+    # Of a gradient that data-parallel ranks share, each has only its part.
+    replicas = wanted.ranks if TENSOR not in wanted.flags else 1
+    assert_stocks(ours, stock, "--use-distributed-optimizer" in wanted.flags and replicas > 1)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", "9.0"), ("blockwise", "9.0"), ("mxfp8", "10.0")])
+def test_stocks_job_with_primary_weights_is_that_with_copies_of_bf16_weights(
+    te_train: Training, monkeypatch: pytest.MonkeyPatch, recipe: str, capability: str
+) -> None:
+    """So the CPU form is right about them. They start from the same main weights, which no checkpoint has rounded."""
+    monkeypatch.setenv(CAPABILITY_VARIABLE, capability)
+    flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
+    flags += tuple(f"{FP8} {recipe} {SHARDED} {MODERN} {WIDE}".split())
+    primary = (MX_PRIMARY if recipe == "mxfp8" else PRIMARY).split()
+    copies, alone = (te_train.fresh(4, *flags, *more) for more in ((), primary))
+    assert alone.losses == copies.losses and alone.evaluations == copies.evaluations
 
 
 def test_gradients_rounded_at_random_are_stocks_where_backwards_come_in_its_order(

@@ -9,6 +9,7 @@ import torch
 from megatron.bridge.recipes.gpt.h100.vanilla_gpt import vanilla_gpt_pretrain_1gpu_h100_bf16_config
 from megatron.bridge.training import eval as evaluation
 from megatron.bridge.training import train as loop
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
@@ -20,7 +21,9 @@ def prepare(folder: Path) -> None:
     """Data are mock data, and weights are drawn by name."""
 
 
-def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[float], dict[str, int]]:
+def train(
+    pipeline: int, chunks: int, schedule: str | None, folder: Path, experts: int = 0
+) -> tuple[list[float], dict[str, int]]:
     """Losses of three iterations, of evaluations after the second and at the end, and of the test, where they are."""
     passes = install(schedule)
     losses: list[float] = []
@@ -28,6 +31,8 @@ def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tup
     config = _small(vanilla_gpt_pretrain_1gpu_h100_bf16_config())
     config.model.pipeline_model_parallel_size = pipeline
     config.model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    if experts:
+        _with_experts(config, experts, hidden=schedule is not None)
     config.model.register_pre_wrap_hook(_start_equal)
     pretrain(config, forward_step)
     return losses, dict(passes)
@@ -55,6 +60,19 @@ def _small(config: Any) -> Any:
     config.dist.distributed_backend = "gloo"
     config.dataset.num_workers = 0
     return config
+
+
+def _with_experts(config: Any, ranks: int, *, hidden: bool) -> None:
+    """A mixture of experts over ``ranks`` in bf16, as Bridge asks for where their messages are to be hidden."""
+    model = config.model
+    model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size = 4, 2, 64
+    model.expert_model_parallel_size, model.moe_token_dispatcher_type = ranks, "alltoall"
+    model.add_bias_linear = False
+    config.mixed_precision, config.optimizer.clip_grad = "bf16_mixed", 0.0
+    if hidden:
+        config.comm_overlap = CommOverlapConfig(
+            tp_comm_overlap=False, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True
+        )
 
 
 def _start_equal(model: list[Any]) -> list[Any]:

@@ -47,11 +47,15 @@ FRAMEWORKS = {
 
 
 class Job(NamedTuple):
-    """A job: pipeline ranks, model chunks of a rank, and a schedule; None for a job without this package."""
+    """A job: pipeline ranks, model chunks of a rank, and a schedule; None for a job without this package.
+
+    With ``experts`` a mixture of experts, spread over so many ranks: weight gradients hide their messages.
+    """
 
     pipeline: int
     chunks: int
     schedule: str | None
+    experts: int = 0
 
 
 class Outcome(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from megatron.schedules import without_gpu
@@ -25,7 +26,9 @@ def main(name: str, jobs: str, folder: Path) -> None:
     outcomes = []
     for each in (Job(*fields) for fields in json.loads(jobs)):
         try:
-            losses, passes = zip(*run_ranks(each.pipeline, job.train, *each, folder), strict=True)
+            train = partial(job.train, experts=each.experts) if each.experts else job.train
+            ranks = run_ranks(each.pipeline * max(1, each.experts), train, *each[:3], folder)
+            losses, passes = zip(*ranks, strict=True)
             outcomes.append(Outcome(list(losses), list(passes), ""))
         except JobError as error:
             outcomes.append(Outcome([], [], str(error)))

@@ -7,18 +7,27 @@ from typing import Any
 
 import megatron.schedules
 from megatron.schedules.integration import schedule_function
+from megatron.schedules.integration.model_stages import MegatronStages
 
 
 def install(schedule: str | None, **settings: Any) -> Counter[str]:
-    """Installs ``schedule``, unless it is None, and counts the passes that our engine then runs, by kind."""
+    """Installs ``schedule``, unless it is None, and counts the passes that our engine then runs, by kind.
+
+    "hidden" counts messages of experts with weight gradients behind them.
+    """
     passes: Counter[str] = Counter()
-    run = schedule_function.run
+    run, run_ahead = schedule_function.run, MegatronStages.run_ahead
 
     def counted(program: Any, *rest: Any) -> None:
         passes.update(str(action.op) for action in program.actions)
         run(program, *rest)
 
+    def counted_message(*args: Any) -> None:
+        passes["hidden"] += 1
+        run_ahead(*args)
+
     schedule_function.run = counted
+    MegatronStages.run_ahead = counted_message  # type: ignore[method-assign]
     if schedule:
         megatron.schedules.install(schedule=schedule, **settings)
     return passes

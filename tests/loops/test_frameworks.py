@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ def test_losses_are_those_of_the_same_job_without_us(run: Any, name: str, schedu
     assert all(passes["F"] for passes in ours.passes) and any("W" in passes for passes in ours.passes)
     # Gradients are equal to the bit. Their norm, which clips them, is summed over other ranks' parameters in a V.
     assert close(ours.losses, stock.losses, 0.0 if schedule == "zb-1p" else likely(100))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.timeout(1800)
+def test_bridges_own_setting_hides_messages_of_experts(tmp_path: Path) -> None:
+    """Gradients are not clipped, so losses are equal to the bit."""
+    try:
+        site()
+    except UnreachableError as error:
+        pytest.skip(f"Megatron-Bridge cannot be downloaded: {error}")
+    stock, ours = outcomes("Megatron-Bridge", [Job(2, 1, None, 2), Job(2, 2, "v-half", 2)], tmp_path)
+    assert not stock.error and not ours.error, stock.error or ours.error
+    assert stock.losses[-1] and close(ours.losses, stock.losses, 0.0)
+    assert all(passes["hidden"] for passes in ours.passes)
 
 
 @pytest.mark.full_matrix

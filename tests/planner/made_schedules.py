@@ -67,14 +67,16 @@ def schedules(max_ranks: int = 4, max_microbatches: int = 5) -> st.SearchStrateg
 
 @st.composite
 def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
-    """Costs of any proportion, with and without hops and single stages that take or hold more than others."""
+    """Costs of any proportion, with and without hops, messages of experts and stages that take or hold more."""
     length = st.integers(1, 12).map(lambda quarters: quarters / 4)
     by_stage = st.none() | st.lists(length, min_size=placement.stages, max_size=placement.stages).map(tuple)
     latency = st.sampled_from((0.0, 0.05, 1.0, 7.0))
+    forward, input_grad, waiting = draw(length), draw(length), st.sampled_from((0.0, 0.0, 0.25, 1.0))
     return replace(
         draw(recomputing()),
-        forward=draw(length),
-        input_grad=draw(length),
+        forward=forward,
+        input_grad=input_grad,
+        messages=(draw(waiting) * forward, draw(waiting) * input_grad),
         weight_grad=draw(length),
         comm=draw(latency),
         stage_weights=draw(by_stage),

@@ -25,6 +25,9 @@ class _Checker:
         self.end: list[list[float]] = [[] for _ in self.rows]
         self.free: dict[tuple[int, str], float] = {}
         self.copying: dict[tuple[int, str], float] = {}
+        # What is left of each W, and the time of messages on each rank that is hidden and exposed.
+        self.left: dict[tuple[int, str, int], float] = {}
+        self.messages = [self.hide(row) for row in self.rows]
 
     def figures(self) -> dict[str, Any]:
         while any(self.step(rank) for rank in range(self.ranks)):
@@ -48,6 +51,10 @@ class _Checker:
             "recomputed": again / sum(busy),
             "useful": (1 - bubble) * (1 - again / sum(busy)),
             "copying": max(self.copying.values(), default=0.0) / makespan,
+            "hidden_messages": sum(hidden for hidden, _ in self.messages) / self.ranks,
+            "exposed_messages": sum(exposed for _, exposed in self.messages) / self.ranks,
+            "hidden_messages_by_rank": [hidden for hidden, _ in self.messages],
+            "exposed_messages_by_rank": [exposed for _, exposed in self.messages],
         }
 
     def step(self, rank: int) -> bool:
@@ -90,8 +97,25 @@ class _Checker:
             return [(each, "S", m) for each in self.last_of]
         return [(self.last, "F", m)] if kind == "S" else of_the_last if kind == "T" else []
 
+    def hide(self, row: list[tuple[int, str, int]]) -> tuple[float, float]:
+        """Compute weight gradients behind the messages of a rank; the time of these that is hidden and exposed."""
+        hidden = exposed = 0.0
+        last = {stage: (stage, kind, m) for stage, kind, m in row if kind in "WB"}
+        for at, (stage, kind, _) in enumerate(row):
+            message = self.costs.get("messages", {}).get("I" if kind == "B" else kind, [0.0] * (stage + 1))[stage]
+            for work in [work for work in row[at:] if work[1] in "WB"]:
+                if work[1] == "B" or work == last[work[0]] or (work[0], "I", work[2]) not in row[:at]:
+                    break
+                taken = min(message, self.length(work))
+                self.left[work] = self.length(work) - taken
+                hidden, message = hidden + taken, message - taken
+            exposed += message
+        return hidden, exposed
+
     def length(self, work: tuple[int, str, int]) -> float:
         stage, kind, _ = work
+        if work in self.left:
+            return self.left[work]
         return sum(self.costs["times"][part][stage] for part in ("IW" if kind == "B" else kind))
 
     def latency(self, source: int, to: int) -> float:

@@ -148,9 +148,18 @@ def test_without_a_model_there_is_nothing_to_place():
         partition_layers(Request("1f1b", 4, 8))
 
 
-def test_what_was_found_is_kept(tmp_path, monkeypatch):
+def test_the_plan_is_never_longer_than_the_climb_that_chose_the_layers():
+    found = partition_layers(asked("adaptive", 4, 12, 12, search_seconds=0.01, chunk_choices=(2, 4)))
+    assert found.start is not None
+    climbed = simulate(found.start, found.costs_on(found.start.placement))
+    assert timed(found).makespan <= climbed.makespan + 1e-9
+    assert timed(replace(found, start=None)).makespan > climbed.makespan + 1e-9  # so short a search finds no such plan
+
+
+@pytest.mark.parametrize("name", ["zb-1p", "adaptive"])
+def test_what_was_found_is_kept(tmp_path, monkeypatch, name: str):
     monkeypatch.setenv("MEGATRON_SCHEDULES_CACHE", str(tmp_path))
-    request = asked("zb-1p", 2, 6, 6)
+    request = asked(name, 2, 6, 6)
     found = cached_partition(request)
     assert found == partition_layers(request)
     monkeypatch.setattr(

@@ -55,6 +55,19 @@ def test_csv_and_json_have_every_figure_unrounded(rows):
     assert objects[2]["throughput_of_1f1b"] == pytest.approx(66 / half.makespan)
 
 
+def test_hidden_and_exposed_messages_are_columns_where_there_are_any(rows):
+    assert "exposed" not in table.as_text(rows) and "exposed" not in table.as_json(rows)
+    found = timeline("v-zb", 4, 8, "1.3,1.4,1,0,0.3")
+    hidden, exposed = found.messages
+    assert hidden > 0 and exposed > 0
+    shown = [*rows, table.Row("v-zb", figures(found), 1.1)]
+    lines = table.as_text(shown).splitlines()
+    assert lines[0].split()[-2:] == ["messages", "messages"] and lines[1].split()[-2:] == ["hidden", "exposed"]
+    assert lines[-1].split()[-4:] == [f"{100 * hidden:.1f}", "%", f"{100 * exposed:.1f}", "%"]
+    last = json.loads(table.as_json(shown))[-1]
+    assert (last["hidden"], last["exposed"]) == (hidden, exposed)
+
+
 def test_memory_is_in_gib_too_where_a_model_says_what_a_microbatch_takes(rows):
     assert "GiB" not in table.as_text(rows) and "peak_memory_bytes" not in table.as_json(rows)
     half = table.Row("v-half", figures(timeline("v-half", 4, 8), 0.5 * 2**30), 1.2)

@@ -161,6 +161,11 @@ def test_copies_are_spelled_below_what_is_computed(one_way):
     assert f"recompute    {100 * line.recomputed:.2f} % of computing; without it" in plain
     assert f"copying      {100 * line.copying:.2f} % of the time on the busiest copy channel" in plain
     assert "copying" not in draw_text([timeline("v-half", 4, 8)], 100, colour=False).plain
+    assert "messages" not in plain
+    line = timeline("v-zb", 4, 8, "1.3,1.4,1,0,0.3")
+    hidden, exposed = (f"{100 * share:.2f} %" for share in line.messages)
+    said = f"messages     {hidden} of the time hidden behind weight gradients, {exposed} exposed"
+    assert said in draw_text([line], 100, colour=False).plain
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -31,7 +31,7 @@ from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import simulate
-from tools.benchmarks.emulated_ours import _SPEC, _channels, _Stages, carry_out, settle
+from tools.benchmarks.emulated_ours import _SPEC, SleepingStages, _channels, carry_out, settle
 from tools.benchmarks.emulated_passes import Passes
 from tools.benchmarks.emulated_ranks import begin_together, run_ranks
 
@@ -68,7 +68,9 @@ def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any
     around = dict.fromkeys(Kind, 0.0)
     seconds = {slower: _in_seconds(costs).on(first.placement) for slower, costs in true.items()}
     begin_together()
-    carry_out(lower(first)[dist.get_rank()], _Stages(Passes(seconds[1.0], around), lower(first)[dist.get_rank()]))
+    carry_out(
+        lower(first)[dist.get_rank()], SleepingStages(Passes(seconds[1.0], around), lower(first)[dist.get_rank()])
+    )
     settle(lower(first), Passes(seconds[1.0], around))
     plans, recorder, watch = Plans(first, true[1.0]), Recorder(HostClock()), SlowWatch(first.placement.rank_of)
     said: list[str] = []
@@ -77,7 +79,7 @@ def on_a_rank(first: Schedule, unit_ms: float, iterations: int) -> dict[str, Any
     taken, ran, profile = [], [], False
     for iteration in range(iterations):
         passes = Passes(seconds[SLOWER if iteration >= FROM else 1.0], around)
-        stages = _Stages(passes, plans.program)
+        stages = SleepingStages(passes, plans.program)
         begin = begin_together()
         recorder.begin()
         run(plans.program, stages, Transport(_channels(channels_of(first.placement)), _SPEC), [recorder])

@@ -27,10 +27,11 @@ def refused(text: str) -> str:
     [
         ("1,1,1", Costs(1, 1, 1, 0)),
         ("1,1.1,0.75,0.05", Costs(1, 1.1, 0.75, 0.05)),
+        ("1,1.1,0.75,0.05,0.2", Costs(1, 1.1, 0.75, 0.05, messages=(0.2, 0.2))),
         (" 2 , 3e1,.5 , 0", Costs(2, 30, 0.5, 0)),
     ],
 )
-def test_costs_are_three_or_four_numbers(text: str, expected: Costs):
+def test_costs_are_three_to_five_numbers(text: str, expected: Costs):
     assert Costs.parse(text) == expected
 
 
@@ -40,9 +41,11 @@ def test_written_costs_read_back(forward: float, backward: float, weight: float,
     assert Costs.parse(f"{forward!r},{backward!r},{weight!r},{latency!r}") == Costs(forward, backward, weight, latency)
 
 
-@pytest.mark.parametrize("text", ["", "1", "1,1", "1,1,1,0,0", "a,b,c", "1;1;1", "1,1,1,", "1,,1", "1 1 1"])
+@pytest.mark.parametrize("text", ["", "1", "1,1", "1,1,1,0,0,0", "a,b,c", "1;1;1", "1,1,1,", "1,,1", "1 1 1"])
 def test_another_form_is_refused_with_an_example(text: str):
-    assert refused(text) == (f"costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not {text!r}")
+    assert refused(text) == (
+        f"costs are F,I,W[,LATENCY[,MESSAGES]], three to five numbers such as 1,1.1,0.75,0.05, not {text!r}"
+    )
 
 
 @pytest.mark.parametrize("text", ["0,1,1", "1,-1,1", "1,1,nan", "inf,1,1"])

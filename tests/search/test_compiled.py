@@ -43,6 +43,7 @@ def works(function: Callable[..., tuple[float, float, int, int]]) -> bool:
         *(ints, np.ones(2), np.zeros(2), flags, flags),
         *(ints - 1, np.zeros(2), flags),
         *(ints, np.zeros(3, int), none, 1.0 * none, ints - 1, flags),
+        *(1.0 * none, none, none),
     )
     both, rules = Both(tasks, tasks, np.array([1, 0])), Rules(9.0, 9.0, 3)  # type: ignore[arg-type]
     now, best = (Orders(NONE, np.array([1, 0])) for _ in range(2))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from tools.benchmarks import emulated, lengths_section, saving, saving_section
+from tools.benchmarks import emulated, lengths_section, messages_section, saving, saving_section
 from tools.benchmarks.emulated_section import KEY, claims, section
 
 ENGINES = {
@@ -22,7 +22,7 @@ ENGINES = {
 
 JOB = """
 import json
-from tools.benchmarks import emulated, lengths, saving
+from tools.benchmarks import emulated, lengths, messages, saving
 from tools.benchmarks.emulated_ranks import RankError, run_ranks
 
 emulated.UNIT_S, emulated._REPETITIONS = 0.002, 1
@@ -31,6 +31,8 @@ saving.UNIT_S, saving.SEARCH_SECONDS = 0.002, 0.05
 relieved = list(saving.setting(2, 4, [0.375], 1, lambda text: None))
 lengths._RANKS, lengths._UNIT_S, lengths._QUICK_SETS, lengths._EMULATED = 2, 0.002, 1, ("v-zb", "1f1b")
 by_length = list(lengths.measure(True, lambda text: None))
+messages._UNIT_S, messages._LIMITS = 0.002, (2.5,)
+behind = list(messages.setting(2, 4, 1, lambda text: None))
 
 def fail():
     import torch.distributed as dist
@@ -41,23 +43,23 @@ def fail():
 try:
     run_ranks(2, fail, timeout=60)
 except RankError as error:
-    print(json.dumps([rows, relieved, by_length, str(error)]))
+    print(json.dumps([rows, relieved, by_length, behind, str(error)]))
 """
 
 
 @pytest.fixture(scope="module")
-def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], str]:
-    """The rows of all three, and what is said of a rank that fails."""
+def job() -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], str]:
+    """The rows of all four, and what is said of a rank that fails."""
     # In a process of its own: ranks are forked, and the tests' process may have threads.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    emulated, saved, by_length, error = json.loads(done.stdout.splitlines()[-1])
-    return emulated, saved, by_length, error
+    emulated, saved, by_length, behind, error = json.loads(done.stdout.splitlines()[-1])
+    return emulated, saved, by_length, behind, error
 
 
 def test_every_engine_runs_and_a_failing_rank_says_why(job):
-    rows, _, _, error = job
+    rows, *_, error = job
     assert "rank 1 failed" in error and "ValueError: what went wrong" in error
     assert {engine: {r["schedule"] for r in rows if r["engine"] == engine} for engine in ENGINES} == ENGINES
     assert (rows[0]["engine"], rows[0]["schedule"], rows[0]["speedup_over_stock_1f1b"]) == ("megatron-core", "1F1B", 1)
@@ -74,7 +76,7 @@ def test_every_engine_runs_and_a_failing_rank_says_why(job):
 
 
 def test_memory_saving_runs_and_holds_what_is_planned(job):
-    _, rows, _, _ = job
+    _, rows, *_ = job
     stock = [row for row in rows if row["engine"] == "megatron-core"]
     ours = {(row["schedule"], row["memory_saving"]): row for row in rows if row["engine"] == "ours"}
     assert [row["memory_saving"] for row in stock] == list(saving.STOCK)
@@ -95,7 +97,7 @@ def test_memory_saving_runs_and_holds_what_is_planned(job):
 
 
 def test_iterations_of_different_lengths_run_as_planned_for_both(job):
-    *_, rows, _ = job
+    _, _, rows, _, _ = job
     simulated, emulated = ([row for row in rows if row["what"] == what] for what in ("simulated", "emulated"))
     assert [row["schedule"] for row in simulated] == ["v-zb", "1f1b"]
     for row in simulated:
@@ -118,6 +120,34 @@ def test_iterations_of_different_lengths_run_as_planned_for_both(job):
     (line,) = missed([*good[:-1], {**good[-1], "error": -0.04}])
     assert "the simulated time" in line
     assert "| packed, median 2,000 | 16 |" in lengths_section.section(good)
+
+
+def test_messages_run_exposed_hidden_and_left_out(job):
+    *_, rows, _ = job
+    assert [(row["engine"], row["schedule"], row["messages"]) for row in rows] == [
+        ("megatron-core", "interleaved", "exposed"),
+        ("megatron-core", "interleaved", "left out"),
+        *(("ours", name, messages) for name in ("v-zb", "v-half", "zb-1p") for messages in ("hidden", "exposed")),
+        ("ours", "adaptive 1.25", "hidden"),
+    ]
+    for row in rows:
+        message = 0 if row["messages"] == "left out" else 0.3
+        computing = 2.85 + (2 * message if row["messages"] == "exposed" else 0)
+        assert row["seconds"] > 0.95 * 8 * computing * 0.002
+        assert (row["hidden"] > 0) == (row["messages"] == "hidden") and row["hidden"] < 1
+        assert row["simulated_seconds"] > 0 and 1 <= row["memory"] <= 3
+    good = [{**row, "error": 0.01, "seconds": 1.0, "speedup_over_stock_exposed": 1.1} for row in rows]
+    good[1]["seconds"] = 1.01
+    assert [claim.verdict for claim in messages_section.claims(good)] == ["held"] * 3
+    for worse, held in (
+        ({"error": -0.031}, [False, True, True]),
+        ({"speedup_over_stock_exposed": 1.0}, [True, False, True]),
+    ):
+        found = messages_section.claims([*good[:-1], {**good[-1], **worse}])
+        assert [claim.verdict == "held" for claim in found] == held
+    found = messages_section.claims([good[0], {**good[1], "seconds": 0.99}, *good[2:]])
+    assert [claim.verdict for claim in found] == ["held", "held", "not held"]
+    assert "| ours v-zb | hidden |" in messages_section.section(good)
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:

@@ -323,6 +323,16 @@ def test_fp8_is_tried_on_the_cpu_with_transformer_engines_own_python(tmp_path):
     assert {row["gradients equal to the bit"] for row in rows} == {"53 of 53"}
 
 
+@pytest.mark.full_matrix
+def test_userbuffers_are_tried_on_the_cpu(tmp_path):
+    engine = ROOT / ".venv/transformer_engine" / VERSIONS[-1]
+    output = tmp_path / "report.md"
+    tried = script("--try-on-cpu", "--output", str(output), "userbuffers", PYTHONPATH=str(engine))
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    rows = json.loads(output.with_suffix(".json").read_text())["pieces"]["userbuffers"]["rows"]
+    assert [(row["schedule"], row["losses apart"]) for row in rows] == [("zb-1p", 0), ("v-half", 0)]
+
+
 def test_nothing_that_a_piece_says_breaks_the_page():
     note = "\x1b[2J a | b\nc"
     kept = report.merged({}, {}, {"ranges": Outcome(Result.FAILED, note, 1.0)}, {"date": "today", "commit": "x"})

@@ -15,12 +15,13 @@ import click
 from megatron.schedules.cli.ending import run
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.output_files import write_text
-from tools.benchmarks import emulated, lengths, memory, recording, saving, split, tables, vocabulary
+from tools.benchmarks import emulated, lengths, memory, messages, recording, saving, split, tables, vocabulary
 from tools.benchmarks.parts import Kept, Part, Row, Say, claims_table
 
 PARTS = (
     emulated.PART,
     saving.PART,
+    messages.PART,
     vocabulary.PART,
     lengths.PART,
     split.PART,
@@ -105,7 +106,7 @@ def _plain(part: Part, text: str | None) -> None:
         _run(part, lambda say: part.measure(quick, say), quick, as_json, whole=True)
 
 
-for _module in (saving, vocabulary, lengths, split, memory, recording):
+for _module in (saving, messages, vocabulary, lengths, split, memory, recording):
     _plain(_module.PART, _module.__doc__)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.runtime.checker import check
 from megatron.schedules.runtime.lowering import lower
+from megatron.schedules.runtime.program import Program
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.schedule import Schedule
@@ -25,6 +26,9 @@ LIMITS = (0.5, 1.0)
 
 _SETTLING = "v-zb"  # what all ranks run to find how long to sleep: it has every kind of pass
 _WARM_UP_PACE = 0.05
+
+Start = Callable[[Sequence[Program], Passes], Callable[[], None]]
+"""Called on each rank with all ranks' programs, gives what runs one iteration."""
 
 
 class Contestant(NamedTuple):
@@ -55,17 +59,17 @@ def adaptive(request: Request) -> list[Contestant]:
     return [of_ours(f"adaptive {limit:g}", replace(asked, memory_limit=limit)) for limit in LIMITS]
 
 
-def of_ours(name: str, request: Request) -> Contestant:
-    """Returns our engine with the plan for ``request``."""
+def of_ours(name: str, request: Request, start: Start = emulated_ours.start) -> Contestant:
+    """Returns our engine with the plan for ``request``; ``start`` runs its programs on a rank's passes."""
     schedule = plan(request)
-    return of_plan(name, schedule, request.costs_on(schedule.placement))
+    return of_plan(name, schedule, request.costs_on(schedule.placement), start)
 
 
-def of_plan(name: str, schedule: Schedule, costs: StageCosts) -> Contestant:
+def of_plan(name: str, schedule: Schedule, costs: StageCosts, start: Start = emulated_ours.start) -> Contestant:
     """Returns our engine with ``schedule``, lowered for ``costs``."""
     programs = lower(schedule, costs)
     check(programs)
-    return Contestant("ours", name, schedule, partial(emulated_ours.start, programs))
+    return Contestant("ours", name, schedule, partial(start, programs))
 
 
 def others(by_name: Sequence[Contestant]) -> list[Contestant]:

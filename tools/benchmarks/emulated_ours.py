@@ -33,7 +33,7 @@ _ROUNDS = 2  # the second corrects the first, whose sleeps were too long
 def start(programs: Sequence[Program], passes: Passes, observers: Sequence[Observer] = ()) -> Callable[[], None]:
     """Returns a function that runs this rank's one of ``programs`` once."""
     program = programs[dist.get_rank()]
-    stages = _Stages(passes, program)
+    stages = SleepingStages(passes, program)
     return lambda: carry_out(program, stages, observers)
 
 
@@ -69,7 +69,7 @@ def _collective_group() -> dist.ProcessGroup:
     return make_collective_group([range(dist.get_world_size())])
 
 
-class _Stages(Stages):
+class SleepingStages(Stages):
     """The stages of one rank, as :class:`megatron.schedules.runtime.stage_interface.Stages` asks for them."""
 
     def __init__(self, passes: Passes, program: Program) -> None:
@@ -136,7 +136,7 @@ class _Stages(Stages):
         return chain
 
 
-class _Timed(_Stages):
+class _Timed(SleepingStages):
     """The same; records by how many seconds each pass took too long."""
 
     def __init__(self, passes: Passes, program: Program) -> None:

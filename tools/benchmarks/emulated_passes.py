@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ from megatron.schedules.schedule.stage_costs import StageCosts
 
 SHAPE = (16, 1, 64)
 """Shape of every message: sequence, batch, hidden."""
+
+Waits = Callable[[float, float], None]
+"""Takes as many seconds as its first argument; its second argument says how many of them it waits for messages."""
+
+
+def _asleep(seconds: float, message: float) -> None:
+    time.sleep(seconds)
 
 
 class Passes:
@@ -29,6 +37,8 @@ class Passes:
         self.costs, self.around = costs, around
         self.pace = 1.0
         """Times are multiplied by this: a warm-up need not last long."""
+        self.waits: Waits = _asleep
+        """Takes the time of a pass, of which it waits a part for messages of experts."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int = 0) -> float:
         """Returns the seconds of a pass; without lengths all microbatches are equal."""
@@ -36,7 +46,13 @@ class Passes:
 
     def run(self, kind: Kind, stage: int, microbatch: int = 0) -> None:
         """Sleeps for the pass's time."""
-        time.sleep(max(self.seconds(kind, stage, microbatch) * self.pace - self.around[kind], 0.0))
+        (message,) = self.costs.messages_of([Pass(stage, kind, microbatch)])
+        seconds = max(self.seconds(kind, stage, microbatch) * self.pace - self.around[kind], 0.0)
+        self.waits(seconds, message * self.pace)
+
+    def run_part(self, kind: Kind, stage: int, microbatch: int, share: float) -> None:
+        """Sleeps for a part of the pass's time."""
+        time.sleep(max(share * self.seconds(kind, stage, microbatch) * self.pace - self.around[kind], 0.0))
 
     def fill(self, kind: Kind, stage: int, begun: float) -> None:
         """Sleeps for what is left of the pass's time since ``begun``, by :func:`time.monotonic`."""

@@ -12,7 +12,7 @@ from tools.gpu_tests import jobs
 from tools.gpu_tests.comparing import BF16, FP32, compared
 from tools.gpu_tests.layouts import Layout, layout_of
 from tools.gpu_tests.one_gpu import fault_of
-from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting
+from tools.gpu_tests.pieces import FAMILIES, FAULT, VOCABULARY, Row, Setting, Skipped
 from tools.gpu_tests.timeline import against_the_simulator
 from tools.gpu_tests.watchers import LittleMemory, Spans, Timed
 
@@ -24,9 +24,11 @@ def _pipeline_alone(setting: Setting) -> Layout:
     return layout_of("pp", setting.gpus or 4, True)
 
 
-def _flags(setting: Setting, layout: Layout, schedules: Sequence[str], iterations: int) -> list[str]:
+def _flags(
+    setting: Setting, layout: Layout, schedules: Sequence[str], iterations: int, *, te: bool | None = None
+) -> list[str]:
     flags = jobs.size_flags(setting, jobs.planned_layers(layout.pipeline, schedules), usual=True)
-    flags += jobs.kernel_flags(setting, te=jobs.te_here(setting))
+    flags += jobs.kernel_flags(setting, te=jobs.te_here(setting) if te is None else te)
     flags += ["--pipeline-model-parallel-size", str(layout.pipeline), *layout.flags]
     batch = 2 * layout.pipeline * layout.data
     return [*flags, "--global-batch-size", str(batch), "--train-iters", str(iterations)]
@@ -42,15 +44,29 @@ def vocabulary(setting: Setting, name: str, connections: int) -> Iterator[Row]:
     yield from _against_stock(setting, name, connections, ("1f1b", "zb-1p", "v-half", "v-zb"), VOCABULARY)
 
 
+def userbuffers(setting: Setting) -> Iterator[Row]:
+    """Trains with Transformer Engine's Userbuffers, also in stock's job."""
+    if fault := jobs.te_fault():
+        raise Skipped(fault)
+    overlap = ("--tp-comm-overlap", *(("--bf16", "--tp-comm-bootstrap-backend", "gloo") if setting.on_cpu else ()))
+    yield from _against_stock(setting, "tp-pp", 1, ("zb-1p", "v-half", "v-zb"), te=True, overlap=overlap)
+
+
 def _against_stock(
-    setting: Setting, name: str, connections: int, schedules: Sequence[str], *more: str
+    setting: Setting,
+    name: str,
+    connections: int,
+    schedules: Sequence[str],
+    *more: str,
+    te: bool | None = None,
+    overlap: Sequence[str] = (),
 ) -> Iterator[Row]:
     # Where there is no GPU, as few ranks as show the layout.
     gpus = setting.gpus or (8 if name == "tp-pp-dp" else 4)
     layout = layout_of(name, gpus, jobs.marks_norms(setting))
     schedules = [s for s in schedules if not setting.on_cpu or s in _FEW_ON_CPU]
     iterations = 2 if setting.on_cpu else _ITERATIONS
-    flags = _flags(setting, layout, schedules, iterations)
+    flags = [*_flags(setting, layout, schedules, iterations, te=te), *overlap]
     what: Row = {"ranks": layout.world, "pipeline": layout.pipeline} | ({"note": layout.note} if layout.note else {})
     stock = jobs.train(layout.world, jobs.Job(tuple(flags), connections=connections))
     for schedule in schedules:
@@ -64,7 +80,9 @@ def _against_stock(
         except RankError as error:
             yield row | {FAULT: fault_of(error)}
         else:
-            yield row | compared(ours, stock, iterations, FP32 if setting.on_cpu else BF16, to_the_bit=False)
+            yield row | compared(
+                ours, stock, iterations, FP32 if setting.on_cpu and not overlap else BF16, to_the_bit=False
+            )
 
 
 def cold_start(setting: Setting) -> Iterator[Row]:

@@ -61,11 +61,12 @@ def _against_stock(
     fused: bool = False,
     more: tuple[str, ...] = (),
     fp8: str = "",
+    primary: bool = False,
 ) -> Iterator[Row]:
     """Compares jobs whose ranks share the GPU with stock on one rank, whose messages need a GPU for each rank.
 
-    They compute in fp32, or with Transformer Engine's linears in FP8 of the recipe ``fp8``. NVFP4 rounds gradients at
-    random, so an order of passes has its own bits.
+    They compute in fp32, or with Transformer Engine's linears in FP8 of the recipe ``fp8``, with ``primary`` without
+    bf16 weights. NVFP4 rounds gradients at random, so an order of passes has its own bits.
     """
     from tools.gpu_tests import jobs
 
@@ -76,6 +77,9 @@ def _against_stock(
     if fp8:
         how = ["--fp4-format", "e2m1"] if fp8 == _FP4 else ["--fp8-format", "hybrid", "--fp8-recipe", fp8]
         flags += ["--bf16", *how, *(_WIDER.split() if setting.on_cpu else ())]
+    if primary:
+        flags += ["--fp8-param-gather", "--use-distributed-optimizer"]
+        flags += ["--reuse-grad-buf-for-mxfp8-param-ag"] if fp8 == "mxfp8" else []
     tolerance = BF16 if fp8 else FP32
     flags += ["--train-iters", str(iterations), "--global-batch-size", "7", "--distributed-backend", "gloo"]
     if fused:
@@ -117,8 +121,9 @@ def fp8(setting: Setting) -> Iterator[Row]:
     if not recipes:
         raise Skipped("the device computes no FP8")
     for recipe in recipes:
-        for row in _against_stock(setting, _FEW[1:], (2,), fp8=recipe):
-            yield {"recipe": recipe} | row
+        for primary in (False, True)[: 1 if recipe == _FP4 else 2]:
+            for row in _against_stock(setting, _FEW[1:], (2,), fp8=recipe, primary=primary):
+                yield {"recipe": recipe, "weights": "FP8" if primary else "bf16"} | row
 
 
 def shared(setting: Setting, family: str) -> Iterator[Row]:

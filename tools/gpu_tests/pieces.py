@@ -132,7 +132,7 @@ PIECES = (
     ),
     Piece(
         "fp8",
-        "zb-1p and v-half train in FP8 and FP4 as stock does, with each recipe that the GPU computes",
+        "zb-1p and v-half train in FP8, FP8 weights too, and FP4 as stock does, with each recipe of the GPU",
         (f"{_ONE}:fp8", ()),
     ),
     Piece(
@@ -156,6 +156,12 @@ PIECES = (
             FEWEST_OF_MANY,
         )
         for connections in CONNECTIONS
+    ),
+    Piece(
+        "userbuffers",
+        "zb-1p, v-half and v-zb with --tp-comm-overlap train as stock does with it: tensor parallel 2; nothing hangs",
+        (f"{_MANY}:userbuffers", ()),
+        FEWEST_OF_MANY,
     ),
     Piece(
         "cold-start",

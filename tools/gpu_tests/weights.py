@@ -45,7 +45,10 @@ def start_equal(model: Sequence[torch.nn.Module]) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {part}".encode()))
         with torch.no_grad():
             whole = torch.randn(len(parameter) * pieces, *parameter.shape[1:], generator=generator)
-            parameter.copy_(whole.chunk(pieces)[own].mul_(_DEVIATION))
+            value = whole.chunk(pieces)[own].mul_(_DEVIATION)
+            parameter.copy_(value)
+            if hasattr(parameter, "_high_precision_init_val"):  # an FP8 weight's, which its main weight is made of
+                parameter._high_precision_init_val.copy_(value)
 
 
 def gradient_digests(model: Sequence[torch.nn.Module]) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 from megatron.schedules.integration.flags.check import PlannedJob
-from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE, refusal
+from megatron.schedules.integration.flags.incompatible import refusal
 from megatron.schedules.job.spec import JobSpec
 
 # Arguments without which a recipe would be another model, or in another precision. All others can be left out.
@@ -34,18 +33,15 @@ def refused(spec: JobSpec, ours: PlannedJob) -> str:
     return _why_not(spec, ours, spec.stock.given & _KEPT)
 
 
-def left_out(spec: JobSpec, args: argparse.Namespace, ours: PlannedJob) -> dict[str, str]:
+def left_out(spec: JobSpec, ours: PlannedJob) -> dict[str, str]:
     """Returns the arguments that have to be left out, and why.
 
     Args:
         spec: the recipe's job.
-        args: its arguments.
         ours: the same job under our schedule.
     """
     given, kept = spec.stock.given, spec.stock.given & _KEPT
     found = {each: _why_not(spec, ours, kept | {each}) for each in sorted(given - _KEPT)}
-    if getattr(args, "is_of_bridge", False):
-        found |= {each: ONLY_IN_MEGATRON_LM for each in TOO_LATE if each in given}
     return {each: why for each, why in found.items() if why}
 
 

@@ -161,7 +161,7 @@ def answer(
             *([] if is_as_set else ["stock's layers, which do not divide over the recipe's stages"]),
         ),
     )
-    found = _with_acceptance(found, spec, args, ours)
+    found = _with_acceptance(found, spec, ours)
     if not has_figures:
         return found
     found = replace(found, recompute=_recompute(spec.recompute), stock=_figures(stock), ours=_figures(ours, stock))
@@ -196,7 +196,7 @@ def with_acceptance(known: Answer, args: argparse.Namespace) -> Answer:
     samples = _MICROBATCHES_A_RANK * sizes.pipeline * micro * (sizes.world // sizes.of_replica)
     few = replace(spec, batch=replace(spec.batch, whole=samples, steps=None), stock=StockFlags())
     name = TRIED[0] if known.ours is None else known.ours.schedule
-    found = _with_acceptance(known, spec, args, _planned(_placed(few, ScheduleChoice(name, name))))
+    found = _with_acceptance(known, spec, _planned(_placed(few, ScheduleChoice(name, name))))
     is_stale = found.auto is not None and found.auto.recomputed > 0 and found.left_out != known.left_out
     return replace(found, auto=None) if is_stale else found
 
@@ -214,9 +214,9 @@ def _read(args: argparse.Namespace, gib: float) -> tuple[JobSpec, int]:
     return spec, chunks
 
 
-def _with_acceptance(found: Answer, spec: JobSpec, args: argparse.Namespace, ours: PlannedJob) -> Answer:
+def _with_acceptance(found: Answer, spec: JobSpec, ours: PlannedJob) -> Answer:
     why = refused(spec, ours)
-    return replace(found, refused=why, left_out={} if why else left_out(spec, args, ours))
+    return replace(found, refused=why, left_out={} if why else left_out(spec, ours))
 
 
 def _without(spec: JobSpec, arguments: Container[str]) -> JobSpec:

@@ -52,13 +52,12 @@ def of_container(config: Any, gpus: int) -> argparse.Namespace:
         for field, value in {} if part is None else vars(part).items():
             if value is not None or name not in _OVERRIDE:
                 setattr(args, _NAMES.get(field, field), _DTYPES.get(str(value), value))
-    args.world_size, args.is_of_bridge = gpus, True
+    args.world_size = gpus
     args.peft = getattr(config, "peft", None) is not None
     args.group_query_attention = args.num_query_groups not in (None, args.num_attention_heads)
     # Megatron-LM adds gradients up in single precision unless this flag is given, Bridge if it is told to.
     args.grad_reduce_in_bf16 = args.bf16 and not args.accumulate_allreduce_grads_in_fp32
     args.padded_vocab_size = None if getattr(args, "should_pad_vocab", True) else args.vocab_size
-    args.tp_comm_overlap = args.tp_comm_overlap and args.tensor_model_parallel_size > 1 and args.sequence_parallel
     if getattr(getattr(config, "dataset", None), "skip_getting_attention_mask_from_dataset", True):
         args.create_attention_mask_in_dataloader = False
     if args.recompute_granularity == "selective" and args.recompute_modules == []:

@@ -29,14 +29,12 @@ _FAMILIES = {
 # What is left out, in a few words.
 _SHORT = {
     "cuda_graph_impl": "CUDA graphs",
-    "defer_embedding_wgrad_compute": "late embedding gradients",
     "delay_wgrad_compute": "expert overlap",
     "fine_grained_activation_offloading": "offloading",
     "fp8_param_gather": "FP8 weights",
     "moe_expert_rank_capacity_factor": "paged stash",
     "moe_paged_stash": "paged stash",
     "overlap_moe_expert_parallel_comm": "expert overlap",
-    "tp_comm_overlap": "TP overlap",
     "use_transformer_engine_op_fuser": "op fuser",
 }
 _HEADS = (
@@ -277,6 +275,10 @@ cfg.model.virtual_pipeline_model_parallel_size = 2
 and the last one have the embedding and the output layer. Leave the recipe's own layers of stages out
 (`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). A script of Megatron-LM takes
 `--pipeline-schedule v-half --pipeline-layers 8,8,8,8,8,8,8,5` instead, or `--pipeline-layers auto`.
+
+A schedule switches off some settings by itself: the bulk overlaps of `tp_comm_overlap`
+([tensor parallel](gpu.md#what-overlaps-with-computing)) and `defer_embedding_wgrad_compute`. These recipes count as
+accepted.
 """
 _OWN = """## Your own recipe
 

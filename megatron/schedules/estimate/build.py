@@ -50,17 +50,19 @@ _WEIGHTS = _OPERANDS | {"blockwise": 1 + 4 / 128**2}
 
 
 class Quantized(NamedTuple):
-    """Linears in FP8 or FP4, as Transformer Engine quantizes them. Their weights stay in half precision too.
+    """Linears in FP8 or FP4, as Transformer Engine quantizes them.
 
     Args:
         recipe: Megatron's name of the recipe.
         ends: decoder layers at the start, and at the end, that stay in half precision.
         output: true if the output layer is quantized too.
+        primary: true if decoder layers have no weights in half precision beside the quantized ones.
     """
 
     recipe: str
     ends: tuple[int, int] = (0, 0)
     output: bool = False
+    primary: bool = False
 
     def __str__(self) -> str:
         return "FP4 (nvfp4)" if self.recipe == "nvfp4" else f"FP8 ({self.recipe})"
@@ -72,7 +74,7 @@ class Quantized(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Bytes of a weight's cached copies, by rows and by columns."""
+        """Bytes of a weight's copies, by rows and by columns."""
         return 2 * _WEIGHTS.get(self.recipe, 1.0)
 
     @property

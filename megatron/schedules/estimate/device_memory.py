@@ -27,10 +27,10 @@ class Numbers:
     """Bytes of each parameter.
 
     Args:
-        weight, gradient, optimizer: bytes per parameter.
+        weight, gradient, optimizer: bytes per parameter; of a weight only where it is not stored in FP8 alone.
         shared_by: ranks that share the optimizer state of dense parameters, and of experts'.
         on_host: share of the optimizer state on the host.
-        copies: bytes of the copies that a quantized parameter has besides its weight.
+        copies: bytes of the quantized copies of a parameter.
     """
 
     weight: float
@@ -42,7 +42,7 @@ class Numbers:
 
     def weights(self, count: Count) -> float:
         """Bytes of the weights on one rank, with their quantized copies."""
-        return self.weight * count.all + self.copies * count.quantized
+        return self.weight * (count.all - count.primary) + self.copies * count.quantized
 
     def state(self, count: Count) -> float:
         """Bytes of the optimizer state on one rank."""

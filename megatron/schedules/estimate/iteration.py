@@ -161,11 +161,10 @@ class Setting:
         # If any message crosses nodes, all are assumed to.
         latency = roofline.message(self.trained.message_bytes, same_node=self.gpus <= self.device.node)
         found = Costs(forward, input_grad, weight_grad, latency, model=model)
-        found = with_model(found, self.trained, self.placement.stages, shared=self.method.shared)
-        found = replace(found, memory=self.memory)
-        if not self.method.may_offload:
-            return found
-        return replace(found, copy=self.memory.of_rank(self.pipeline) / 2 / self.device.host_link)
+        stages, hides = self.placement.stages, self.args.overlap_moe_expert_parallel_comm
+        found = with_model(found, self.trained, stages, shared=self.method.shared, hides=hides, prices=roofline)
+        copy = self.memory.of_rank(self.pipeline) / 2 / self.device.host_link if self.method.may_offload else 0.0
+        return replace(found, memory=self.memory, copy=copy)
 
     @cached_property
     def memory(self) -> ModelMemory:
@@ -249,6 +248,7 @@ class Estimate:
         ranks: memory of each pipeline rank.
         share: peak activation memory as a fraction of 1F1B's, as in a memory limit.
         recomputed: share of the computing time that is recompute passes (R).
+        messages: shares of the pipeline's time in which messages of an average rank's experts are hidden, and exposed.
     """
 
     setting: Setting
@@ -258,6 +258,7 @@ class Estimate:
     ranks: tuple[RankMemory, ...]
     share: float
     recomputed: float = 0.0
+    messages: tuple[float, float] = (0.0, 0.0)
 
     @property
     def memory(self) -> float:
@@ -297,6 +298,7 @@ def estimate(setting: Setting, search_seconds: float | None = None) -> Estimate:
         rank_memory(setting.trained, plan.schedule, plan.costs, plan.request),
         plan.peak_memory,
         plan.timeline.recomputed,
+        plan.timeline.messages,
     )
 
 

@@ -10,7 +10,7 @@ from megatron.schedules.estimate.build import Build, Quantized, Shape
 from megatron.schedules.estimate.device_memory import Numbers, RankMemory, Recompute, memory, model_memory
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
-from megatron.schedules.estimate.times import loads
+from megatron.schedules.estimate.times import ANY, Prices, loads, message_shares
 from megatron.schedules.estimate.work import Work, layer_work
 from megatron.schedules.measure.cost_profile import Profile
 from megatron.schedules.planner.request import Request
@@ -74,7 +74,10 @@ def _quantized(args: Any) -> Quantized | None:
     recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
     ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
     return Quantized(
-        recipe, ends if args.first_last_layers_bf16 else (0, 0), bool(args.fp8_output_proj) and recipe == "mxfp8"
+        recipe,
+        ends if args.first_last_layers_bf16 else (0, 0),
+        output=bool(args.fp8_output_proj) and recipe == "mxfp8",
+        primary=bool(args.fp8_param_gather if args.fp8 else args.fp4_param_gather),
     )
 
 
@@ -134,6 +137,8 @@ def with_model(
     shared: bool,
     placed: bool = False,
     profile: Profile | None = None,
+    hides: bool = False,
+    prices: Prices = ANY,
 ) -> Costs:
     """Adds time and memory of each part of ``model``, with Megatron's recompute, to ``costs``.
 
@@ -144,6 +149,9 @@ def with_model(
         shared: true under vocabulary parallelism.
         placed: true if the planner partitions the layers and reserves memory for their parameters.
         profile: measured profile of the model, if there is one.
+        hides: true if weight gradients may run behind messages of experts. Their time is computed from the model's
+            arithmetic if neither ``costs`` nor a profile has it.
+        prices: prices of the device for that.
     """
     build = model.build
     numbers = model.numbers if placed else None
@@ -152,8 +160,13 @@ def with_model(
     work = layer_work(build, experts=any(build.where))
     speed = build.quantized.speed if build.quantized else 1.0
     repeated = recomputed_share(model.recompute, work, build.shape.layers / stages, speed)
+    messages = costs.messages
+    if hides and profile is None and not any(messages):
+        forward, input_grad = message_shares(build, prices, build.tokens)
+        messages = forward * costs.forward, input_grad * costs.input_grad
     return replace(
         costs,
+        messages=messages,
         model=replace(costs.model or loads(build), stand_in=model.stand_in),
         # Measured times include it if it was on.
         stock_recompute=repeated if profile is None or profile.facts.recompute is None else costs.stock_recompute,

@@ -17,11 +17,13 @@ class Count(NamedTuple):
         dense: those without the next.
         expert: those of routed experts, which have their own data-parallel ranks.
         quantized: those of both that have copies in FP8.
+        primary: those that are stored in FP8 only.
     """
 
     dense: float = 0.0
     expert: float = 0.0
     quantized: float = 0.0
+    primary: float = 0.0
 
     def plus(self, other: Count) -> Count:
         """Sum of both."""
@@ -91,7 +93,7 @@ def parameters(build: Build) -> Parameters:
         joined = 2.0 * hidden * hidden / build.tensor
         for _ in range(shape.ahead):
             ahead = ahead.plus(kinds[build.kind_ahead])
-            ahead = ahead.plus(Count(joined + 3 * norm, quantized=joined if build.kind_ahead.quantized else 0.0))
+            ahead = ahead.plus(_counted(build, build.kind_ahead, Count(joined + 3 * norm), joined))
     last = Count(norm, quantized=table.all if build.output_quantized else 0.0)
     return Parameters(table, positions, tuple(kinds[each] for each in build.kinds), last, ahead)
 
@@ -102,7 +104,7 @@ def _norm(build: Build, width: int) -> float:
 
 def _layer(build: Build, kind: Kind) -> Count:
     hidden, work = build.shape.hidden, layer_work(build, experts=kind.experts)
-    quantized = _weights((*work.attention, *work.mlp)) if kind.quantized else 0.0
+    linears = _weights((*work.attention, *work.mlp))
     into, out = work.attention[0], work.attention[-1]
     dense = 2 * _norm(build, hidden) + _weights(work.attention) + (out.out if build.biases else 0.0)
     if build.shape.latent is None:
@@ -111,12 +113,19 @@ def _layer(build: Build, kind: Kind) -> Count:
     elif build.head_norms:
         dense += _norm(build, (build.shape.latent.query or 0) + build.shape.latent.key_value)
     if not kind.experts:
-        return Count(dense + _mlp(build, work.mlp), quantized=quantized)
+        return _counted(build, kind, Count(dense + _mlp(build, work.mlp)), linears)
     routed, shared = work.mlp[:2], work.mlp[2:]
     dense += hidden * build.experts  # the router
     if shared:
         dense += _mlp(build, shared) + (hidden if build.shared_gate else 0.0)
-    return Count(dense, _mlp(build, routed), quantized)
+    return _counted(build, kind, Count(dense, _mlp(build, routed)), linears)
+
+
+def _counted(build: Build, kind: Kind, count: Count, linears: float) -> Count:
+    """Adds how the weights of ``linears`` in ``count`` are stored."""
+    if not kind.quantized or build.quantized is None:
+        return count
+    return count._replace(quantized=linears, primary=linears if build.quantized.primary else 0.0)
 
 
 def _weights(linears: Sequence[Product]) -> float:

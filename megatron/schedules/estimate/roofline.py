@@ -76,6 +76,7 @@ class Roofline(Prices):
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.node = device.node
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
         """Seconds of a product: whole waves of tiles, or the bytes of its matrices."""
@@ -98,9 +99,9 @@ class Roofline(Prices):
         """Seconds of a collective among ranks of one node."""
         return self.collective(size, ranks, same_node=True)
 
-    def sent(self, size: float) -> float:
-        """Seconds to send ``size`` bytes to other nodes."""
-        return size / (_LINK * self._device.network)
+    def sent(self, size: float, *, same_node: bool) -> float:
+        """Seconds to send ``size`` bytes to other GPUs of the node, or to other nodes."""
+        return size / self._rate(same_node)
 
     def collective(self, size: float, ranks: int, *, same_node: bool) -> float:
         """Seconds of a ring all-gather or reduce-scatter of ``size`` bytes in all."""

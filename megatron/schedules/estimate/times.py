@@ -5,6 +5,7 @@ The device is a GPU by name (:mod:`.roofline`), in seconds, or :data:`ANY`, with
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron.schedules.estimate.activations import activations, whole
@@ -43,8 +44,15 @@ class Prices:
     """Time of each sort of work on a device.
 
     This class describes any GPU, in FLOPs: it computes about 200 FLOPs while its memory moves a byte. An A100 computes
-    150 and an H100 300 (data sheets).
+    150 and an H100 300 (data sheets). While a byte goes to another GPU of its node it computes 2,000 FLOPs, and 16,000
+    while it goes to another node; an A100 computes 1,200 and 14,000, an H100 2,500 and 22,000
+    (:data:`.roofline.DEVICES`).
+
+    Attributes:
+        node: GPUs of a node.
     """
+
+    node = 8
 
     def product(self, rows: float, columns: float, inner: float, bytes_out: int = 2, speed: float = 1.0) -> float:
         """Time of one product of matrices. Quantized ones compute ``speed`` times as fast, from smaller numbers."""
@@ -62,9 +70,9 @@ class Prices:
         """Time to gather or reduce ``size`` bytes among tensor-parallel ranks."""
         return 0.0
 
-    def sent(self, size: float) -> float:
-        """Time to send ``size`` bytes to experts on other ranks."""
-        return 0.0
+    def sent(self, size: float, *, same_node: bool) -> float:
+        """Time to send ``size`` bytes to experts on other ranks, all on the same node or all on other ones."""
+        return size * (2_000.0 if same_node else 16_000.0)
 
 
 ANY = Prices()
@@ -104,6 +112,34 @@ def attention_shares(build: Build) -> tuple[float, float]:
     """Shares of attention in an average layer's F and I, for a sample that is one sequence."""
     scores, mean = layer_work(build).scores, loads(build).mean
     return scores / mean.forward, _backward(build) * scores / mean.input_grad
+
+
+def message_shares(build: Build, prices: Prices = ANY, tokens: float = 1.0) -> tuple[float, float]:
+    """Shares of experts' messages in an average layer's F and I, see :func:`expert_messages`.
+
+    Args:
+        build, prices, tokens: as in :func:`loads`.
+    """
+    if not any(build.where):
+        return 0.0, 0.0
+    of_experts = expert_messages(build, layer_work(build, experts=True), prices, tokens)
+    mean, found = loads(build, prices, tokens).mean, of_experts * fmean(build.where)
+    return found / mean.forward, found / mean.input_grad
+
+
+def expert_messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
+    """Time in which a layer's F, or its I, waits for tokens that travel to their experts and back.
+
+    A router spreads tokens evenly. The ranks that share experts are numbered one after another, as Megatron numbers
+    them, so as many as possible are on one node. Links of the node and of the network work at the same time.
+    """
+    if build.shape.experts is None or not work.routed:
+        return 0.0
+    ranks = max(1.0, build.experts / build.shape.experts.number)
+    near = min(ranks, max(1.0, prices.node / build.expert_tensor))
+    size = 2 * work.routed * tokens / ranks
+    beyond = prices.sent(size * (ranks - near), same_node=False)
+    return max(prices.sent(size * (near - 1), same_node=True), beyond)
 
 
 def layer_times(build: Build, prices: Prices, tokens: float, kind: Kind = _DENSE) -> PassTimes:
@@ -148,9 +184,9 @@ def _linear(build: Build, product: Product, prices: Prices, tokens: float, *, qu
 
 
 def _messages(build: Build, work: Work, prices: Prices, tokens: float) -> float:
-    """Time of experts' tokens and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
+    """Time of experts' messages and of two all-gathers and two reduce-scatters each way (arXiv 2205.05198, 4.2.2)."""
     found = 4 * prices.shared(2.0 * build.shape.hidden * tokens, build.tensor) if build.tensor > 1 else 0.0
-    return found + (2 * prices.sent(work.routed * tokens) if work.routed else 0.0)
+    return found + expert_messages(build, work, prices, tokens)
 
 
 def _backward(build: Build) -> float:

@@ -34,7 +34,7 @@ class Work(NamedTuple):
         attention, mlp: linears of attention and of the MLP.
         scores: FLOPs of attention itself, forward.
         moved: bytes that F and I move outside products: norms, dropouts, sums, activation functions.
-        routed: bytes sent to experts on other ranks, one way.
+        routed: bytes sent to all chosen experts, one way, those of the same rank included.
         projected_up: FLOPs of latent attention's up-projections.
         experts: true if ``mlp`` are experts.
     """
@@ -81,7 +81,7 @@ def layer_work(build: Build, *, experts: bool = False) -> Work:
         # Causal: each token attends to half of the sequence on average, with two products.
         scores=shape.sequence * scored,
         moved=(around + 4.0 * inner / tensor, around + 6.0 * inner / tensor),
-        routed=_routed(build, shape.experts) if experts and shape.experts is not None else 0.0,
+        routed=2.0 * shape.hidden * shape.experts.chosen / tensor if experts and shape.experts is not None else 0.0,
         projected_up=sum(each.flops for each in linears if each.inner in compressed),
         experts=experts and shape.experts is not None,
     )
@@ -126,8 +126,3 @@ def _experts(build: Build, found: Experts) -> tuple[tuple[Product, ...], float]:
     if found.shared:
         linears += _linears(build, found.shared, build.tensor)
     return linears, found.inner * found.chosen + found.shared
-
-
-def _routed(build: Build, found: Experts) -> float:
-    apart = max(1.0, build.experts / found.number)
-    return 2.0 * build.shape.hidden * found.chosen / build.tensor * (1 - 1 / apart)

@@ -21,12 +21,14 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.ssm.mamba_hybrid_layer_allocation import select_pipeline_segment
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
 from megatron.schedules.integration import checkpoints
+from megatron.schedules.integration.expert_messages import HybridBuffer, reset_stocks_own
 from megatron.schedules.integration.flags.declared import FLAGS
+from megatron.schedules.integration.flags.live import HIDES_MESSAGES
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers import tied
 from megatron.schedules.integration.linears.fused_accumulation import fuse_without_apex
@@ -79,6 +81,9 @@ def _select_pipeline_segment(
 
 
 def _config_made(stock: Stock, session: Session, config: TransformerConfig) -> None:
+    if session.spec is None and session.has_schedule and reset_stocks_own(config):
+        # Kept by copies of the configuration. Some loops call this several times.
+        setattr(config, HIDES_MESSAGES, True)
     stock(config)
     if session.spec is None:
         place_layers(session, config)
@@ -95,6 +100,23 @@ def _te_parallel_cross_entropy(
 
 def _all_to_all(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
     return session.expert_messages.send(stock, *args, **kwargs)
+
+
+def _gather(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    return session.expert_messages.gather(stock, *args, **kwargs)
+
+
+def _scatter(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    return session.expert_messages.scatter(stock, *args, **kwargs)
+
+
+def _get_buffer(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> Any:
+    return session.expert_messages.through(stock(*args, **kwargs))
+
+
+def _init_hybrid_ep_buffer(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> None:
+    stock(*args, **kwargs)
+    fused_a2a._hybrid_ep_buffer = HybridBuffer(fused_a2a._hybrid_ep_buffer, session.expert_messages)
 
 
 def _initialize_model_parallel(stock: Stock, session: Session, *args: Any, **kwargs: Any) -> None:
@@ -127,6 +149,7 @@ def _embeddings_set_up(stock: Stock, session: Session, chunk: LanguageModule) ->
             tied.start_equal((first, chunk))
 
 
+_WAITS = "stock waits for each message of experts as soon as it has started: weight gradients can run behind it"
 _CHOSEN = "get_forward_backward_func looks it up when it is called, so names imported earlier are served too"
 
 CORE_HOOKS = (
@@ -160,12 +183,11 @@ CORE_HOOKS = (
         "its backward copies a number to the GPU and waits, unless it must work in CUDA graphs",
         _te_parallel_cross_entropy,
     ),
-    Hook(
-        token_dispatcher,
-        "all_to_all",
-        "stock waits for each message of experts as soon as it has started: weight gradients can run behind it",
-        _all_to_all,
-    ),
+    Hook(token_dispatcher, "all_to_all", _WAITS, _all_to_all),
+    Hook(token_dispatcher, "gather_from_sequence_parallel_region", _WAITS, _gather),
+    Hook(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", _WAITS, _scatter),
+    Hook(fused_a2a, "get_buffer", f"{_WAITS} (DeepEP)", _get_buffer),
+    Hook(fused_a2a, "init_hybrid_ep_buffer", "HybridEP sends on the stream that computes", _init_hybrid_ep_buffer),
     Hook(
         parallel_state,
         "default_embedding_ranks",

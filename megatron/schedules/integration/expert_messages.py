@@ -1,30 +1,42 @@
 """Hides the messages of experts behind weight gradients.
 
-Stock's ``alltoall`` dispatcher sends tokens to their experts and back, and waits for each message in F and in I. Here
-such a message starts, this rank computes weight gradients that are due, and then waits. W does the rest. Every rank
-decides by itself how many: the gradients computed here need no other rank.
+Stock's dispatchers send tokens to their experts and back, and wait for each message in F and in I. Here such a message
+starts, this rank computes weight gradients that are due, and then the device waits. W does the rest. Every rank decides
+by itself how many: the gradients computed here need no other rank.
 
-Based on megatron-core 0.19.2, ``transformer/moe/token_dispatcher.py``.
+Based on megatron-core 0.19.2, ``transformer/moe/token_dispatcher.py`` and ``transformer/moe/fused_a2a.py``, on DeepEP's
+``Buffer`` and on its ``HybridEPBuffer``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Sizes = Sequence[int] | None
 """Rows to or from each rank; None if equal."""
 
-RunAhead = Callable[[float], None]
-"""Computes weight gradients that are due, about as many floating point operations as given."""
+RunAhead = Callable[[int], None]
+"""Computes weight gradients that are due, behind a message of so many bytes."""
 
-# Operations that take as long as a byte of a message: 400 TFLOP/s (H100, bf16) over 50 GB/s (a network of 400 Gbit/s).
-FLOPS_PER_BYTE = 8000.0
+# Settings with which stock hides these messages, in arguments and in configurations. Its schedule then runs parts of
+# layers of two microbatches at a time, and asks for other settings with them.
+_STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release")
+
+
+def reset_stocks_own(settings: Any) -> list[str]:
+    """Resets what makes stock hide the messages itself, in arguments or in a configuration; returns what was set."""
+    found = [name for name in _STOCKS_OWN if getattr(settings, name, False)]
+    for name in found:
+        setattr(settings, name, False)
+    return found
 
 
 class ExpertMessages:
@@ -33,6 +45,7 @@ class ExpertMessages:
     def __init__(self) -> None:
         # Plain, not thread-local: on a GPU a backward runs in a thread of its own.
         self._run_ahead: RunAhead | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def hidden(self, run_ahead: RunAhead) -> Iterator[None]:
@@ -43,30 +56,152 @@ class ExpertMessages:
         finally:
             self._run_ahead = None
 
-    def send(self, stock: Callable[..., Tensor], group: ProcessGroup, rows: Tensor, *sizes: Any, **more: Any) -> Tensor:
+    def send(
+        self,
+        stock: Callable[..., Tensor],
+        group: ProcessGroup,
+        rows: Tensor,
+        output_split_sizes_: Sizes = None,
+        input_split_sizes: Sizes = None,
+        use_nccl_stream: bool = False,
+    ) -> Tensor:
         """Sends rows to and receives rows from each rank of ``group``, as stock's ``all_to_all`` does.
 
         Args:
             stock: stock's function, which runs outside :meth:`hidden` and where there is one rank.
             group: ranks that share the experts.
             rows: what this rank sends, (rows, ...).
-            sizes, more: rows from each rank, rows to each rank, and a flag that says what stock waits for.
+            output_split_sizes_: rows from each rank.
+            input_split_sizes: rows to each rank.
+            use_nccl_stream: what stock waits for.
         """
         if self._run_ahead is None or group.size() == 1:
-            return stock(group, rows, *sizes, **more)
-        return self._sent(group, rows, *sizes, **more)
+            return stock(group, rows, output_split_sizes_, input_split_sizes, use_nccl_stream)
+        sent: Tensor = _AllToAll.apply(rows, group, output_split_sizes_, input_split_sizes, self._run_ahead)
+        return sent
 
-    def _sent(
+    def gather(
         self,
-        group: ProcessGroup,
+        stock: Callable[..., Tensor],
         rows: Tensor,
+        tensor_parallel_output_grad: bool = True,
+        group: ProcessGroup | None = None,
         output_split_sizes: Sizes = None,
-        input_split_sizes: Sizes = None,
-        use_nccl_stream: bool = False,
+        use_global_buffer: bool = False,
     ) -> Tensor:
-        assert self._run_ahead is not None
-        received: Tensor = _AllToAll.apply(rows, group, output_split_sizes, input_split_sizes, self._run_ahead)
-        return received
+        """Gathers the rows of all ranks of ``group``, as ``gather_from_sequence_parallel_region`` does.
+
+        Args:
+            stock: stock's function. It also gathers what has no gradient: routes and counts of tokens.
+            rows: of this rank, (rows, ...).
+            tensor_parallel_output_grad: always true for tokens.
+            group: ranks that share the experts.
+            output_split_sizes: rows of each rank.
+            use_global_buffer: whether the result is in stock's buffer.
+        """
+        if self._run_ahead is None or group is None or group.size() == 1 or not rows.is_floating_point():
+            return stock(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
+        whole: Tensor = _Gather.apply(rows, group, output_split_sizes, use_global_buffer, self._run_ahead)
+        return whole
+
+    def scatter(
+        self,
+        stock: Callable[..., Tensor],
+        rows: Tensor,
+        group: ProcessGroup | None = None,
+        input_split_sizes: Sizes = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
+        """Sums rows over ``group`` and returns this rank's, as ``reduce_scatter_to_sequence_parallel_region`` does.
+
+        Args:
+            stock: stock's function.
+            rows: for all ranks, (rows, ...).
+            group: ranks that share the experts.
+            input_split_sizes: rows of each rank.
+            use_global_buffer: whether the result is in stock's buffer.
+        """
+        if self._run_ahead is None or group is None or group.size() == 1:
+            return stock(rows, group, input_split_sizes, use_global_buffer)
+        part: Tensor = _Scatter.apply(rows, group, input_split_sizes, use_global_buffer, self._run_ahead)
+        return part
+
+    def through(self, buffer: Any) -> Any:
+        """Returns DeepEP's ``buffer``, or one that runs weight gradients before stock waits for its messages."""
+        return buffer if self._run_ahead is None else _Buffer(buffer, self._run_ahead)
+
+    def beside(self, call: Callable[[], tuple[Any, ...]], sent: int) -> tuple[Any, ...]:
+        """Calls a message of HybridEP of ``sent`` bytes, which runs on the current stream: here on one of its own.
+
+        The host may wait inside the call until the message has ended, so weight gradients are queued before it. The
+        message waits for none of them. What it makes needs no ``record_stream``: only the next message uses that memory
+        again, after its stream has waited for whatever still reads it.
+        """
+        if self._run_ahead is None:
+            return call()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)  # ahead of the blocks of weight gradients
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        self._run_ahead(sent)
+        with torch.cuda.stream(self._stream):
+            results = call()
+        current.wait_stream(self._stream)
+        return results
+
+
+class HybridBuffer:
+    """HybridEP's buffer with messages beside weight gradients.
+
+    Args:
+        buffer: HybridEP's own.
+        messages: what runs behind them.
+    """
+
+    def __init__(self, buffer: Any, messages: ExpertMessages) -> None:
+        self._buffer, self._messages = buffer, messages
+        self._received = 0  # bytes that the last dispatch brought; the next one's are known when it has ended
+
+    def dispatch_with_permute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
+        call = partial(self._buffer.dispatch_with_permute, hidden=hidden, **named)
+        results = self._messages.beside(call, max(hidden.nbytes, self._received))
+        self._received = results[0].nbytes
+        return results
+
+    def combine_with_unpermute(self, *, hidden: Tensor, **named: Any) -> tuple[Any, ...]:
+        call = partial(self._buffer.combine_with_unpermute, hidden=hidden, **named)
+        return self._messages.beside(call, hidden.nbytes)
+
+
+class _Buffer:
+    """DeepEP's buffer, whose events run weight gradients before they let the device wait."""
+
+    def __init__(self, buffer: Any, run_ahead: RunAhead) -> None:
+        self._buffer, self._run_ahead = buffer, run_ahead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
+
+    def dispatch(self, rows: Tensor, **named: Any) -> tuple[Any, ...]:
+        return self._started(rows, *self._buffer.dispatch(rows, **named))
+
+    def combine(self, rows: Tensor, handle: Any, **named: Any) -> tuple[Any, ...]:
+        return self._started(rows, *self._buffer.combine(rows, handle, **named))
+
+    def _started(self, rows: Tensor, received: Tensor, *more: Any) -> tuple[Any, ...]:
+        *results, event = more
+        return received, *results, _Event(event, partial(self._run_ahead, _bytes(rows, received)))
+
+
+class _Event:
+    """End of a message that has started."""
+
+    def __init__(self, event: Any, run_ahead: Callable[[], None]) -> None:
+        self._event, self._run_ahead = event, run_ahead
+
+    def current_stream_wait(self) -> None:
+        self._run_ahead()
+        self._event.current_stream_wait()
 
 
 class _AllToAll(torch.autograd.Function):
@@ -84,10 +219,79 @@ class _AllToAll(torch.autograd.Function):
         return _exchanged(gradient, *ctx.back), None, None, None, None
 
 
+class _Gather(torch.autograd.Function):
+    """Gathers in the forward, and sums and scatters the gradients in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead
+    ) -> Tensor:
+        ctx.how = group, sizes, buffered, run_ahead
+        return _gathered(rows, *ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(gradient, *ctx.how), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sums and scatters in the forward, and gathers the gradients in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead
+    ) -> Tensor:
+        ctx.how = group, sizes, buffered, run_ahead
+        return _scattered(rows, *ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(gradient, *ctx.how), None, None, None, None
+
+
 def _exchanged(rows: Tensor, group: ProcessGroup, received: Sizes, sent: Sizes, run_ahead: RunAhead) -> Tensor:
     rows = rows.contiguous()
     result = rows.new_empty((len(rows) if received is None else sum(received), *rows.shape[1:]))
-    message = torch.distributed.all_to_all_single(result, rows, received, sent, group=group, async_op=True)
-    run_ahead(FLOPS_PER_BYTE * max(rows.nbytes, result.nbytes))
+    start = partial(torch.distributed.all_to_all_single, result, rows, received, sent, group=group)
+    return _behind(start, rows, result, run_ahead)
+
+
+def _gathered(rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
+    rows = rows.contiguous()
+    result = _empty(rows, len(rows) * group.size() if sizes is None else sum(sizes), buffered)
+    if sizes is None:
+        start = partial(torch.distributed.all_gather_into_tensor, result, rows, group=group)
+    else:
+        start = partial(torch.distributed.all_gather, list(result.split(list(sizes))), rows, group=group)
+    return _behind(start, rows, result, run_ahead)
+
+
+def _scattered(rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead) -> Tensor:
+    rows = rows.contiguous()
+    result = _empty(rows, len(rows) // group.size() if sizes is None else sizes[group.rank()], buffered)
+    if sizes is None:
+        start = partial(torch.distributed.reduce_scatter_tensor, result, rows, group=group)
+    else:
+        start = partial(torch.distributed.reduce_scatter, result, list(rows.split(list(sizes))), group=group)
+    return _behind(start, rows, result, run_ahead)
+
+
+def _empty(rows: Tensor, count: int, buffered: bool) -> Tensor:
+    """Returns ``count`` rows without values, in the buffer that stock's linears use too if ``buffered``."""
+    shape = (count, *rows.shape[1:])
+    if not buffered:
+        return rows.new_empty(shape)
+    buffer: Tensor = get_global_memory_buffer().get_tensor(shape, rows.dtype, "mpu")
+    return buffer
+
+
+def _behind(start: Callable[..., Any], rows: Tensor, result: Tensor, run_ahead: RunAhead) -> Tensor:
+    """Starts a message, computes weight gradients, and lets the device wait for the message."""
+    message = start(async_op=True)
+    run_ahead(_bytes(rows, result))
     message.wait()
     return result
+
+
+def _bytes(sent: Tensor, received: Tensor) -> int:
+    return max(sent.nbytes, received.nbytes)

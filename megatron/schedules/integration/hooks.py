@@ -24,6 +24,7 @@ from megatron.schedules.integration.compiled_helpers import came_compiled
 from megatron.schedules.integration.core_hooks import CORE_HOOKS
 from megatron.schedules.integration.cpu import standin
 from megatron.schedules.integration.dry_run import dry_run
+from megatron.schedules.integration.expert_messages import reset_stocks_own
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.declared import add_arguments, mend_help
 from megatron.schedules.integration.flags.early import refuse_early
@@ -65,8 +66,7 @@ def _validate_args(stock: Stock, session: Session, args: Any, *rest: Any, **kwar
         )
     if settings.vocabulary_parallel and spec.shape is not None:
         args.padded_vocab_size = spec.shape.vocabulary
-    # The schedule does what they stand for, see :mod:`.expert_messages`. Stock would want its own interleaving.
-    args.overlap_moe_expert_parallel_comm = args.delay_wgrad_compute = False
+    reset_stocks_own(args)
     hybrid = spec.layers.pattern is not None
     if settings.places_layers and job.request.decisions.layers and not hybrid:  # as if the user had given the flag
         args.pipeline_model_parallel_layout = as_layout(job.layers, args.mtp_num_layers or 0)

@@ -79,6 +79,7 @@ def nccl_options(groups: GroupFlags) -> Any:
 
 
 def _agree(digest: str) -> None:
+    """Compares the plans of all ranks. Replicas in another order would join collectives inside passes in that order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, digest)
     other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +16,11 @@ from megatron.schedules.integration.offloaded_layers import forget_input
 from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.vocabulary.shared import Exchange, SharedVocabulary
 from megatron.schedules.runtime.activation_meter import ActivationMeter
+from megatron.schedules.runtime.coming_weights import ComingWeights
 from megatron.schedules.runtime.graph_edge import InputGradient, as_input, edge_of
+from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.offload import Offloads
-from megatron.schedules.runtime.program import Action, Op, Program
+from megatron.schedules.runtime.program import Op, Program
 from megatron.schedules.runtime.recompute import Recomputes
 from megatron.schedules.runtime.stage_interface import Stages
 from megatron.schedules.runtime.weight_gradients import WeightGradients
@@ -52,6 +52,7 @@ class MegatronStages(Stages):
         exchange: collectives of vocabulary parallelism; None without it.
         recomputes: forwards of layers that wait for R; None without R.
         offloads: offloaded activations; None without O.
+        budget: of weight gradients behind messages; None if none are hidden.
     """
 
     def __init__(
@@ -66,17 +67,16 @@ class MegatronStages(Stages):
         exchange: Exchange | None = None,
         recomputes: Recomputes | None = None,
         offloads: Offloads | None = None,
+        budget: MessageBudget | None = None,
     ) -> None:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device="cuda")
         self._program, self._placement = program, program.placement
         self._model, self._config, self._call, self._store, self._meter = model, config, call, store, meter
-        self._running, self._recomputes, self._offloads = running, recomputes, offloads
+        self._running, self._recomputes, self._offloads, self._budget = running, recomputes, offloads, budget
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._started = [False] * len(model)
-        # The coming passes that add to the gradients of linears, and which W have had their I.
-        self._adding = deque(action for action in program.actions if action.op in (Kind.B, Kind.W))
-        self._due: set[tuple[int, int]] = set()
+        self._coming = ComingWeights(program)
         self._reduction = GradientReduction(model, overlapped=config.no_sync_func is not None and not call.forward_only)
         self._shared: SharedVocabulary | None = None
         if exchange is not None:
@@ -148,37 +148,30 @@ class MegatronStages(Stages):
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.B, stage, microbatch)
         result = self._backward(stage, microbatch, gradient)
-        self._added(Kind.B, stage, microbatch)
+        self._coming.ended(Kind.B, stage, microbatch)
         return result
 
     def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         self._begin(Kind.I, stage, microbatch)
         with self._store.split(stage, microbatch):
             result = self._backward(stage, microbatch, gradient)
-        self._due.add((stage, microbatch))
+        self._coming.ended(Kind.I, stage, microbatch)
+        if self._budget is not None:
+            self._budget.deferred(stage, self._store.flops(stage, microbatch))
         return result
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.W, stage, microbatch)
         self._store.run(stage, microbatch, self._program.weight_after(Kind.W, stage, microbatch))
-        self._added(Kind.W, stage, microbatch)
+        self._coming.ended(Kind.W, stage, microbatch)
 
-    def run_ahead(self, flops: float) -> None:
-        """Computes weight gradients that are due, ahead of their W; see :meth:`.WeightGradients.run_ahead`.
+    def run_ahead(self, sent: int) -> None:
+        """Computes weight gradients that are due, ahead of their W, behind a message of ``sent`` bytes.
 
-        The last W of a chunk stays whole: data-parallel reductions begin with it, on all replicas alike.
+        See :meth:`.WeightGradients.run_ahead`.
         """
-        coming = takewhile(self._can_run_ahead, self._adding)
-        self._store.run_ahead(((action.stage, action.microbatch) for action in coming), flops)
-
-    def _added(self, kind: Kind, stage: int, microbatch: int) -> None:
-        if self._adding and self._adding[0][:3] == (kind, stage, microbatch):  # a tool may repeat a pass
-            self._adding.popleft()
-
-    def _can_run_ahead(self, action: Action) -> bool:
-        op, stage, microbatch, _ = action
-        due = op is Kind.W and (stage, microbatch) in self._due
-        return due and (op, stage, microbatch) not in self._program.endings
+        assert self._budget is not None
+        self._budget.left(self._store.run_ahead(self._coming.due(), self._budget.behind(sent)))
 
     def recompute_forward(self, stage: int, microbatch: int) -> None:
         self._begin(Kind.R, stage, microbatch)
@@ -229,6 +222,8 @@ class MegatronStages(Stages):
         follows this pass is gathered during the pass, and its full size is allocated meanwhile.
         """
         self._reduction.begin_pass()
+        if self._budget is not None and isinstance(kind, Kind):
+            self._budget.begin(kind, stage)
         ending = self._program.endings.get((kind, stage, microbatch))
         if ending is not None:
             elsewhere = {} if self._shared is None else self._shared.adds_to

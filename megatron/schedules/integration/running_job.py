@@ -13,6 +13,7 @@ from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import RunFlags
+from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.lengths.background import BackgroundPlans
@@ -62,7 +63,8 @@ def begin(
         expert_messages: messages that weight gradients may hide.
     """
     settings = spec.settings
-    print_rank_0(f"{planner.summary()}\n{found()}")
+    off = [f"pipeline schedule: {each}" for each in switched_off(spec, planner.first)]
+    print_rank_0("\n".join([planner.summary(), found(), *off]))
     measured = measured_iterations(settings.measuring, flags.train_iters)
     profiler = partial(Profiler, planner, flags.model, iteration)
     log = RunLog(planner, iteration, flags.log_interval)

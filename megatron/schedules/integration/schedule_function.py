@@ -34,6 +34,7 @@ from megatron.schedules.integration.schedule_call import ScheduleCall
 from megatron.schedules.integration.timers import events_in
 from megatron.schedules.integration.vocabulary.shared import Exchange
 from megatron.schedules.runtime.engine import Observer, run
+from megatron.schedules.runtime.message_budget import MessageBudget
 from megatron.schedules.runtime.position import PositionTracker
 from megatron.schedules.runtime.program import Program
 from megatron.schedules.runtime.stall_watch import StallWatch
@@ -177,6 +178,7 @@ class ScheduleFunction:
             exchange,
             deferred.recompute,
             deferred.offloads,
+            None if self._hiding is None else MessageBudget(self._planner.stage_costs),
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]

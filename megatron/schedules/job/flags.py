@@ -26,10 +26,11 @@ SHARED = {
         "GPUs have left.",
     ),
     "costs": (
-        "F,I,W[,LATENCY]|FILE.json",
+        "F,I,W[,LATENCY[,MESSAGES]]|FILE.json",
         "Times of a forward, an input gradient (the paper's B) and a weight gradient over half a rank's layers, and "
-        "P2P latency between ranks, in any unit. Or a JSON file: a cost profile that a job (--pipeline-measure) or "
-        "tools/profile_passes.py wrote, or one written by hand (docs/costs.md). Measured costs give the best order.",
+        "P2P latency between ranks, in any unit. MESSAGES is the part of F, and the part of I, that waits for messages "
+        "of experts. Or a JSON file: a cost profile that a job (--pipeline-measure) or tools/profile_passes.py wrote, "
+        "or one written by hand (docs/costs.md). Measured costs give the best order.",
     ),
     "layers": (
         "even|auto|N,N,...",

@@ -58,7 +58,15 @@ class PipelinedModel:
 
     def costs(self, costs: Costs, stages: int, profile: Profile | None, *, placed: bool) -> Costs:
         """Adds the model's parts to ``costs``, see :func:`.model_build.with_model`."""
-        return with_model(costs, self._model, stages, shared=self._shared, placed=placed, profile=profile)
+        return with_model(
+            costs,
+            self._model,
+            stages,
+            shared=self._shared,
+            placed=placed,
+            profile=profile,
+            hides=self._args.overlap_moe_expert_parallel_comm,
+        )
 
     @property
     def message_bytes(self) -> float:

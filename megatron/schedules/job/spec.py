@@ -140,7 +140,6 @@ class StockFlags:
         checkpoint_format: value of this argument.
         dataloader_type: value of this argument.
         fp8_recipe: FP8 recipe of the linears; empty without FP8.
-        dispatcher: value of ``--moe-token-dispatcher-type``.
     """
 
     given: frozenset[str] = frozenset()
@@ -148,7 +147,6 @@ class StockFlags:
     checkpoint_format: str = "torch_dist"
     dataloader_type: str | None = None
     fp8_recipe: str = ""
-    dispatcher: str = "allgather"
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def memory_limit(flag: str, text: str | None) -> MemoryLimit | None:
 
 
 def costs_choice(flag: str, text: str | None) -> CostsChoice | None:
-    """Reads ``F,I,W[,LATENCY]`` or ``FILE.json``."""
+    """Reads ``F,I,W[,LATENCY[,MESSAGES]]`` or ``FILE.json``."""
     if text is None:
         return None
     if text.lower().endswith(".json"):

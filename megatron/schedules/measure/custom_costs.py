@@ -22,6 +22,7 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
         version: tells such files from measured ones.
         forward, input_grad, weight_grad: time over half a rank's layers, in any unit; all three or none.
         latency: of a message between ranks, in the same unit.
+        messages: parts of forward and of input_grad in which a rank waits for messages of its experts.
         stage_weights: relative stage costs, for equal slices of the model in model order.
         stage_activations: the same for activation memory.
         weight_share: activation memory that an input gradient leaves to its weight gradient.
@@ -38,6 +39,7 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
     input_grad: Positive | None = None
     weight_grad: Positive | None = None
     latency: Amount | None = None
+    messages: tuple[Amount, Amount] | None = None
     stage_weights: _Slices | None = None
     stage_activations: _Slices | None = None
     weight_share: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -50,10 +52,11 @@ class CustomCosts(Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def times(self) -> Costs | None:
-        """F, I, W and latency; None where the file does not have them."""
+        """F, I, W, latency and messages; None where the file does not have them."""
         if self.forward is None or self.input_grad is None or self.weight_grad is None:
             return None
-        return Costs(self.forward, self.input_grad, self.weight_grad, self.latency or 0.0)
+        messages = self.messages or (0.0, 0.0)
+        return Costs(self.forward, self.input_grad, self.weight_grad, self.latency or 0.0, messages=messages)
 
     @property
     def of_memory(self) -> tuple[str, ...]:
@@ -81,8 +84,9 @@ def from_text(text: str) -> CustomCosts:
     named = [name for name in ("forward", "input_grad", "weight_grad") if getattr(found, name) is not None]
     if named and len(named) < 3:
         raise PlanError(f"$ has {' and '.join(named)}: give forward, input_grad and weight_grad together")
-    if found.latency is not None and not named:
-        raise PlanError("$.latency goes with forward, input_grad and weight_grad, which are missing")
+    for name in ("latency", "messages"):
+        if getattr(found, name) is not None and not named:
+            raise PlanError(f"$.{name} goes with forward, input_grad and weight_grad, which are missing")
     if found.stage_weights is not None and not any(found.stage_weights):
         raise PlanError("$.stage_weights must have one that is above zero")
     if found.copy_time is None and (found.one_way or found.ranks_per_link > 1):

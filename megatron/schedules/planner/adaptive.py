@@ -6,16 +6,21 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.placement import Placement, interleaved, sequential, zigzag
 from megatron.schedules.schedule.schedule import Schedule
-from megatron.schedules.schedule.simulator import Timeline
+from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
+from megatron.schedules.search.polish import finished
 from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress
+
+if TYPE_CHECKING:
+    from megatron.schedules.search.problem import Problem
 
 # Assumed passes per second of list scheduling on one rank. With more ranks each pass looks further ahead. The number is
 # fixed, so that effort and plan are the same on all machines.
@@ -156,6 +161,7 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
         and request.placement in (None, timeline.schedule.placement)
     ]
     saved = any(problem.costs.saved for problem in problems)
+    known += _start(request, problems, limit)
     short = _SHARE * min(seconds, _MOST_SHARED)
     searches = [(0, seconds)]
     if short >= _FEWEST_SECONDS and not saved:
@@ -169,6 +175,17 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     parts.end()
     assert best is not None
     return best.schedule
+
+
+def _start(request: Request, problems: Sequence[Problem], limit: float) -> list[Timeline]:
+    """Schedule that the request says to start from, if it fits within ``limit`` microbatches on an average rank."""
+    start = request.start
+    for problem in problems:
+        if start is not None and start.placement == problem.placement:
+            order = problem.order(start)
+            split = replace(start, order=problem.rows(order))
+            return [simulate(finished(split, problem.costs), problem.costs)] if problem.fits(order, limit) else []
+    return []
 
 
 def limit_in_microbatches(request: Request) -> float:

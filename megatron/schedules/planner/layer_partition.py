@@ -29,6 +29,7 @@ from megatron.schedules.planner.registry import (
 from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
 from megatron.schedules.schedule.model_loads import ModelLoads, without_noise
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.list_scheduling import EPSILON
 from megatron.schedules.search.lower_bound import lower_bound
 from megatron.schedules.search.reorder import many_plans
@@ -41,8 +42,10 @@ _MICROBATCHES_A_RANK = 3
 # in many rounds.
 _EFFORT, _NAMED_EFFORT, _OVERHEAD = 600_000, 300_000, 2_000
 _FEWEST_PLANS = 24
-# Rounds of a climb that compares partitions, rounds of one that compares the best, and the number of these.
+# Rounds of a climb that compares partitions, rounds of one that compares the best, and the number of these. Large
+# plans get fewer rounds: each of their climbs schedules about this number of passes from each start.
 _ROUNDS, _FINAL_ROUNDS, _FINALISTS = 40, 400, 8
+_FEWEST_ROUNDS, _PASSES, _FINAL_PASSES = 16, 200_000, 1_250_000
 # From a local optimum, so many random moves are made. Each has so many attempts to find a move whose bound is within
 # this factor of the best plan. The full search may also gain this factor over a climb.
 _STEPS, _TRIES, _NEAR = 2, 50, 1.01
@@ -52,8 +55,8 @@ _BOUND, _BOUNDS = 60, 4
 # Approximate number of rounds in which a plan is polished.
 _POLISHING = 30
 # Number of moves from the even partition that are planned in the final check, by size of the problem. Only moves that
-# their bound does not rule out count.
-_FEWEST_CHECKED, _MOST_CHECKED = 4, 64
+# their bound does not rule out count. Fewer are planned with more ranks than the last number.
+_FEWEST_CHECKED, _MOST_CHECKED, _FULLY_CHECKED = 4, 64, 8
 # Largest number of moves per partition. Partitions with more than about forty stages have more.
 _MOST_MOVES = 1_600
 
@@ -84,7 +87,7 @@ def partition_layers(request: Request, progress: Progress = unheard) -> Request:
     with many_plans(sum(search.interpreted for search in searches) / 2):
         _climb(searches, parts.begin(sum(search.effort for search in searches)))
         shortest = _checked(_near(searches), parts.begin(sum(search.checks for search in searches)))
-    best = placed(around_one, shortest.partition, (shortest.placement.chunks,))
+    best = placed(around_one, shortest.partition, (shortest.placement.chunks,), shortest.schedule)
     if request.schedule == "adaptive":
         placements = [search.placement for search in _near(searches) if search.even_within(CLEARLY * shortest.makespan)]
         best = _or_even(around_one, best, shortest.makespan, placements, parts.begin(whole))
@@ -155,10 +158,15 @@ def _or_even(
     return min(candidates, key=lambda each: planned_makespan(each, planned))
 
 
-def placed(request: Request, partition: Partition, chunk_choices: tuple[int, ...]) -> Request:
-    """Returns ``request`` with ``partition`` settled, and for ``adaptive`` with these numbers of chunks."""
+def placed(
+    request: Request, partition: Partition, chunk_choices: tuple[int, ...], start: Schedule | None = None
+) -> Request:
+    """Returns ``request`` with ``partition`` settled.
+
+    For ``adaptive`` it has these numbers of chunks, too, and starts from ``start``.
+    """
     request = with_layers(request, partition)
-    return replace(request, chunk_choices=chunk_choices) if request.schedule == "adaptive" else request
+    return replace(request, chunk_choices=chunk_choices, start=start) if request.schedule == "adaptive" else request
 
 
 def _placements(request: Request) -> list[Placement]:
@@ -199,6 +207,7 @@ class _Found:
     partition: Partition
     placement: Placement
     makespan: float
+    schedule: Schedule | None
 
 
 class _Search:
@@ -215,12 +224,16 @@ class _Search:
         self._times: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._stages = [where.stages_of(rank) for rank in range(where.ranks)]
         few = min(request.microbatches, _MICROBATCHES_A_RANK * where.ranks)
-        self._planned = Planned(replace(request, microbatches=few), where, self._limit, _ROUNDS)
+        self._planned = Planned(
+            replace(request, microbatches=few), where, self._limit, _rounds(_ROUNDS, _PASSES, where, few)
+        )
         # A named schedule is planned in one way only.
         alike = few == request.microbatches and not self._climbs
-        self._whole = self._planned if alike else Planned(request, where, self._limit, _FINAL_ROUNDS)
+        final = _rounds(_FINAL_ROUNDS, _FINAL_PASSES, where, request.microbatches)
+        self._whole = self._planned if alike else Planned(request, where, self._limit, final)
         self._most = max(_FEWEST_PLANS, self._plans_of(few))
-        self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, self._plans_of(request.microbatches)))
+        checked = self._plans_of(request.microbatches) * _FULLY_CHECKED // max(_FULLY_CHECKED, where.ranks)
+        self._most_checked = min(_MOST_CHECKED, max(_FEWEST_CHECKED, checked))
         self._best, self.length = self._even, math.inf
 
     @property
@@ -315,14 +328,14 @@ class _Search:
                     best, length = other, now
             progress(share)
             if length > _NEAR * shortest:
-                return _Found(best, self.placement, length)
+                return _Found(best, self.placement, length, whole.schedule)
         least = min(length, shortest)
         for bound, other in islice(self._shorter(self._even, least, microbatches), self._most_checked):
             hopeful = bound < least - EPSILON and not self._planned.clearly_longer(other)
             if hopeful and (now := whole.makespan(other)) < least - EPSILON:
                 best, least, length = other, now, now
             progress(share)
-        return _Found(best, self.placement, length)
+        return _Found(best, self.placement, length, whole.schedule)
 
     def _shorter(self, partition: Partition, length: float, microbatches: int) -> Iterator[tuple[float, Partition]]:
         """Partitions with one layer moved that could be shorter than ``length``, after their bounds in ascending order.
@@ -372,6 +385,11 @@ class _Search:
         on_stages = with_layers(self._request, partition).costs_on(self.placement)
         limit = self._limit if self._limit == math.inf else max(self._limit, on_stages.least(self.placement))
         return lower_bound(self.placement, microbatches, on_stages, limit)
+
+
+def _rounds(most: int, passes: int, where: Placement, microbatches: int) -> int:
+    """Number of rounds that schedule at most ``passes`` passes."""
+    return max(_FEWEST_ROUNDS, min(most, passes // (3 * where.stages * microbatches)))
 
 
 def _moved(partition: Partition, source: int, to: int) -> Partition:

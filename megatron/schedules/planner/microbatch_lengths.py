@@ -90,8 +90,9 @@ class LengthsPlanner:
         of_attention = self._costs.of_attention
         attention = np.array([of_attention[kind][stage] for stage, kind, _ in passes])
         places, none = np.array([work.microbatch for work in passes]), np.zeros(0)
-        sizes = Sizes(places, duration - attention, attention, change, copying, none, none)
-        return Rounds(tasks, compiled=True).under(duration + copying, change.copy()), sizes
+        message = np.array(tasks.message)
+        sizes = Sizes(places, duration - attention, attention, change, copying, message, none, none)
+        return Rounds(tasks, compiled=True).under(duration + copying, change.copy(), message.copy()), sizes
 
     def usual(self, loads: MicrobatchLoads) -> LengthsPlan:
         """Returns the base plan, with the microbatches in the order of the data loader."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.schedules.planner.registry import Request, unchecked_plan
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 
@@ -54,6 +55,11 @@ class Planned:
     def count(self) -> int:
         """Number of partitions that were planned."""
         return len(self._known)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Shortest schedule that a climb found; None for named schedules."""
+        return self._trials.schedule if self._trials else None
 
     def shortest(self, number: int) -> list[Partition]:
         """Returns the ``number`` partitions with the shortest plans, shortest first."""

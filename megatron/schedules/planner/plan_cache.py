@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -61,16 +62,22 @@ def cached_partition(request: Request, progress: Progress = unheard) -> Request:
     """
 
     def record(found: Request) -> dict[str, Any]:
-        return {"layers": found.decisions.layers, "chunks": found.chunk_choices}
+        start = to_record(found.start) if found.start else None
+        return {"layers": found.decisions.layers, "chunks": found.chunk_choices, "start": start}
 
     def found(record: Any) -> Request:
         kept = msgspec.convert(record, _Layers)
         check_layers(kept.layers, kept.chunks, plain)
-        return placed(plain, kept.layers, kept.chunks)
+        settled = placed(plain, kept.layers, kept.chunks)
+        if kept.start is None:
+            return settled
+        start = from_record(kept.start)
+        check_plan(start, settled)
+        return replace(settled, start=start)
 
     plain = without_saving(request)
-    placed_plainly = _kept(f"layers-{_key(plain)}", progress, lambda told: partition_layers(plain, told), record, found)
-    return placed(request, placed_plainly.decisions.layers or (), placed_plainly.chunk_choices)
+    made = _kept(f"layers-{_key(plain)}", progress, lambda told: partition_layers(plain, told), record, found)
+    return placed(request, made.decisions.layers or (), made.chunk_choices, made.start)
 
 
 def cached_saving(request: Request, progress: Progress = unheard) -> Request:
@@ -104,10 +111,12 @@ class _Layers(msgspec.Struct, forbid_unknown_fields=True):
 
     layers: layers of each stage.
     chunks: allowed numbers of chunks per rank.
+    start: schedule that the search of the plan starts from, as in :func:`.to_record`; None for named schedules.
     """
 
     layers: tuple[int, ...]
     chunks: tuple[int, ...]
+    start: dict[str, Any] | None
 
 
 class _Shares(msgspec.Struct, forbid_unknown_fields=True):

@@ -78,6 +78,10 @@ class FiguresForm(Form, frozen=True, kw_only=True):
     recomputed: share of the computing that is R passes; missing without R.
     useful: share of the ranks' time in which they compute passes other than R; missing without R.
     copying: share of the makespan in which the busiest copy channel copies; missing without copies.
+    hidden_messages: time of its experts' messages in which an average rank computes weight gradients; missing without
+        such messages, as all figures of messages.
+    exposed_messages: time in which an average rank waits for such messages and computes nothing.
+    hidden_messages_by_rank, exposed_messages_by_rank: the same for each rank.
     lower_bound: for adaptive, a lower bound of the makespan of any schedule within the memory limit.
     """
 
@@ -90,12 +94,23 @@ class FiguresForm(Form, frozen=True, kw_only=True):
     recomputed: Portion | UnsetType = UNSET
     useful: Portion | UnsetType = UNSET
     copying: Portion | UnsetType = UNSET
+    hidden_messages: Quantity | UnsetType = UNSET
+    exposed_messages: Quantity | UnsetType = UNSET
+    hidden_messages_by_rank: tuple[Quantity, ...] | UnsetType = UNSET
+    exposed_messages_by_rank: tuple[Quantity, ...] | UnsetType = UNSET
     lower_bound: Quantity | UnsetType = UNSET
 
     @staticmethod
     def of(timeline: Timeline, lower_bound: float | None = None) -> FiguresForm:
         """Returns the figures of ``timeline``, with an adaptive plan's lower bound."""
-        maybe = {
+        ranks, hidden, exposed = timeline.schedule.ranks, timeline.hidden, timeline.exposed
+        messages: dict[str, Any] = {
+            "hidden_messages": sum(hidden) / ranks,
+            "exposed_messages": sum(exposed) / ranks,
+            "hidden_messages_by_rank": hidden,
+            "exposed_messages_by_rank": exposed,
+        }
+        maybe: dict[str, Any] = {
             "recomputed": timeline.recomputed,
             "useful": timeline.useful if timeline.recomputed else 0.0,
             "copying": timeline.copying,
@@ -109,6 +124,7 @@ class FiguresForm(Form, frozen=True, kw_only=True):
             peak_memory_by_rank=timeline.peaks,
             memory_of_1f1b=timeline.peak / timeline.schedule.ranks,
             **{name: each for name, each in maybe.items() if each},
+            **(messages if any(hidden) or any(exposed) else {}),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.list_scheduling import EPSILON
@@ -27,6 +28,8 @@ class Request:
             d microbatches.
         chunk_choices: for ``adaptive``, the allowed numbers of chunks per rank.
         placement: for ``adaptive``, a fixed placement; None to search it. A running job cannot change its placement.
+        start: for ``adaptive``, a schedule that the search may start from, such as one that the search for the layer
+            partition found. The plan is never longer than it if it fits.
         search_seconds: for ``adaptive``, search time in seconds on a typical core; see :mod:`.adaptive`.
         decisions: settled decisions about the stages.
         partition: True to search the layer partition (:func:`.layer_partition.partition_layers`). ``auto`` always
@@ -44,6 +47,7 @@ class Request:
     memory_limit: float | None = None
     chunk_choices: tuple[int, ...] = (1, 2, 4)
     placement: Placement | None = None
+    start: Schedule | None = None
     search_seconds: float | None = None
     decisions: Decisions = PLAIN
     partition: bool = False

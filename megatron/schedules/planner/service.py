@@ -8,6 +8,7 @@ Results of searches are cached on disk, see :mod:`.plan_cache`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.schedule.text_forms import to_csv
+from megatron.schedules.search.reorder import many_plans
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.progress import Parts, Progress, unheard
 
@@ -172,7 +174,8 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
         request = replace(request, search_seconds=min(search_seconds(request), share))
     found = replace(make_plan(request, progress), asked=asked)
     found = replace(found, request=replace(found.request, memory_limit=limit))
-    named = tuple(named_within(replace(asked, memory_limit=None)))
+    with many_plans(math.inf):  # the compiled code is loaded anyway
+        named = tuple(named_within(replace(asked, memory_limit=None)))
     found = replace(found, named=named)
     request = replace(request, memory_limit=limit)
     fitting = filter(request.allows, named)

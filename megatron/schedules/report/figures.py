@@ -29,6 +29,8 @@ class Figures:
         useful: share of the iteration time in which an average rank computes, without recompute.
         recomputed: share of the computing time that is recompute.
         copying: share of the iteration time in which the busiest copy channel copies.
+        hidden, exposed: shares of the iteration time in which weight gradients run while messages of an average rank's
+            experts travel, and in which the rank waits for these messages.
         microbatch_bytes: bytes of a microbatch's activations on an average rank; 0 if unknown.
     """
 
@@ -44,6 +46,8 @@ class Figures:
     useful: float
     recomputed: float = 0.0
     copying: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
     microbatch_bytes: float = 0.0
 
     @property
@@ -63,9 +67,15 @@ class Figures:
 
     @property
     def savings(self) -> tuple[tuple[str, float], ...]:
-        """Shares of recompute and copies by name; empty without either."""
+        """Shares of recompute, copies and messages of experts by name; empty without them."""
         recomputed = (("recomputed", self.recomputed), ("useful", self.useful)) if self.recomputed else ()
-        return recomputed + ((("copying", self.copying),) if self.copying else ())
+        messages = (("messages hidden", self.hidden), ("exposed", self.exposed)) if self.has_messages else ()
+        return recomputed + ((("copying", self.copying),) if self.copying else ()) + messages
+
+    @property
+    def has_messages(self) -> bool:
+        """True if messages of experts take time that weight gradients may hide."""
+        return self.hidden + self.exposed > 0
 
 
 def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
@@ -84,6 +94,8 @@ def figures(timeline: Timeline, microbatch_bytes: float = 0.0) -> Figures:
         useful=timeline.useful,
         recomputed=timeline.recomputed,
         copying=timeline.copying,
+        hidden=timeline.messages[0],
+        exposed=timeline.messages[1],
         microbatch_bytes=microbatch_bytes,
     )
 

@@ -46,6 +46,7 @@ _HEADINGS = (
 _PAGE = 78  # width of text below a table, columns
 _BYTES = ("peak memory", "GiB")
 _SAVINGS = (("recomputed", "of computing"), ("copying", "of the time"))
+_MESSAGES = (("messages", "hidden"), ("messages", "exposed"))
 
 
 def gib(size: float) -> str:
@@ -122,6 +123,7 @@ def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
                     "recomputed": found.recomputed,
                     "useful": found.useful,
                     "copying": found.copying,
+                    **({"hidden": found.hidden, "exposed": found.exposed} if found.has_messages else {}),
                     **{f"{part}_bytes": held for part, held in row.memory.items()},
                     **({} if row.fits is None else {"fits": row.fits}),
                     **({"peak_memory_bytes": found.peak_bytes} if found.peak_bytes else {}),
@@ -137,16 +139,23 @@ def _note(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row]) -> tuple[Sequence[tuple[str, str]], list[list[str]]]:
     """Returns headings of two lines, and the cells below them; a row without figures has only its reason."""
     found = [row.result for row in rows if not isinstance(row.result, str)]
-    saves = any(each.savings for each in found)
+    saves = any(each.recomputed or each.copying for each in found)
+    waits = any(each.has_messages for each in found)
     parts = dict.fromkeys(part for row in rows for part in row.memory)
     in_bytes = not parts and any(each.peak_bytes for each in found)
-    heads = [*_HEADINGS[:4], *([_BYTES] if in_bytes else []), *_HEADINGS[4:], *(_SAVINGS if saves else ())]
+    heads = [
+        *_HEADINGS[:4],
+        *([_BYTES] if in_bytes else []),
+        *_HEADINGS[4:],
+        *(_SAVINGS if saves else ()),
+        *(_MESSAGES if waits else ()),
+    ]
     heads += [(part, "GiB") for part in parts]
     heads += [("fits", "")] if any(row.fits is not None for row in rows) else []
-    return heads, [_cells(row, saves, in_bytes) for row in rows]
+    return heads, [_cells(row, saves, waits, in_bytes) for row in rows]
 
 
-def _cells(row: Row, saves: bool, in_bytes: bool) -> list[str]:
+def _cells(row: Row, saves: bool, waits: bool, in_bytes: bool) -> list[str]:
     found = row.result
     if isinstance(found, str):
         return [printable_name(row.name), one_line(found)]
@@ -160,6 +169,7 @@ def _cells(row: Row, saves: bool, in_bytes: bool) -> list[str]:
         str(found.chunks),
         "" if row.throughput is None else f"{row.throughput:.3f}",
         *([percent(found.recomputed, 1), percent(found.copying, 1)] if saves else []),
+        *([percent(found.hidden, 1), percent(found.exposed, 1)] if waits else []),
         *map(gib, row.memory.values()),
         *([] if row.fits is None else ["yes" if row.fits else "no"]),
     ]

@@ -253,4 +253,8 @@ def _savings(found: Figures) -> str:
         "useful\n"
     )
     copies = f"copying      {percent(found.copying)} of the time on the busiest copy channel\n"
-    return recompute * (found.recomputed > 0) + copies * (found.copying > 0)
+    messages = (
+        f"messages     {percent(found.hidden)} of the time hidden behind weight gradients, {percent(found.exposed)} "
+        "exposed\n"
+    )
+    return recompute * (found.recomputed > 0) + copies * (found.copying > 0) + messages * found.has_messages

@@ -129,7 +129,8 @@ class _Saved:
         # hold the operation that holds it, and never be freed. It shares the version counter.
         self.tensor = tensor.detach()
         self.key = key
-        self.version = tensor._version
+        # Not the tensor's own: that of a quantized weight is another than its detached form's.
+        self.version = self.tensor._version
 
     def __del__(self) -> None:
         if self.meter is not None:

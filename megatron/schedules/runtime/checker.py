@@ -4,6 +4,10 @@ The model is the strictest possible. A channel buffers nothing: a message is com
 send and its receiver the receive, and the k-th send matches the k-th receive. A collective is complete when all ranks
 have posted it. Before every action a rank waits until all that it has posted is complete.
 
+Collectives inside passes, of tensor, context and expert parallelism, join ranks of other pipelines at the same place,
+which have the same program. They come in the order of its passes, so they match, and no rank of a group waits for what
+another one does later: they close no circle. Before training, and before each new plan, all ranks compare their plans.
+
 No transport here waits so often. But a rank may wait for its whole device in any pass; with one hardware queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) all that is queued waits for the messages before it; and where shapes are not known
 beforehand hosts wait for each other. A program that ends under this model ends wherever any of that happens.

@@ -40,7 +40,7 @@ class _Saved:
     def __init__(self, tensor: Tensor, storage: _Storage | None, hold: Hold | None) -> None:
         # Without its grad_fn: see the activation meter's.
         self.tensor: Tensor | None = tensor.detach()
-        self.version, self.storage, self.hold = tensor._version, storage, hold
+        self.version, self.storage, self.hold = self.tensor._version, storage, hold
         self.view: _View | None = None
         self.modified = False
 

@@ -142,7 +142,7 @@ class WeightGradients:
             self._graph(tuple(item.parameters for item in queue)).backward(partial(self._take_first, queue, then))
         del self._waiting[key]
 
-    def run_ahead(self, keys: Iterable[Key], flops: float) -> None:
+    def run_ahead(self, keys: Iterable[Key], flops: float) -> float:
         """Computes and accumulates single gradients of coming W's, in their order, until about ``flops`` are done.
 
         The last one may be longer than what is left of ``flops``, by half of itself. W does the rest. Left for W are
@@ -154,6 +154,9 @@ class WeightGradients:
             keys: whose W comes next, in the order of these W's. Their I must have ended, and no pass before these W's
                 may add to the same parameters.
             flops: floating point operations.
+
+        Returns:
+            What is left of ``flops``; negative if more was done.
         """
         left: set[int] = set()
         for key in keys:
@@ -165,12 +168,18 @@ class WeightGradients:
                     left |= own
                 elif own:
                     if flops < item.flops / 2:
-                        return
+                        return flops
                     flops -= item.flops
                     # A forward's autocast does not concern W.
                     with torch.autocast(item.parameters[0].device.type, enabled=False):
                         self._graph((item.parameters,)).backward(partial(self._take, item))
                     item.finish()
+        return flops
+
+    def flops(self, stage: int, microbatch: int) -> float:
+        """Floating point operations of the products that (stage, microbatch) left to its W and that still wait."""
+        waiting = self._waiting.get((stage, microbatch), ())
+        return sum(item.flops for item in waiting if item.parameters)
 
     def waiting(self, stage: int, microbatch: int) -> int:
         """Number of closures queued for (stage, microbatch)."""

@@ -6,7 +6,7 @@ Costs are measured, given or estimated. Planning never changes them; its choices
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,8 @@ class Costs:
         memory: bytes that the model's parts keep; needs ``model``. Overrides all shares of memory above.
         attention: attention's parts of a layer's F and I, which grow with the square of the sequence length
             (:mod:`.microbatch_loads`).
+        messages: parts of ``forward`` and of ``input_grad`` in which a rank waits for messages of its experts. Weight
+            gradients may run meanwhile (:mod:`.hidden_messages`).
     """
 
     forward: float = 1.0
@@ -91,6 +93,7 @@ class Costs:
     latencies: tuple[tuple[int, int, float], ...] = ()
     attention: tuple[float, float] = (0.0, 0.0)
     memory: ModelMemory | None = None
+    messages: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input_grad, self.weight_grad)
@@ -119,21 +122,31 @@ class Costs:
             raise PlanError(f"the time of a recompute pass must be {fault}, not {self.recompute_time:g}", "costs")
         if fault := _fault([self.copy], "zero or a positive number", zero=True):
             raise PlanError(f"the time of a copy must be {fault}, not {self.copy:g}", "copy")
+        for message, name, whole in zip(self.messages, "FI", times, strict=False):
+            if not 0 <= message <= whole:
+                raise PlanError(
+                    f"messages of experts must take from 0 to {whole:g}, the time of {name} that they are part of, "
+                    f"not {message:g}",
+                    "costs",
+                )
 
     @staticmethod
     def parse(text: str) -> Costs:
-        """Reads ``F,I,W`` or ``F,I,W,LATENCY``; raises :class:`PlanError` for anything else."""
+        """Reads ``F,I,W``, ``F,I,W,LATENCY`` or ``F,I,W,LATENCY,MESSAGES``; raises :class:`PlanError` for others.
+
+        MESSAGES is the time in F, and the time in I, in which a rank waits for messages of its experts.
+        """
         try:
             numbers = [float(part) for part in text.split(",")] if text.isascii() and "_" not in text else []
         except ValueError:
             numbers = []
-        if len(numbers) not in (3, 4):
+        if len(numbers) not in (3, 4, 5):
             raise PlanError(
-                f"costs are F,I,W[,LATENCY], three or four numbers such as 1,1.1,0.75,0.05, not {text!r}",
+                f"costs are F,I,W[,LATENCY[,MESSAGES]], three to five numbers such as 1,1.1,0.75,0.05, not {text!r}",
                 "costs",
             )
-        forward, input_grad, weight_grad, comm = (*numbers, 0.0)[:4]
-        return Costs(forward, input_grad, weight_grad, comm)
+        forward, input_grad, weight_grad, comm, each = (*numbers, 0.0, 0.0)[:5]
+        return Costs(forward, input_grad, weight_grad, comm, messages=(each, each))
 
     @property
     def last_in_layers(self) -> float:
@@ -155,7 +168,8 @@ class Costs:
         one = 2.0 ** math.frexp(1.0 + in_forwards["input_grad"] + in_forwards["weight_grad"])[1]
         times: dict[str, Any] = {time: each / one for time, each in in_forwards.items()}
         latencies = tuple((source, to, without_noise(time / self.forward) / one) for source, to, time in self.latencies)
-        return replace(self, **times, latencies=latencies)
+        forward, input_grad = (without_noise(time / self.forward) / one for time in self.messages)
+        return replace(self, **times, latencies=latencies, messages=(forward, input_grad))
 
     def on(self, placement: Placement, decisions: Decisions = PLAIN) -> StageCosts:
         """Returns the costs of every stage of ``placement`` under ``decisions``."""
@@ -176,8 +190,13 @@ class Costs:
         times |= self._vocabulary_times(placement)
         latencies = {(source, to): time for source, to, time in self.latencies}
         standing = self._standing(placement, memory)
-        attention = self._attention(placement, parts, times.get(Kind.R, ())) if any(self.attention) else {}
-        return StageCosts(times, activation, self.comm, held, standing, self.one_way, latencies, attention)
+        attention, messages = (
+            self._of_layers(placement, parts, times.get(Kind.R, ()), shares) if any(shares.values()) else {}
+            for shares in (self._attention, self._messages)
+        )
+        return StageCosts(
+            times, activation, self.comm, held, standing, self.one_way, latencies, attention, messages=messages
+        )
 
     def layers_on(self, placement: Placement, decisions: Decisions = PLAIN) -> tuple[int, ...] | None:
         """Number of decoder layers of each stage; None if the model is unknown."""
@@ -234,14 +253,33 @@ class Costs:
             for kind, time in times.items()
         }
 
-    def _attention(
-        self, placement: Placement, parts: Sequence[Part] | None, recomputes: Sequence[float]
-    ) -> dict[Kind, tuple[float, ...]]:
-        """Attention's time in F, I and R. If the model is known, only decoder layers count."""
+    @property
+    def _attention(self) -> dict[Kind, float]:
+        """Attention's share of F, I and R of a decoder layer."""
         forward, input_grad = self.attention
         repeated = self.stock_recompute * self.forward
         both = input_grad * self.input_grad + forward * repeated
-        shares = {Kind.F: forward, Kind.I: both / (self.input_grad + repeated), Kind.R: forward}
+        return {Kind.F: forward, Kind.I: both / (self.input_grad + repeated), Kind.R: forward}
+
+    @property
+    def _messages(self) -> dict[Kind, float]:
+        """Share of F, I and R of a decoder layer in which it waits for messages of experts."""
+        forward, input_grad = self.messages
+        both = input_grad + self.stock_recompute * forward
+        return {
+            Kind.F: forward / self.forward,
+            Kind.I: both / (self.input_grad + self.stock_recompute * self.forward),
+            Kind.R: min(1.0, forward / (self.recompute_time * self.forward)),
+        }
+
+    def _of_layers(
+        self,
+        placement: Placement,
+        parts: Sequence[Part] | None,
+        recomputes: Sequence[float],
+        shares: Mapping[Kind, float],
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Shares of the time of each stage's F, I and R. If the model is known, only its decoder layers count."""
         layers = self._times(placement, parts and [part._replace(whole=Load()) for part in parts])
         layers[Kind.R] = tuple(recomputes)
         return {kind: tuple(share * time for time in layers[kind]) for kind, share in shares.items() if layers[kind]}

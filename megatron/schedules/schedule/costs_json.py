@@ -9,12 +9,27 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.kind_forms import ByKind, ByShare
+from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.stage_costs import StageCosts
+from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.json_files import Form, Index, Portion, check_length, read_latencies
 
 Quantity = Annotated[float, Meta(ge=0)]
 """Time or size in costs."""
+
+
+class MessagesForm[Value](Form, frozen=True, kw_only=True):
+    """Time of the experts' messages in a pass on each stage, by kind; R only if there is any."""
+
+    F: tuple[Value, ...]
+    I: tuple[Value, ...]  # noqa: E741 - the field's letter for the input gradient
+    R: tuple[Value, ...] | UnsetType = UNSET
+
+    def values(self) -> dict[Kind, tuple[Value, ...]]:
+        """Returns the times that there are."""
+        times = {Kind.F: self.F, Kind.I: self.I, Kind.R: self.R}
+        return {kind: each for kind, each in times.items() if each is not UNSET}
 
 
 class StageCostsForm[Value](Form, frozen=True, kw_only=True):
@@ -27,6 +42,8 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     standing: memory of each stage's parameters, which is always allocated; empty if it is not counted.
     one_way: whether a rank copies in one direction at a time.
     latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
+    messages: part of the times of F, I and R in which a rank waits for messages of its experts, unless weight gradients
+        run meanwhile; missing without such messages.
     """
 
     times: ByKind[tuple[Value, ...]]
@@ -36,6 +53,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
     standing: tuple[Value, ...]
     one_way: bool
     latencies: tuple[tuple[Index, Index, Value], ...]
+    messages: MessagesForm[Value] | UnsetType = UNSET
 
     @staticmethod
     def of(costs: StageCosts) -> StageCostsForm[float]:
@@ -48,22 +66,32 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
             standing=costs.standing,
             one_way=costs.one_way,
             latencies=tuple((source, to, latency) for (source, to), latency in costs.latencies.items()),
+            messages=MessagesForm(**{kind.name: each for kind, each in costs.messages.items()})
+            if any(map(any, costs.messages.values()))
+            else UNSET,
         )
 
 
 def stage_costs(form: StageCostsForm[float], placement: Placement, at: str) -> StageCosts:
     """Returns the costs in ``form``; raises :class:`.PlanError` with the path of a field that does not fit."""
     times, held = form.times.values(), form.held.values()
+    messages = {} if form.messages is UNSET else form.messages.values()
     lists = {
         **{f"times.{kind}": each for kind, each in times.items()},
         "activation": form.activation,
         **{f"held.{share.name}": each for share, each in held.items()},
         **({"standing": form.standing} if form.standing else {}),
+        **{f"messages.{kind}": each for kind, each in messages.items()},
     }
     for name, each in lists.items():
         check_length(each, placement.stages, f"{at}.{name}", "stage")
     latencies = read_latencies(form.latencies, placement.ranks, f"{at}.latencies")
-    return StageCosts(times, form.activation, form.comm, held, form.standing, form.one_way, latencies)
+    for kind, each in messages.items():
+        if any(message > time for message, time in zip(each, times.get(kind, each), strict=True)):
+            raise PlanError(f"{at}.messages.{kind} must not exceed the time of the pass that they are part of")
+    return StageCosts(
+        times, form.activation, form.comm, held, form.standing, form.one_way, latencies, messages=messages
+    )
 
 
 class GivenCostsForm(Form, frozen=True, kw_only=True):
@@ -79,6 +107,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     copy: time to copy the activations of half a rank's layers in one direction; missing if none was given.
     one_way: whether a rank copies in one direction at a time; default false.
     latencies: [from, to, time] for each pair of ranks whose latency differs from comm.
+    messages: parts of forward and of input_grad in which a rank waits for messages of its experts; default 0.
     output_layer_in_layers: time of the output layer in average decoder layers; missing without a model.
     shared_vocabulary: whether all ranks share the output layer (vocabulary parallelism); missing without a model.
     """
@@ -97,6 +126,7 @@ class GivenCostsForm(Form, frozen=True, kw_only=True):
     copy: Quantity | UnsetType = UNSET
     one_way: bool | UnsetType = UNSET
     latencies: tuple[tuple[Index, Index, Quantity], ...] | UnsetType = UNSET
+    messages: tuple[Quantity, Quantity] | UnsetType = UNSET
     output_layer_in_layers: Quantity | UnsetType = UNSET
     shared_vocabulary: bool | UnsetType = UNSET
 

@@ -6,6 +6,8 @@ arrive one P2P latency later. One sweep over the passes is therefore enough.
 A rank has one clock for computation and one for each copy channel. A copy to the host begins when its forward has
 ended and the channel is free; at its position in the order computation waits for its end. A copy from the host begins
 at its position, and the pass that needs it waits. So activation memory depends only on the order.
+
+Weight gradients run behind messages of experts as :mod:`.hidden_messages` says, so a W takes only what is left of it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from megatron.schedules.schedule.hidden_messages import hide
 from megatron.schedules.schedule.kinds import KINDS, Resource
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
@@ -98,6 +101,23 @@ class Timeline:
             for work, start, end in copies:
                 busy[rank, None if self.costs.one_way else KINDS[work.kind].resource] += end - start
         return max(busy.values(), default=0.0) / self.makespan
+
+    @cached_property
+    def hidden(self) -> tuple[float, ...]:
+        """For each rank, the time of its experts' messages in which weight gradients run."""
+        return tuple(sum(hide(row, self.costs).hidden) for row in self.schedule.order)
+
+    @cached_property
+    def exposed(self) -> tuple[float, ...]:
+        """For each rank, the time in which it waits for its experts' messages and computes nothing."""
+        messages = [sum(self.costs.messages_of(row)) for row in self.schedule.order]
+        return tuple(max(0.0, time - hidden) for time, hidden in zip(messages, self.hidden, strict=True))
+
+    @property
+    def messages(self) -> tuple[float, float]:
+        """Shares of the makespan in which an average rank's experts' messages are hidden, and exposed."""
+        whole = self.schedule.ranks * self.makespan
+        return sum(self.hidden) / whole, sum(self.exposed) / whole
 
     def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Activation memory of ``rank`` over time, as steps (time, memory in microbatches from then on).
@@ -186,7 +206,7 @@ class Sweep(NamedTuple):
 
 def sweep(schedule: Schedule, costs: StageCosts | None = None) -> Sweep:
     """Returns start and end of every pass. Without ``costs`` all times are zero and only deadlocks are checked."""
-    lengths = [costs.durations_of(row) if costs else [0.0] * len(row) for row in schedule.order]
+    lengths = [hide(row, costs).durations if costs else [0.0] * len(row) for row in schedule.order]
     places = slots(schedule.placement, schedule.microbatches)
     works = {
         kind: list(zip(needs, places[kind], strict=True))

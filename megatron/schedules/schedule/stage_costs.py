@@ -29,6 +29,8 @@ class StageCosts:
         one_way: whether a rank copies in one direction at a time.
         latencies: P2P latency of each pair of ranks (from, to) for which it is not ``comm``.
         attention: attention's part of ``times``.
+        messages: part of the ``times`` of F, I and R in which the rank waits for messages of its experts, unless weight
+            gradients run meanwhile (:mod:`.hidden_messages`); empty without such messages.
         loads: relative load of each microbatch; None if all are equal.
     """
 
@@ -40,6 +42,7 @@ class StageCosts:
     one_way: bool = False
     latencies: Mapping[tuple[int, int], float] = field(default_factory=dict)
     attention: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    messages: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     loads: MicrobatchLoads | None = None
 
     def latency(self, source: int, to: int) -> float:
@@ -72,6 +75,11 @@ class StageCosts:
         """Attention's part of :attr:`durations`."""
         return self._with_wholes(self.attention)
 
+    @cached_property
+    def of_messages(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Part of :attr:`durations` in which the rank waits for messages of its experts."""
+        return self._with_wholes(self.messages)
+
     def _with_wholes(self, times: Mapping[Kind, tuple[float, ...]]) -> Mapping[Kind, tuple[float, ...]]:
         none = (0.0,) * len(self.activation)
         found = {kind: times.get(kind, none) for kind in KINDS}
@@ -86,6 +94,17 @@ class StageCosts:
             return [durations[kind][stage] for stage, kind, _ in passes]
         attention = self.of_attention
         return [loads.time(durations[kind][stage], attention[kind][stage], m) for stage, kind, m in passes]
+
+    @cached_property
+    def has_messages(self) -> bool:
+        """True if any pass waits for messages of experts."""
+        return any(map(any, self.messages.values()))
+
+    def messages_of(self, passes: Iterable[Pass]) -> list[float]:
+        """Returns the time of each of ``passes`` in which the rank waits for messages of its experts."""
+        messages, loads = self.of_messages, self.loads
+        times = ((messages[kind][stage], m) for stage, kind, m in passes)
+        return [time if loads is None else loads.time(time, 0.0, m) for time, m in times]
 
     @cached_property
     def changes(self) -> Mapping[Kind, tuple[float, ...]]:

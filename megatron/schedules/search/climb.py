@@ -41,6 +41,8 @@ _SCARCE, _LOOKAHEADS_WHERE_SCARCE = 1.0, (*_LOOKAHEADS, 12.0)
 _NOISE = (0.0, 0.0, 0.005, 0.01, 0.02, 0.05)
 # Early, to find good orders, and late, to improve them. Late, ranks gain more if they wait for the due pass.
 _EARLY, _LATE = _Mixture((0.0, 0.5, 0.6, 1.0), 0.2), _Mixture((0.0, 0.0, 0.0, 0.5, 0.5, 0.6, 1.0), 0.05)
+# Weight gradients that wait can run behind messages of experts.
+_DEFER_WITH_MESSAGES = 0.4
 # Rounds without noise run while they gain, and at most this number.
 _INNER = 6
 # Probability that R and L wait for everything else that their I needs. More microbatches then fit, but a slow copy is
@@ -135,6 +137,8 @@ class OrderClimb(Climb):
         if self.makespan == math.inf:
             _, self.makespan, taken = self._start()
         before, mixture = self._random.getstate(), _LATE if late else _EARLY
+        if self.problem.costs.has_messages:
+            mixture = mixture._replace(defer=_DEFER_WITH_MESSAGES)
         spent, done = self.follow(self._drawn(mixture), rounds - taken)
         # The next run draws the moves that were not carried out, perhaps from another mixture.
         self._random.setstate(before)

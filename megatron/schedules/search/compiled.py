@@ -20,7 +20,7 @@ import numpy as np
 from megatron.schedules.search import event_queue, moves
 from megatron.schedules.search.event_queue import Queue
 from megatron.schedules.search.forward_backward import Both, Work, one_round, settle
-from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule
+from megatron.schedules.search.list_scheduling import NEVER, Instance, Space, list_schedule, set_left
 from megatron.schedules.search.moves import Move, Orders, Rules, Sizes
 from megatron.schedules.utils.cache_directory import Directory, code_version, compiled_code, fault_within
 from megatron.schedules.utils.cache_lock import locked
@@ -38,10 +38,10 @@ def compiled_climb() -> Callable[..., tuple[float, float, int, int]]:
     known: dict[str, Callable[..., Any]] = {}
     for name in ("first_of", "heappush", "heapreplace", "heappop"):
         known[name] = numba.njit(calling(getattr(event_queue, name), known), inline="always")
-    for function in (list_schedule, one_round, settle, moves.put, moves.fits):
+    for function in (list_schedule, set_left, one_round, settle, moves.put, moves.fits):
         known[function.__name__] = numba.njit(calling(function, known))
     ints, floats, whole, number = *arrays(), numba.int64, numba.float64
-    sizes, orders = named_tuple(Sizes, ints, *(floats,) * 6), named_tuple(Orders, ints, ints)
+    sizes, orders = named_tuple(Sizes, ints, *(floats,) * 7), named_tuple(Orders, ints, ints)
     tasks = (both_type(), floats, sizes, named_tuple(Rules, number, number, whole))
     types: Any = numba.types
     result = types.Tuple((number, number, whole, whole))
@@ -85,14 +85,14 @@ def both_type() -> Any:
 
     (ints, floats), flags = arrays(), numba.boolean[::1]
     of_tasks = (ints, ints, floats, floats, flags, flags, ints, floats, flags, ints, ints, ints, floats, ints, flags)
-    tasks = named_tuple(Instance, *of_tasks)
+    tasks = named_tuple(Instance, *of_tasks, floats, ints, ints)
     return named_tuple(Both, tasks, tasks, ints)
 
 
 def work_type() -> Any:
     """Returns numba's type of :class:`.Work`."""
     ints, floats = arrays()
-    space = named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints))
+    space = named_tuple(Space, ints, floats, ints, ints, named_tuple(Queue, floats, ints, ints), floats, ints)
     return named_tuple(Work, space, ints, ints)
 
 
@@ -105,11 +105,12 @@ def work_for(both: Both) -> Work:
         return np.empty(length, np.int64)
 
     ready: Any = np.empty(size)
+    left: Any = np.empty(size)
 
     most = 1 + ranks + links  # one event per rank and one per precedence
     events = Queue(np.empty(most), whole(most), np.ones(1, np.int64))
     events.times[0], events.ranks[0] = NEVER, -1
-    space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events)
+    space = Space(whole(size), ready, whole(size + ranks), whole(size + ranks), events, left, whole(size))
     return Work(space, whole(size), whole(size))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
-from megatron.schedules.search.list_scheduling import EPSILON, Instance, Policy, Space, list_schedule
+from megatron.schedules.search.list_scheduling import EPSILON, Instance, Policy, Space, list_schedule, set_left
 
 
 class Both(NamedTuple):
@@ -50,8 +50,10 @@ def one_round(
 ) -> float:
     """List-schedules ``order`` into ``found``, which may be the same sequence. Returns the makespan.
 
-    With ``backwards``, time runs from the end to the beginning, so passes move towards the end.
+    With ``backwards``, time runs from the end to the beginning, so passes move towards the end. A W then takes what
+    runs behind no message in ``order``. Forward, what runs behind messages follows from the choices.
     """
+    set_left(both.forward, order, backwards, work.space.left, work.space.due)
     turned, size = both.turned, len(order)
     tasks, target = (both.backward, work.base) if backwards else (both.forward, found)
     for at in range(size):

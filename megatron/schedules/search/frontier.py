@@ -22,6 +22,8 @@ from megatron.schedules.utils.progress import Progress, unheard
 
 # Number of rungs up to d microbatches, and the smallest step between them.
 _RUNGS, _FINEST = 16, 0.5
+# Messages of experts make more memory than 1F1B's useful: even steps go up to so many times it.
+_EVEN_WITH_MESSAGES = 1.25
 # Limits below a third of 1F1B's memory, and above all of it, are rarely requested: they get this share of a full
 # effort.
 _SELDOM = 0.25
@@ -67,7 +69,9 @@ class Rung:
         return self.best if isinstance(self.best, Timeline) else self.best.timeline
 
 
-def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float]) -> list[float]:
+def ladder(
+    ranks: int, microbatches: int, least: Sequence[float], named: Sequence[float], *, messages: bool = False
+) -> list[float]:
     """Returns the limits to search, ascending: the least, even steps above it, and the limits of the named schedules.
 
     Args:
@@ -75,11 +79,13 @@ def ladder(ranks: int, microbatches: int, least: Sequence[float], named: Sequenc
         microbatches: n.
         least: memory of one microbatch on each placement, in microbatches.
         named: memory limit of each named schedule, in microbatches.
+        messages: whether passes wait for messages of experts. A little more than 1F1B's memory then hides more of them.
     """
     step, lowest = max(_FINEST, ranks / _RUNGS), min(least)
     most = max(lowest, min(2 * ranks, microbatches * max(least)), *named)
     # Whole multiples, because users request those. Between two of them the result is that of the lower one.
-    limits = {step * k for k in range(math.ceil(lowest / step), math.ceil(ranks / step))}
+    even = _EVEN_WITH_MESSAGES * ranks if messages else ranks
+    limits = {step * k for k in range(math.ceil(lowest / step), math.ceil(even / step))}
     limits |= {*least, float(ranks), 1.25 * ranks, 1.5 * ranks, most, *named}
     return sorted(limit for limit in limits if lowest <= limit <= most)
 
@@ -108,7 +114,9 @@ def frontier(
     placed = {problem.placement: problem.costs for problem in problems}
     placed |= {timeline.schedule.placement: timeline.costs for timeline in named}
     ranks, n = problems[0].placement.ranks, problems[0].schedule.microbatches
-    limits = ladder(ranks, n, [problem.least for problem in problems], [timeline.limit for timeline in named])
+    least, of_named = [problem.least for problem in problems], [timeline.limit for timeline in named]
+    messages = any(problem.costs.has_messages for problem in problems)
+    limits = ladder(ranks, n, least, of_named, messages=messages)
     if alone:
         limits = [up_to]
     share = {limit: _SELDOM if not ranks / 3 <= limit <= ranks else 1.0 for limit in limits}

@@ -23,6 +23,10 @@ _LARGE = 2**31
 first_of = itemgetter(0)
 
 
+# Values of :attr:`Instance.weights`.
+NO_W, IS_W = -1, -2
+
+
 class Instance(NamedTuple):
     """Tasks and their constraints in flat sequences: lists, or arrays for compiled code.
 
@@ -36,6 +40,10 @@ class Instance(NamedTuple):
         delay: least time from the end of the other task to the start of each follower.
         returns: next task that frees what this task allocated, see :class:`.tasks.Tasks`; -1 for most.
         returned: true if the task is in ``returns`` of another one.
+        message: time of each task that waits for messages of experts; empty with time running backwards, and if no
+            task does.
+        weights: for each I its W, :data:`IS_W` for a W, :data:`NO_W` for others.
+        stage: stage of each task.
     """
 
     first: Sequence[int]
@@ -53,6 +61,9 @@ class Instance(NamedTuple):
     delay: Sequence[float]
     returns: Sequence[int]
     returned: Sequence[bool]
+    message: Sequence[float]
+    weights: Sequence[int]
+    stage: Sequence[int]
 
 
 class Space(NamedTuple):
@@ -64,6 +75,9 @@ class Space(NamedTuple):
         following, preceding: remaining order of each rank as a ring of its tasks and one node of its own.
         events: heap of the times at which a rank may start its next pass, with that rank. (NEVER, -1) is
             its only entry before and after a run.
+        left: time that each task takes: its duration, or what is left of a W. The caller sets it before a run.
+        due: W's of each rank that are due, in the order in which they became due, from ``first`` of the rank on. The
+            last W of a stage is ``~task``: nothing of it runs behind messages.
     """
 
     missing: MutableSequence[int]
@@ -71,13 +85,15 @@ class Space(NamedTuple):
     following: MutableSequence[int]
     preceding: MutableSequence[int]
     events: Any
+    left: MutableSequence[float]
+    due: MutableSequence[int]
 
 
 def space_for(tasks: Instance) -> Space:
     """Returns working memory in lists for rounds of ``tasks``."""
     size, ranks = len(tasks.rank), len(tasks.first) - 1
     nodes = [0] * (size + ranks)
-    return Space([0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)])
+    return Space([0] * size, [0.0] * size, nodes, nodes[:], [(NEVER, -1)], list(tasks.duration), [0] * size)
 
 
 class Policy(NamedTuple):
@@ -128,6 +144,10 @@ def list_schedule(
     A free rank starts the first task of its remaining order that is ready and after which the rest of that order still
     keeps within the rank's memory limit.
 
+    Weight gradients that are due run behind messages of experts, as :mod:`.hidden_messages` says. Then a rank runs its
+    W's in the order in which they became due: the first W of the remaining order stands for the oldest of them. A W
+    that has nothing left runs at once, which frees its memory.
+
     Args:
         tasks: tasks to order.
         order: task numbers, rank by rank, within ``limits``. May be ``scheduled`` itself.
@@ -136,19 +156,31 @@ def list_schedule(
         space: working memory, overwritten.
         scheduled: result, as long as ``order``; overwritten.
     """
-    first, rank_of, duration, change, filler, steady, channel, copying, opens, waits = tasks[:10]
-    after, follower, delay, returns, returned = tasks[10:]
+    first, rank_of, _, change, filler, steady, channel, copying, opens, waits = tasks[:10]
+    after, follower, delay, returns, returned, message, weights, stage = tasks[10:]
     lookahead, defer_fillers, patience, ends_only, noise, seed, just_in_time = policy
-    missing, ready, following, preceding, events = space
+    missing, ready, following, preceding, events, left, due = space
     ranks, size = len(first) - 1, len(order)
+    # W's that are due: the oldest, the first of which something may still run behind a message, and the end.
+    hides = len(message) > 0
+    oldest = [first[rank] for rank in range(ranks)]
+    turn, newest = oldest[:], oldest[:]
+    stages = 0
+    if hides:
+        for task in range(size):
+            stages = max(stages, stage[task] + 1)
+    inputs = [0] * stages  # remaining I's of each stage
+    if hides:
+        for task in range(size):
+            inputs[stage[task]] += weights[task] >= 0
     for rank in range(ranks):
-        left = size + rank
+        before = size + rank
         for place in range(first[rank], first[rank + 1]):
             task = order[place]
             missing[task], ready[task] = waits[task], 0.0
-            following[left], preceding[task] = task, left
-            left = task
-        following[left], preceding[size + rank] = size + rank, left
+            following[before], preceding[task] = task, before
+            before = task
+        following[before], preceding[size + rank] = size + rank, before
         heappush(events, (0.0, rank))
     held, free_at, channel_free = [0.0] * ranks, [0.0] * ranks, [0.0] * (2 * ranks)
     place_of = [first[rank] for rank in range(ranks)]
@@ -180,44 +212,55 @@ def list_schedule(
         end_node = size + rank
         head = following[end_node]
         task, looked = head, 0
-        while task != end_node and looked < lookahead:
-            takes = change[task]
-            if missing[task] == 0:
-                if ready[task] > soon:
-                    if ready[task] < awaited:
-                        awaited = ready[task]
+        slot = old = -1  # the first W of the remaining order, and the oldest due one, which runs in its place
+        if hides and oldest[rank] < newest[rank]:
+            old = max(due[oldest[rank]], ~due[oldest[rank]])
+            slot = head
+            while weights[slot] != IS_W:
+                slot = following[slot]
+            if left[old] <= EPSILON and missing[old] == 0:
+                chosen = until = old
+        while chosen < 0 and task != end_node and looked < lookahead:
+            runs = task
+            if hides and weights[task] == IS_W:
+                runs = old if task == slot else -1
+            if runs >= 0 and missing[runs] == 0:
+                if ready[runs] > soon:
+                    if ready[runs] < awaited:
+                        awaited = ready[runs]
                 else:
-                    fits, last = takes <= 0 or highest + takes <= limit, task
-                    saving = takes > 0 and returns[task] >= 0
-                    if saving and just_in_time and task != head and missing[returns[task]] > 1:
+                    takes = change[runs]
+                    fits, last = takes <= 0 or highest + takes <= limit, runs
+                    saving = takes > 0 and returns[runs] >= 0
+                    if saving and just_in_time and runs != head and missing[returns[runs]] > 1:
                         fits = False
                     elif saving and not fits:
-                        net, least, other = takes, takes, returns[task]
+                        net, least, other = takes, takes, returns[runs]
                         while held[rank] + net <= limit and other >= 0 and missing[other] == 1:
                             net += change[other]
                             if net < least and held[rank] + net <= limit:
                                 least, last = net, other
                             other = returns[other]
-                        fits = last != task and (least <= 0 or highest + least <= limit)
+                        fits = last != runs and (least <= 0 or highest + least <= limit)
                     if fits:
                         passed_over = False
                         if noise > 0:
                             state = (state * 1103515245 + 12345) % 2147483648
                             passed_over = state < noise * 2147483648.0
-                        if passed_over or (filler[task] and defer_fillers):
+                        if passed_over or (filler[runs] and defer_fillers):
                             if spare < 0:
-                                spare, spare_until = task, last
-                        elif soon + (1 - patience) * duration[task] <= awaited + 2 * EPSILON:
-                            chosen, until = task, last
+                                spare, spare_until = runs, last
+                        elif soon + (1 - patience) * left[runs] <= awaited + 2 * EPSILON:
+                            chosen, until = runs, last
                             break
             if ends_only and steady[task]:
                 break
-            level += takes
+            level += change[task]
             if level > highest:
                 highest = level
             task = following[task]
             looked += 1
-        if chosen < 0 and spare >= 0 and soon + (1 - patience) * duration[spare] <= awaited + 2 * EPSILON:
+        if chosen < 0 and spare >= 0 and soon + (1 - patience) * left[spare] <= awaited + 2 * EPSILON:
             chosen, until = spare, spare_until
         if chosen < 0:
             if awaited < NEVER:
@@ -225,7 +268,7 @@ def list_schedule(
             else:
                 heappop(events)
             continue
-        end = now + duration[chosen]
+        end = now + left[chosen]
         free_at[rank] = end
         heapreplace(events, (end, rank))
         if opens[chosen]:  # computing continues; passes that need the copy wait for its end
@@ -234,10 +277,33 @@ def list_schedule(
         if end > makespan:
             makespan = end
         held[rank] += change[chosen]
+        if hides:
+            if weights[chosen] == IS_W:
+                oldest[rank] += 1
+                turn[rank] = max(turn[rank], oldest[rank])
+                if slot != chosen and abs(change[slot] - change[chosen]) <= EPSILON:  # take each other's place
+                    before, right = preceding[slot], following[slot]
+                    following[before], preceding[right] = right, before
+                    right = following[chosen]
+                    following[chosen], preceding[slot] = slot, chosen
+                    following[slot], preceding[right] = right, slot
+            travels = message[chosen]
+            while travels > 0 and turn[rank] < newest[rank] and due[turn[rank]] >= 0:
+                task = due[turn[rank]]
+                behind = min(travels, left[task])
+                left[task] -= behind
+                travels -= behind
+                if left[task] == 0:
+                    turn[rank] += 1
+            task = weights[chosen]
+            if task >= 0:
+                inputs[stage[task]] -= 1
+                due[newest[rank]] = task if inputs[stage[task]] > 0 else ~task
+                newest[rank] += 1
         task, last = chosen, end_node
         while True:
-            left, right = preceding[task], following[task]
-            following[left], preceding[right] = right, left
+            before, right = preceding[task], following[task]
+            following[before], preceding[right] = right, before
             if task != chosen:  # tasks that free memory move to the head
                 right = following[last]
                 following[last], preceding[task] = task, last
@@ -269,3 +335,50 @@ def list_schedule(
             # number.
             if noise > 0 or free_at[other] <= now or free_at[other] < wake:
                 heappush(events, (max(wake, free_at[other]), other))
+
+
+def set_left(
+    tasks: Instance, order: Sequence[int], hides: bool, left: MutableSequence[float], due: MutableSequence[int]
+) -> None:
+    """Sets the time that each task takes.
+
+    Args:
+        tasks: the tasks, with time running forward.
+        order: task numbers, rank by rank.
+        hides: whether to take from each W what runs behind messages in ``order``, as :func:`.hidden_messages.hide`
+            does if no backward is whole.
+        left: result, by task; overwritten.
+        due: working memory, by task; overwritten.
+    """
+    first, duration, message, weights, stage = tasks.first, tasks.duration, tasks.message, tasks.weights, tasks.stage
+    stages = 0
+    for task in range(len(duration)):
+        left[task] = duration[task]
+    if not hides or len(message) == 0:
+        return
+    for task in range(len(duration)):
+        due[task] = 0
+        stages = max(stages, stage[task] + 1)
+    last = [-1] * stages
+    for place in range(len(order)):
+        if weights[order[place]] == IS_W:
+            last[stage[order[place]]] = order[place]
+    for rank in range(len(first) - 1):
+        turn = first[rank]  # place of the next W of which something is left
+        for place in range(first[rank], first[rank + 1]):
+            task = order[place]
+            travels = message[task]
+            while travels > 0 and turn < first[rank + 1]:
+                other = order[turn]
+                if weights[other] == IS_W:
+                    if due[other] == 0 or other == last[stage[other]]:
+                        break
+                    behind = min(travels, left[other])
+                    left[other] -= behind
+                    travels -= behind
+                    if left[other] > 0:
+                        break
+                turn += 1
+            if weights[task] >= 0:
+                due[weights[task]] = 1
+            turn = max(turn, place + 1)

@@ -32,6 +32,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     rank_of, n, last_stage = placement.rank_of, microbatches, placement.last_stage
     limits, durations = costs.limits(placement, limit), costs.durations
     forward, input_grad, weight_grad, redo = (durations[kind] for kind in (Kind.F, Kind.I, Kind.W, Kind.R))
+    messages = costs.of_messages
     recomputed, offloaded = costs.held[Share.RECOMPUTED], costs.held[Share.OFFLOADED]
     kept, left_to_w = costs.held[Share.FORWARD], costs.held[Share.WEIGHTS]
     # Latency of the message from each stage to the next, and of the one back.
@@ -56,11 +57,13 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
     bound = span[0] + min(weight_grad)
     for rank in range(placement.ranks):
         held = placement.stages_of(rank)
-        passes = weights = occupied = 0.0
+        passes = weights = split = behind = occupied = 0.0
         spared = []
         for s in held:
             passes += forward[s] + shared[s] + input_grad[s]
-            weights += weight_grad[s] + durations[Kind.T][s]
+            weights += durations[Kind.T][s]
+            split += weight_grad[s]
+            behind += messages[Kind.F][s] + messages[Kind.I][s] + messages[Kind.R][s]
             # A whole backward may keep less memory for its W than a split one, or more.
             occupied += (kept[s] + recomputed[s] + offloaded[s]) * span[s] + min(kept[s], left_to_w[s]) * weight_grad[s]
             # Offloaded memory is allocated during its F, both copies and I, recomputed memory during its R and I.
@@ -69,6 +72,7 @@ def lower_bound(placement: Placement, microbatches: int, costs: StageCosts, limi
                 occupied -= offloaded[s] * max(0.0, span[s] - (forward[s] + copied + input_grad[s]))
             if recomputed[s]:
                 spared.append((n * redo[s], n * recomputed[s] * max(0.0, span[s] - (redo[s] + input_grad[s]))))
+        weights += max(0.0, split - behind)  # the rest may run behind messages of experts
         head, tail = heads[held[0]], tails[held[0]]
         last = weight_grad[0] if held[0] else 0.0
         bound = max(bound, head + n * (passes + weights), head + n * passes + tail + last)

@@ -64,6 +64,7 @@ class Sizes(NamedTuple):
         attention: time of each task that is proportional to its sum of squared sequence lengths.
         change: memory that each task allocates or frees for the standard microbatch.
         copying: time of each copy for the standard microbatch.
+        message: time of each task's messages of experts for the standard microbatch; empty without such messages.
         tokens: relative tokens of each microbatch.
         squares: relative sum of squared sequence lengths of each microbatch.
     """
@@ -73,13 +74,14 @@ class Sizes(NamedTuple):
     attention: Any
     change: Any
     copying: Any
+    message: Any
     tokens: Any
     squares: Any
 
 
 # No microbatches, for problems where all are alike.
 NONE = np.zeros(0, np.int64)
-ALIKE = Sizes(NONE, *(np.zeros(0) for _ in range(6)))
+ALIKE = Sizes(NONE, *(np.zeros(0) for _ in range(7)))
 
 
 class Orders(NamedTuple):
@@ -111,6 +113,8 @@ def put(both: Both, sizes: Sizes, microbatches: Any) -> None:
             forward.duration[task] = backward.duration[task] = time
         forward.change[task] = sizes.change[task] * sizes.tokens[m]
         backward.change[task] = -forward.change[task]
+        if len(sizes.message) > 0:
+            forward.message[task] = sizes.message[task] * sizes.tokens[m]
 
 
 def fits(both: Both, limits: Any, passes: Any) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.schedules.schedule.hidden_messages import pieces
 from megatron.schedules.schedule.kinds import KINDS, WHOLES, everywhere, followers
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, slots
@@ -69,7 +70,8 @@ def finished(split: Schedule, costs: StageCosts) -> Schedule:
 def merge_backward(timeline: Timeline) -> Schedule:
     """Merges each I and its W into one B if all passes that wait for the I can still start on time after the B.
 
-    No pass moves in time. A whole backward avoids the runtime cost of the split.
+    No pass moves in time. A whole backward avoids the runtime cost of the split. It hides no messages of experts, so an
+    I that hides some and a W that runs behind some stay as they are.
     """
     schedule, costs = timeline.schedule, timeline.costs
     rank_of = schedule.placement.rank_of
@@ -88,11 +90,13 @@ def merge_backward(timeline: Timeline) -> Schedule:
     }
     for row, ends in zip(schedule.order, timeline.end, strict=True):
         merged: list[Pass] = []
+        hiding = {row[index] for piece in pieces(row, costs) for index in (piece.behind, piece.of)}
         for work, end in zip(row, ends, strict=True):
             stage, kind, m = work
             before = merged[-1] if merged else work
             whole = WHOLES.get((before.kind, kind))
-            if whole is not None and before.stage == stage and before.microbatch == m:
+            together = before.stage == stage and before.microbatch == m
+            if whole is not None and together and hiding.isdisjoint((before, work)):
                 late = waiting[stage, before.kind]
                 if all(start[place + m] + 1e-9 >= end + latency for place, latency in late):
                     merged[-1] = Pass(stage, whole, m)

@@ -49,19 +49,24 @@ class Problem:
         Returns None if the passes or messages differ under ``costs``.
         """
         own = self.costs
-        if any(getattr(own, part) != getattr(costs, part) for part in ("comm", "latencies", "one_way", "loads")):
+        if any(
+            getattr(own, part) != getattr(costs, part)
+            for part in ("comm", "latencies", "one_way", "loads", "has_messages")
+        ):
             return None
         if own.doing(self.placement) != costs.doing(self.placement):
             return None
         n, other = self.schedule.microbatches, copy(self)
         # Each rank runs the same passes for every microbatch.
         rows = [row[: len(row) // n] for row in self.schedule.order]
-        times, changes = (
-            np.concatenate([np.tile(of(row), n) for row in rows]) for of in (costs.durations_of, costs.changes_of)
+        times, changes, messages = (
+            np.concatenate([np.tile(of(row), n) for row in rows])
+            for of in (costs.durations_of, costs.changes_of, costs.messages_of)
         )
+        messages = messages[: self.size * costs.has_messages]  # none without messages
         other.costs, other._limits = costs, {}
-        other._tasks = replace(self._tasks, change=fractions(changes))
-        other._rounds = self._rounds.under(times, changes)
+        other._tasks = replace(self._tasks, change=fractions(changes), message=fractions(messages))
+        other._rounds = self._rounds.under(times, changes, messages)
         return other
 
     @property
@@ -89,7 +94,8 @@ class Problem:
         passes = [work for _, work in schedule.passes()]
         there = set(passes)
         every = (each for work in passes for each in _with_saving(work, there))
-        return np.array([self._number[work] for work in every if work in self._number])
+        order = np.array([self._number[work] for work in every if work in self._number])
+        return self._tasks.weights_in_turn(order) if self.costs.has_messages else order
 
     def taken_over(self, other: Problem, order: TaskOrder) -> TaskOrder:
         """Converts ``order`` of ``other``, a problem on the same placement, to this problem's task numbers."""

@@ -65,7 +65,10 @@ def improve(
         progress(taken / rounds)
         if reached < best - EPSILON:
             best_order, best = order, reached
-    return replace(schedule, order=tasks.rows(best_order, passes))
+    found = replace(schedule, order=tasks.rows(best_order, passes))
+    if costs.has_messages and simulate(found, costs).makespan > simulate(schedule, costs).makespan:
+        return schedule  # rounds do not know that a B keeps later weight gradients from running behind messages
+    return found
 
 
 def worth_compiling(passes: float) -> bool:

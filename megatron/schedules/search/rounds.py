@@ -66,15 +66,17 @@ class Rounds:
         length, _, rounds, _ = compiled.compiled_climb()(*tasks, move, 1.0, work, found, math.inf, found, math.inf)
         return found.passes, length, rounds
 
-    def under(self, times: Any, changes: Any) -> Rounds:
-        """Returns the same rounds, compiled, with other times and other changes of memory."""
+    def under(self, times: Any, changes: Any, messages: Any) -> Rounds:
+        """Returns the same rounds, compiled, with other times, changes of memory and messages of experts."""
         import numpy as np
 
         other, (forward, backward, turned) = copy(self), self.both
         copies = forward.channel >= 0
         timed = {"duration": np.where(copies, 0.0, times), "copying": np.where(copies, times, 0.0)}
         other.both = Both(
-            forward._replace(change=changes, **timed), backward._replace(change=-changes, **timed), turned
+            forward._replace(change=changes, message=messages, **timed),
+            backward._replace(change=-changes, **timed),
+            turned,
         )
         return other
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.forward_backward import Both
-from megatron.schedules.search.list_scheduling import NEVER, Instance
+from megatron.schedules.search.list_scheduling import IS_W, NEVER, NO_W, Instance
 from megatron.schedules.utils.errors import PlanError
 
 if TYPE_CHECKING:
@@ -99,6 +99,10 @@ class Tasks:
             at the task's position at the latest.
         before: tasks that each task waits for.
         after: tasks that wait for each task.
+        message: time of each task's messages of experts, behind which weight gradients may run; empty without such
+            messages, and with time running backwards.
+        weights: the W of each I, and marks, see :class:`.Instance`; empty without such messages.
+        stage: stage of each task; empty without such messages.
     """
 
     first: array[int]
@@ -113,6 +117,9 @@ class Tasks:
     returns: array[int]
     before: Links
     after: Links
+    message: array[float] = field(default_factory=lambda: fractions(()))
+    weights: array[int] = field(default_factory=lambda: whole(()))
+    stage: array[int] = field(default_factory=lambda: whole(()))
 
     def reversed(self) -> Tasks:
         """Returns the same tasks with time running backwards."""
@@ -122,11 +129,23 @@ class Tasks:
         for task, other in enumerate(self.returns):
             if other >= 0:
                 returns[other] = task
-        return replace(self, change=change, opens=opens, returns=returns, before=self.after, after=self.before)
+        turned = replace(self, change=change, opens=opens, returns=returns, before=self.after, after=self.before)
+        return replace(turned, message=fractions(()))
 
     def reversed_order(self, order: Sequence[int]) -> array[int]:
         """Returns ``order`` with each rank's part reversed."""
         return whole(chain.from_iterable(order[start:end][::-1] for start, end in pairwise(self.first)))
+
+    def weights_in_turn(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``order`` with the W's of each rank in the order of their I's, at the same positions."""
+        import numpy as np
+
+        weights, order = np.asarray(self.weights), order.copy()
+        for start, end in pairwise(self.first):
+            row = order[start:end]
+            partners = weights[row]
+            row[partners == IS_W] = partners[partners >= 0]
+        return order
 
     @cached_property
     def both(self) -> Both:
@@ -154,7 +173,8 @@ class Tasks:
         copies = (self.channel, self.copying, self.opens)
         returned = set(self.returns)
         named = flags(task in returned for task in range(len(self.rank)))
-        return (*of_tasks, *copies, waits, links.start, links.task, links.delay, self.returns, named)
+        of_links = (waits, links.start, links.task, links.delay)
+        return (*of_tasks, *copies, *of_links, self.returns, named, self.message, self.weights, self.stage)
 
     def rows(self, order: Sequence[int] | NDArray[np.int64], passes: Sequence[Pass]) -> Rows:
         """Returns ``order`` as the rows of a schedule, given the pass of each task."""
@@ -197,6 +217,9 @@ def tasks_of(schedule: Schedule, costs: StageCosts) -> tuple[Tasks, list[Pass]]:
         returns=_returns(schedule, passes),
         before=before,
         after=before.turned(),
+        message=fractions(_messages(passes, costs)),
+        weights=_weights(passes) if costs.has_messages else whole(()),
+        stage=whole((stage for stage, _, _ in passes) if costs.has_messages else ()),
     )
     return tasks, passes
 
@@ -213,6 +236,23 @@ def _returns(schedule: Schedule, passes: Sequence[Pass]) -> array[int]:
             for task, other in pairwise(chain):
                 returns[task] = other
     return returns
+
+
+def _messages(passes: Sequence[Pass], costs: StageCosts) -> list[float]:
+    """Returns :attr:`Tasks.message` of ``passes``. Nothing runs behind the messages of a whole backward."""
+    if not costs.has_messages:
+        return []
+    times = zip(passes, costs.messages_of(passes), strict=True)
+    return [0.0 if KINDS[work.kind].parts else time for work, time in times]
+
+
+def _weights(passes: Sequence[Pass]) -> array[int]:
+    """Returns :attr:`Tasks.weights` of ``passes``."""
+    number = {(stage, m): index for index, (stage, kind, m) in enumerate(passes) if kind is Kind.W}
+    return whole(
+        IS_W if kind is Kind.W else number.get((stage, m), NO_W) if kind is Kind.I else NO_W
+        for stage, kind, m in passes
+    )
 
 
 def _before(schedule: Schedule, passes: Sequence[Pass], costs: StageCosts) -> Links:

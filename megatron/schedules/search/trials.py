@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.search.climb import Entry, race
 from megatron.schedules.search.problem import Problem, TaskOrder
@@ -25,6 +27,14 @@ class Trials:
         self._problem: Problem | None = None
         self._best: tuple[Problem, TaskOrder] | None = None
         self._length = math.inf
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Shortest schedule found, with every backward split; None if there is none."""
+        if self._best is None:
+            return None
+        problem, order = self._best
+        return replace(problem.schedule, name="adaptive", order=problem.rows(order))
 
     def makespan(self, costs: StageCosts) -> float:
         """Returns the makespan that a climb finds under ``costs``; infinite if nothing fits."""

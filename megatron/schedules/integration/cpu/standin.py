@@ -58,6 +58,7 @@ def enable() -> None:
     adam.enable()
     if engine:
         te_python.replace_in_torch()
+    _gather_bytes()
     OnTheCpu().__enter__()
     BackwardCFunction.apply = _in_backward(BackwardCFunction.apply)  # type: ignore[method-assign]
     gloo_at_exit.wait_at_exit()
@@ -204,6 +205,24 @@ def _replace_in_megatron() -> None:
     megatron_random._get_cuda_rng_state = get_state
     if came_compiled():
         dataset_utils.compile_helpers = _none
+
+
+def _gather_bytes() -> None:
+    """Gathers several tensors in one call as bytes: gloo takes all of them for tensors of the first one's data type.
+
+    Megatron gathers FP8 and bf16 weights in one call.
+    """
+    groups = torch.distributed.ProcessGroup
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):  # of torch 2.13, and of older ones
+        if hasattr(groups, name):
+            setattr(groups, name, _of_bytes(getattr(groups, name)))
+
+
+def _of_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(group: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return gather(group, *([each.view(torch.uint8) for each in tensors] for tensors in (outputs, inputs)), *options)
+
+    return gathered
 
 
 def _on_cpu(value: Any) -> Any:

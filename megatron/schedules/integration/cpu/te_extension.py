@@ -1,9 +1,9 @@
 """Replaces ``transformer_engine_torch``, the compiled half of Transformer Engine, on a CPU.
 
 :mod:`.te_python` makes Transformer Engine's Python load this file in place of its shared library. This file has the
-matrix products; the other kernels are in :mod:`.te_kernels`, :mod:`.te_attention` and :mod:`.te_quantized`. Based on
-``pytorch/csrc/extensions/`` of Transformer Engine 2.18. A missing name raises :class:`.te_types.MissingError` when it
-is called.
+matrix products; the other kernels are in :mod:`.te_kernels`, :mod:`.te_attention`, :mod:`.te_quantized` and
+:mod:`.te_userbuffers`. Based on ``pytorch/csrc/extensions/`` of Transformer Engine 2.18. A missing name raises
+:class:`.te_types.MissingError` when it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.schedules.integration.cpu import te_attention, te_kernels, te_quantized
+from megatron.schedules.integration.cpu import (
+    te_attention,
+    te_kernels,
+    te_quantized,
+    te_userbuffers,
+    te_weight_shards,
+)
 from megatron.schedules.integration.cpu.te_types import DType, MissingError, torch_dtype
 
 # Enum members that are indices, or renamed on import. The others are those that Transformer Engine's Python names.
@@ -48,7 +54,15 @@ def product(
 ) -> list[Any]:  # fmt: skip
     """Computes ``op(B) @ op(A)`` in fp32: cuBLAS has columns where torch has rows. Replaces ``generic_gemm``."""
     if comm_overlap is not None:
-        raise MissingError("generic_gemm with Userbuffers")
+
+        def alone() -> list[Any]:
+            return product(
+                a, trans_a, b, trans_b, out, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad, workspace,
+                workspace_size, accumulate, use_split_accumulator, alpha=alpha, beta=beta,
+            )  # fmt: skip
+
+        found = te_userbuffers.overlapped(alone, comm_overlap, comm_type, bulk_overlap, extra_output)
+        return [*found[:3], extra_output]
     left, right = _operand(a, not trans_a), _operand(b, trans_b)
     dtype = (a.dtype if isinstance(a, Tensor) else a._dtype) if output_dtype is None else torch_dtype(output_dtype)
     rows, lead = right.reshape(-1, right.shape[-1]), right.shape[:-1]
@@ -175,10 +189,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "get_cudnn_version": lambda: 92000,
     "get_num_cublas_streams": lambda: 1,
     "get_stream_priority_range": lambda device_id=-1: (0, -5),
-    "device_supports_multicast": lambda device_id=-1: False,
-    "ubuf_built_with_mpi": lambda: False,
 }
-_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS
+_FUNCTIONS |= te_kernels.SOFTMAX | te_attention.KERNELS | te_weight_shards.KERNELS | te_userbuffers.FUNCTIONS
 for _name in te_kernels.ACTIVATIONS:
     _FUNCTIONS |= te_kernels.activation_kernels(_name)
 
@@ -197,7 +209,7 @@ def _members() -> dict[str, Any]:
     files = [] if package is None else Path(package.__path__[0], "pytorch").rglob("*.py")
     python = "\n".join(path.read_text() for path in files)
     functions = {name: torch.no_grad()(function) for name, function in _FUNCTIONS.items()}
-    return {"DType": DType} | {name: _enum(name, python) for name in _ENUMS} | functions
+    return {"DType": DType} | {name: _enum(name, python) for name in _ENUMS} | functions | te_userbuffers.CLASSES
 
 
 def _missing(self: Any, *args: Any, **kwargs: Any) -> None:

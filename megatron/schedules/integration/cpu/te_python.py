@@ -2,7 +2,7 @@
 
 The wheel ``transformer_engine`` of the package index is pure Python; its compiled halves are other packages. If that
 wheel can be imported, its linears, norms, attention and FP8 and FP4 recipes run on a CPU. This is for tests and demos,
-because every product is computed in fp32. A GPU's kernels, streams and Userbuffers are not covered.
+because every product is computed in fp32. A GPU's kernels and streams are not covered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from megatron.schedules.integration.cpu import te_nvfp4
+from megatron.schedules.integration.cpu import te_nvfp4, te_quantized
 
 PACKAGE = "transformer_engine"
 _COMPILED = Path(__file__).with_name("te_extension.py")
@@ -77,6 +77,10 @@ def replace_in_torch() -> None:
     distributed._get_cuda_rng_state = lambda *_, **__: torch.random.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.random.set_rng_state(state)
     distributed.pad_columnwise_scale_inv = te_nvfp4.padded  # a Triton kernel
+    for kind in ("MXFP8", "NVFP4"):  # from 2.16 on they move a tensor of the CPU to the GPU and back
+        storage = sys.modules.get(f"{PACKAGE}.pytorch.tensor.storage.{kind.lower()}_tensor_storage")
+        if storage is not None:
+            getattr(storage, f"_From{kind}Func").forward = staticmethod(_dequantized)
     ring: Any = importlib.import_module(f"{PACKAGE}.pytorch.attention.dot_product_attention.context_parallel")
     ring.flash_attn_p2p_communicate = _waited_once(ring.flash_attn_p2p_communicate)
     torch.distributed._coalescing_manager = _one_by_one
@@ -86,6 +90,10 @@ def replace_in_torch() -> None:
     # A TorchFunctionMode does not work here, because torch disables it in a backward.
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _dequantized(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    return te_quantized.dequantize(tensor, dtype)
 
 
 class _Done:

@@ -127,7 +127,8 @@ def _has_transposes() -> bool:
     return torch.cuda.get_device_capability() < (10, 0)
 
 
-def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of ``x`` times ``scale`` in ``dtype``."""
     return (x.float() * scale).clamp(-_MAX[dtype], _MAX[dtype]).to(dtype).view(torch.uint8)
 
 
@@ -135,10 +136,11 @@ def _transposed(data: Tensor) -> Tensor:
     return data.movedim(-1, 0).contiguous()
 
 
-def _scale_for(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
-    amax = amax.clamp(min=max(quantizer.amax_epsilon, 0.0))
+def scale_for(amax: Tensor, dtype: torch.dtype, powers_of_two: bool, epsilon: float) -> Tensor:
+    """Returns the scale with which ``amax``, or at least ``epsilon``, becomes the largest number of ``dtype``."""
+    amax = amax.clamp(min=max(epsilon, 0.0))
     scale = torch.where(amax > 0, _MAX[dtype] / amax, 1.0)
-    return torch.exp2(torch.floor(torch.log2(scale))) if quantizer.force_pow_2_scales else scale
+    return torch.exp2(torch.floor(torch.log2(scale))) if powers_of_two else scale
 
 
 def _made(quantizer: Any, kind: str, x: Tensor, parts: dict[str, Any]) -> Any:
@@ -166,11 +168,12 @@ def _per_tensor(x: Tensor, quantizer: Any, output: Any) -> Any:
     if hasattr(quantizer, "with_amax_reduction"):  # current scaling
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
-        scale = _scale_for(amax, quantizer, dtype)
+        scale = scale_for(amax, dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
     else:
-        quantizer.amax.copy_(amax.view_as(quantizer.amax))
+        if quantizer.amax.numel():  # a weight with current scaling is written with a scale that is known
+            quantizer.amax.copy_(amax.view_as(quantizer.amax))
         scale = quantizer.scale.clone().view(1)
-    data = _cast(x, scale, dtype)
+    data = cast(x, scale, dtype)
     columns = _transposed(data) if quantizer.columnwise_usage and _has_transposes() else None
     rows = data if quantizer.rowwise_usage or not _has_transposes() else None
     if output is None:
@@ -210,7 +213,7 @@ def _mx_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
         m, k = lines.shape
         blocks = lines.float().view(m, k // _MX, _MX)
         exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / _MAX[dtype])).clamp(-127, 127)
-        data = _cast(blocks, torch.exp2(-exponent)[..., None], dtype).view(m, k)
+        data = cast(blocks, torch.exp2(-exponent)[..., None], dtype).view(m, k)
         scales = (exponent + 127).to(torch.uint8)
         if columnwise:
             data, scales = data.t().contiguous(), scales.t()
@@ -233,8 +236,8 @@ def _blockwise_copies(x: Tensor, quantizer: Any) -> dict[str, Any]:
         if not getattr(quantizer, f"{side}_usage"):
             continue
         lines = flat.t().contiguous() if columnwise else flat
-        scale = _scale_for(_block_maxima(lines, squares), quantizer, dtype)
-        data = _cast(lines, _spread(scale, lines.shape, squares), dtype)
+        scale = scale_for(block_maxima(lines, squares), dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+        data = cast(lines, spread(scale, lines.shape, squares), dtype)
         stored = scale if squares or (compact and not columnwise) else scale.t()
         copies[f"{side}_scale_inv"] = _padded(1 / stored, quantizer.get_scale_shape(x.shape, columnwise))
         data = data.t().contiguous() if compact and columnwise else data
@@ -246,7 +249,7 @@ def _is_compact(quantizer: Any) -> bool:
     return getattr(quantizer, "all_gather_usage", False) and quantizer.block_scaling_dim == 1
 
 
-def _block_maxima(lines: Tensor, squares: bool) -> Tensor:
+def block_maxima(lines: Tensor, squares: bool) -> Tensor:
     """Largest magnitude of each block: (rows, blocks of a row), or with ``squares`` of 128 rows together."""
     m, k = lines.shape
     down = math.ceil(m / _BLOCK) * _BLOCK if squares else m
@@ -257,7 +260,7 @@ def _block_maxima(lines: Tensor, squares: bool) -> Tensor:
     return maxima.view(down // _BLOCK, _BLOCK, -1).amax(1) if squares else maxima
 
 
-def _spread(scale: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
+def spread(scale: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
     """Expands the scale of each block to its elements."""
     if squares:
         scale = scale.repeat_interleave(_BLOCK, 0)
@@ -267,7 +270,7 @@ def _spread(scale: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
 def _factors(scales: Tensor, shape: Sequence[int], squares: bool) -> Tensor:
     blocks = math.ceil(shape[1] / _BLOCK)
     scale = scales[:, :blocks] if squares else scales.t()[: shape[0], :blocks]
-    return _spread(scale, shape, squares)
+    return spread(scale, shape, squares)
 
 
 def _padded(scales: Tensor, shape: Sequence[int]) -> Tensor:

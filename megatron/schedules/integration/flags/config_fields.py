@@ -10,6 +10,7 @@ FIELDS = {
     "bias_swiglu_fusion": "bias_activation_fusion",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "fp4_param_gather": "fp4_param",
     "fp8_param_gather": "fp8_param",
     "num_experts": "num_moe_experts",
     "swiglu": "gated_linear_unit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.build import Shape
@@ -44,7 +45,10 @@ def costs_of(spec: JobSpec, stages: int) -> Costs:
     costs = _times(spec, profile, custom)
     if model is not None:
         shared, placed = settings.vocabulary_parallel, settings.layers == "auto"
-        costs = with_model(costs, model, stages, shared=shared, placed=placed, profile=profile)
+        hides = settings.hides_messages
+        costs = with_model(costs, model, stages, shared=shared, placed=placed, profile=profile, hides=hides)
+    if not settings.hides_messages:
+        costs = replace(costs, messages=(0.0, 0.0))
     return costs if custom is None else custom.added_to(costs)
 
 

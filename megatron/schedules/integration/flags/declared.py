@@ -110,7 +110,7 @@ STOCK: megatron_flags.Flags = {
     "--linear-attention-freq": (la_freq_type, None),
     "--moe-expert-rank-capacity-factor": (float, None),
     "--moe-paged-stash": (None, False),
-    "--moe-token-dispatcher-type": (str, "allgather"),
+    "--moe-shared-expert-overlap": (None, False),
     "--no-rope-freq": (no_rope_freq_type, None),
     "--num-layers-per-virtual-pipeline-stage": (int, None),
     "--num-virtual-stages-per-pipeline-rank": (int, None),

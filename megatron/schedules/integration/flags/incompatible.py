@@ -12,10 +12,6 @@ from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.schedule.schedule import Schedule
 
-# Settings with which other loops than Megatron-LM's have built the model for stock's schedule; why they are refused.
-TOO_LATE = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
-ONLY_IN_MEGATRON_LM = "works in Megatron-LM's loop only: other loops build the model for stock's schedule; leave it out"
-
 
 def refusal(spec: JobSpec, schedule: Schedule) -> str:
     """Reason why Megatron's flags do not work with ``schedule``, to print after its name; empty if they work."""
@@ -67,8 +63,8 @@ _OLD_FORMAT = _When(lambda job: job.spec.stock.checkpoint_format == "torch" and 
 _SPLIT = _When(lambda job: job.schedule.splits)
 _WHOLE = _When(lambda job: not job.schedule.splits)
 _SPLIT_TE = _When(lambda job: job.schedule.splits and job.spec.stock.transformer_impl != "local")
-_NO_ALLTOALL = _When(
-    lambda job: job.spec.stock.dispatcher != "alltoall", "with --moe-token-dispatcher-type other than alltoall "
+_HIDES = _When(
+    lambda job: "overlap_moe_expert_parallel_comm" in job.spec.stock.given, "with --overlap-moe-expert-parallel-comm "
 )
 _NO_MESSAGES = _When(lambda job: job.spec.sizes.expert == 1, "with --expert-model-parallel-size 1 ")
 _RECOMPUTE = _When(lambda job: Kind.R in job.schedule.kinds, "with recompute passes (R) ")
@@ -194,11 +190,9 @@ _RULES = (
     _flag("num_layers_per_virtual_pipeline_stage", _STOCK_CHUNKS),
     _flag("num_virtual_stages_per_pipeline_rank", _STOCK_CHUNKS),
     _linears,
-    _flag("tp_comm_overlap", f"its buffers are reused before the weight gradients are computed; {_OUT}", _SPLIT_TE),
     _flag("use_transformer_engine_op_fuser", f"fused linears are not split; {_OUT}", _SPLIT_TE),
     _flag("overlap_dispatch_backward_with_experts_wgrad", _OWN_WEIGHTS, _SPLIT_TE),
     _fp8_recipe,
-    _flag("fp8_param_gather", f"primary FP8 weights are not split so far; {_OUT}", _SPLIT_TE),
     _flag("fp4_param_gather", f"primary FP4 weights are not split so far; {_OUT}", _SPLIT_TE),
     _fp8_order,
     *(_flag(name, _NOT_SPLIT, _SPLIT_TE) for name in _QUANTISED),
@@ -221,9 +215,8 @@ _RULES = (
     _flag("external_cuda_graph", _GRAPHS),
     _flag("overlap_moe_expert_parallel_comm", _NO_WEIGHTS, _WHOLE),
     _flag("delay_wgrad_compute", _NO_WEIGHTS, _WHOLE),
-    _flag("overlap_moe_expert_parallel_comm", f"only messages of alltoall are hidden so far; {_OUT}", _NO_ALLTOALL),
+    _flag("moe_shared_expert_overlap", f"both run behind the same messages; {_ONE_OUT}", _HIDES),
     _flag("overlap_moe_expert_parallel_comm", f"experts send no messages; {_OUT}", _NO_MESSAGES),
-    _flag("defer_embedding_wgrad_compute", _OWN_WEIGHTS),
     _flag("moe_paged_stash", _WRAPS),
     _flag("moe_expert_rank_capacity_factor", _WRAPS),
     _flag(

@@ -15,10 +15,11 @@ from megatron.core.utils import get_model_config
 from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.early import stock_parser
-from megatron.schedules.integration.flags.incompatible import ONLY_IN_MEGATRON_LM, TOO_LATE
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.layers.layout import PlacedLayout
 
+# Attribute of a configuration that asked stock to hide experts' messages, which the schedule then does.
+HIDES_MESSAGES = "pipeline_schedule_hides_messages"
 # Schedules that take as many chunks as the loop has built.
 _ANY_CHUNKS = ("adaptive", "auto", "interleaved-1f1b")
 # Fields that our parser does not declare and that our checks read.
@@ -48,6 +49,7 @@ def live_args(settings: Mapping[str, Any], chunks: Sequence[torch.nn.Module], ca
     vars(args).update(_sizes(call, config) | _model(chunks, config) | _optimizer(chunks[0]) | _run())
     vars(args).update(settings)
     _refuse_what_comes_too_late(args, placed=isinstance(config.pipeline_model_parallel_layout, PlacedLayout))
+    args.overlap_moe_expert_parallel_comm = getattr(config, HIDES_MESSAGES, False)
     if args.pipeline_schedule in _ANY_CHUNKS:
         args.pipeline_schedule += f":{len(chunks)}"
     found: list[Any] = [None] * dist.get_world_size()
@@ -70,9 +72,9 @@ def _refuse_what_comes_too_late(args: Namespace, *, placed: bool) -> None:
     if args.pipeline_layers not in (None, "even") and not placed:
         refuse(f"{FLAGS['layers']} {args.pipeline_layers} needs a schedule such as v-half in this loop: leave it out")
     args.pipeline_layers = "even"  # the layout says where layers were placed
-    for field in TOO_LATE:
+    for field in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
         if getattr(args, field):
-            refuse(f"{field} {ONLY_IN_MEGATRON_LM}")
+            refuse(f"{field} was set after the configuration was made, when layers may be built for it: set it before")
 
 
 def _sizes(call: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Planner:
         return self._request.costs
 
     @property
+    def stage_costs(self) -> StageCosts:
+        """Costs of each stage used for planning."""
+        return self._request.costs_on(self.placement)
+
+    @property
     def decisions(self) -> Decisions:
         """Layer partition, recompute and offload."""
         return self._request.decisions
@@ -129,7 +134,7 @@ class Planner:
         """Timeline of the plan for ``num_microbatches``, with its costs."""
         if num_microbatches not in self._timelines:
             schedule = self.schedule(num_microbatches)
-            self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
+            self._timelines[num_microbatches] = simulate(schedule, self.stage_costs)
         return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
@@ -205,6 +210,12 @@ class Planner:
             *([f"planned for {self._assumed}"] if self._assumed else []),
             *self._explanation.splitlines(),
         ]
+        hidden, exposed = timeline.messages
+        if hidden + exposed:
+            lines[1:1] = [
+                f"messages of experts take {100 * (hidden + exposed):.1f} % of an average rank's time: "
+                f"{100 * hidden:.1f} % behind weight gradients, {100 * exposed:.1f} % exposed"
+            ]
         return "\n".join(f"pipeline schedule: {line}" for line in lines)
 
 

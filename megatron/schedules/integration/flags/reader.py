@@ -92,7 +92,6 @@ def _stock_flags(args: Any) -> StockFlags:
         args.ckpt_format,
         args.dataloader_type,
         str(getattr(args, "fp8_recipe", None) or "delayed") if getattr(args, "fp8", None) else "",
-        args.moe_token_dispatcher_type,
     )
 
 

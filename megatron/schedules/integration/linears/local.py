@@ -7,11 +7,13 @@ The following are never split; stock's Function computes the weight gradient in 
 
 - output layers: see :mod:`.output_layers`;
 - frozen weights, which have no weight gradient;
-- ``defer_embedding_wgrad_compute``: stock defers that gradient itself, to the end of the iteration;
 - weights sharded over a rematerialisation group (``gtp_remat_size`` > 1) and Megatron-FSDP's: their gradient has its
   own communication, tied to stock's backward;
 - a ``weight`` argument that is not a leaf: its gradient continues beyond W;
 - subclasses with their own ``_forward_impl``.
+
+``defer_embedding_wgrad_compute`` is switched off: it stores the logits' gradients of several microbatches until stock's
+own schedule ends.
 
 The communication of expert linears (``explicit_expert_comm``) is outside ``_forward_impl``. Stock's local linears do
 not support fp8. Based on megatron-core 0.19.2, ``tensor_parallel/layers.py``.
@@ -56,6 +58,7 @@ def split_linears(model_chunk: torch.nn.Module, store: WeightGradients) -> int:
     for module in model_chunk.modules():
         if not isinstance(module, _LINEARS):
             continue
+        module.config.defer_embedding_wgrad_compute = False
         if is_split(module):
             del module.__dict__["_forward_impl"]
         own = "_forward_impl" in module.__dict__ or not any(
@@ -114,7 +117,6 @@ class _ForwardImpl:
             weight.requires_grad
             and weight.is_leaf
             and (bias is None or bias.is_leaf)
-            and grad_output_buffer is None
             and gtp_remat_size == 1
             and not hasattr(weight, "__fsdp_param__")
         )

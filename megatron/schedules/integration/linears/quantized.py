@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megatron.schedules.integration.linears.products import gathered
+from megatron.schedules.integration.linears.te_version import ENGINE
 
 
 def is_quantized(operand: Any) -> bool:
@@ -27,6 +28,25 @@ def is_quantized(operand: Any) -> bool:
     unchanged.
     """
     return hasattr(operand, "update_usage") and (hasattr(operand, "_data") or hasattr(operand, "_rowwise_data"))
+
+
+def is_primary(weight: Any) -> bool:
+    """Returns whether Transformer Engine stores a module's weight in FP8 or FP4 only, as with ``--fp8-param-gather``.
+
+    False for subclasses of Megatron's, which are sharded.
+    """
+    return is_quantized(weight) and type(weight).__module__.startswith(f"{ENGINE}.tensor.")
+
+
+def leaf_of(weight: Any) -> Any:
+    """Returns a leaf with the memory of ``weight``, a parameter of any kind, and without its hooks.
+
+    I reads a primary weight by columns. Before version 2.16 that copy is made by the first backward of an iteration,
+    here by its first forward, so that all leaves share one.
+    """
+    if is_primary(weight):
+        weight.update_usage(columnwise_usage=True)
+    return weight.detach().requires_grad_()
 
 
 def keep_columns(operand: Any) -> None:

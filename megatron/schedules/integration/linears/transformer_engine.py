@@ -19,7 +19,7 @@ The following are never split; their gradients are computed in I:
 
 - output layers (:mod:`.output_layers`);
 - modules with a frozen weight;
-- weights that are not plain parameters: primary FP8 weights, grouped in one, or sharded over a rematerialisation group;
+- weights that are grouped in one, or sharded over a rematerialisation group;
 - weights that are Megatron-FSDP's or distributed (2.19), or are several in one product (``parameters_split``);
 - modules whose ``forward`` was already replaced.
 
@@ -29,6 +29,9 @@ Under sequence parallelism a column parallel backward gathers its input for the 
 compute that gradient. A flag on the autograd node, or on an object of the node, controls this. The flag is cleared
 after each forward, and W gathers the input once, a quantized input with Transformer Engine's own function. Without such
 a flag the backward gathers, and only this rank's part is stored if it is not quantized.
+
+Userbuffers (``tp_comm_overlap``) are shared memory, which the next use of the same product overwrites. Nothing that W
+reads may lie there (:mod:`.userbuffers`).
 
 Based on Transformer Engine 2.3 to 2.20.2, ``pytorch/module/``, and megatron-core 0.19.2,
 ``extensions/transformer_engine.py``.
@@ -52,6 +55,7 @@ from megatron.schedules.integration.linears.local import fused_gradient
 from megatron.schedules.integration.linears.output_layers import output_layers
 from megatron.schedules.integration.linears.products import Product, defer, part_of
 from megatron.schedules.integration.linears.te_version import ENGINE, LINEARS, te_version
+from megatron.schedules.integration.linears.userbuffers import BULK, out_of_buffers
 from megatron.schedules.runtime.weight_gradients import Key, WeightGradients
 
 _PARAMETER = re.compile(r"(weight|bias)(\d*)")
@@ -179,7 +183,8 @@ def _parameters(module: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
     return (
         bool(weights)
-        and all(type(parameter) is torch.nn.Parameter for parameter in (*weights.values(), *biases.values()))
+        and all(type(weight) is torch.nn.Parameter or quantized.is_primary(weight) for weight in weights.values())
+        and all(type(bias) is torch.nn.Parameter for bias in biases.values())
         and all(weight.requires_grad for weight in weights.values())
         and not any(getattr(weight, "overwrite_main_grad", False) for weight in weights.values())
         and not any(hasattr(weight, "__fsdp_param__") for weight in weights.values())
@@ -189,14 +194,14 @@ def _splittable(weights: dict[str, Tensor], biases: dict[str, Tensor]) -> bool:
 
 @contextmanager
 def _in_place(module: torch.nn.Module, call: _Call) -> Iterator[None]:
-    """Replaces the module's parameters and store by the call's, through instance attributes."""
+    """Replaces the module's parameters and store by the call's, through instance attributes; no bulk overlap."""
     own = module.__dict__
-    kept = own["wgrad_store"]
-    own.update(call.leaves, wgrad_store=call)
+    kept = {name: own[name] for name in ("wgrad_store", *BULK) if name in own}
+    own.update(dict.fromkeys(kept, False) | call.leaves, wgrad_store=call)
     try:
         yield
     finally:
-        own["wgrad_store"] = kept
+        own.update(kept)
         for name in call.leaves:
             del own[name]
 
@@ -209,7 +214,7 @@ class _Call:
     ) -> None:
         self.weights, self.biases = weights, biases
         self.fused: bool = module.fuse_wgrad_accumulation
-        self.leaves: dict[str, Any] = {n: p.detach().requires_grad_() for n, p in (weights | biases).items()}
+        self.leaves: dict[str, Any] = {n: quantized.leaf_of(p) for n, p in (weights | biases).items()}
         if self.fused:
             for name, weight in weights.items():
                 # Without ``grad_added_to_main_grad``, so that the backward makes no dummy gradient for it.
@@ -220,6 +225,8 @@ class _Call:
         gathers = module.sequence_parallel
         self.input_over: Any = module.tp_group if gathers and self.column_parallel else None
         self.gradient_over: Any = module.tp_group if gathers and self.row_parallel else None
+        # Whether the output's gradient is gathered in a userbuffer.
+        self.gradient_in_buffer = bool(getattr(module, "ub_overlap_ag_dgrad", False))
         self._store, self._key, self._name = store, key, type(module).__name__
         self._deferred = False
 
@@ -294,8 +301,10 @@ class _WeightGradient:
         single, over = not outputs, None
         if single and call.input_over is not None:
             input, over = _part_of(input, grad_output, call.input_over)
-        plain = type(grad_output) is Tensor
+        plain, ahead = type(grad_output) is Tensor, single and call.fused and call.row_parallel
         quantized.keep_columns(grad_output)
+        if call.gradient_in_buffer and (ahead or not plain):  # otherwise a copy of this rank's rows is stored
+            grad_output = out_of_buffers(grad_output)
         if over is None or quantized.gathered_by_columns(input):
             quantized.keep_columns(input)
         else:
@@ -306,7 +315,7 @@ class _WeightGradient:
             grad_output,
             over=over,
             gathered_over=call.gradient_over if single and plain else None,
-            ahead=single and call.fused and call.row_parallel,
+            ahead=ahead,
             gather=quantized.gather,
         )
 

@@ -1,0 +1,99 @@
+"""Time of experts' messages: from tokens, sizes and links; part of F and I; hidden only where a flag says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.schedules.estimate.build import Kind
+from megatron.schedules.estimate.grid import Question, search
+from megatron.schedules.estimate.iteration import METHODS, Setting, estimate
+from megatron.schedules.estimate.models import MODELS, Model, built
+from megatron.schedules.estimate.roofline import DEVICES, Roofline
+from megatron.schedules.estimate.times import ANY, expert_messages, layer_times, loads, message_shares
+from megatron.schedules.estimate.work import layer_work
+
+H100 = DEVICES["H100-80GB"]
+FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+    --vocab-size 32000 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 512 --swiglu --bf16
+    --untie-embeddings-and-output-weights --moe-layer-freq 2"""
+HIDES = "--overlap-moe-expert-parallel-comm"
+TOKENS = 2048
+NAMED = {method.name: method for method in METHODS}
+
+
+def model(expert: int, more: str = "") -> Model:
+    return Model("experts", f"{FLAGS} --expert-model-parallel-size {expert} {more}")
+
+
+@pytest.mark.parametrize(
+    ("expert", "near", "far"),
+    [(1, 0, 0), (8, 7, 0), (16, 7, 8), (64, 7, 56)],
+    ids=["one rank", "a node", "two nodes", "eight nodes"],
+)
+def test_tokens_go_evenly_to_all_ranks_and_the_slower_link_counts(expert: int, near: int, far: int):
+    build = built(model(expert).trained())
+    found = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    each = 2 * TOKENS * 6 * 1024 * 2 / expert  # there and back: tokens, experts of each, width, bf16
+    assert found == pytest.approx(max(near * each / (0.75 * 450e9), far * each / (0.75 * 50e9)))
+    # As a flag without which nothing else changes: the same with any GPU's prices.
+    assert (expert_messages(build, layer_work(build, experts=True), ANY, 1.0) > 0) == (expert > 1)
+
+
+def test_experts_of_two_tensor_parallel_ranks_leave_room_for_half_as_many_on_a_node():
+    build = built(model(8, "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2").trained())
+    found = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    each = 2 * TOKENS / 2 * 6 * 1024 * 2 / 8
+    assert found == pytest.approx(4 * each / (0.75 * 50e9))
+
+
+class Free(Roofline):
+    """Sends to experts take no time."""
+
+    def sent(self, size: float, *, same_node: bool) -> float:
+        return 0.0
+
+
+def test_f_and_i_of_layers_with_experts_contain_them_and_w_does_not():
+    build = built(model(16).trained())
+    whole, free = (
+        [layer_times(build, prices(H100), TOKENS, Kind(experts=experts)) for experts in (True, False)]
+        for prices in (Roofline, Free)
+    )
+    message = expert_messages(build, layer_work(build, experts=True), Roofline(H100), TOKENS)
+    assert [a - b for a, b in zip(whole[0], free[0], strict=True)] == pytest.approx([message, message, 0.0])
+    assert whole[1] == free[1]
+    shares, mean = message_shares(build, Roofline(H100), TOKENS), loads(build, Roofline(H100), TOKENS).mean
+    # Every second layer has experts.
+    assert [share * time for share, time in zip(shares, mean[:2], strict=True)] == pytest.approx([message / 2] * 2)
+
+
+def test_a_dense_model_sends_none():
+    assert message_shares(MODELS["9.6B"].whole) == (0.0, 0.0)
+
+
+def setting(method: str, more: str = "") -> Setting:
+    return Setting(NAMED[method], model(8, more), H100, 8, 1, 2, 1, 64)
+
+
+def test_only_the_flag_lets_weight_gradients_hide_them():
+    plain, hides = setting("V-ZB"), setting("V-ZB", HIDES)
+    assert plain.costs.messages == (0.0, 0.0)
+    assert hides.costs == replace(plain.costs, messages=hides.costs.messages)
+    shares = message_shares(hides.build, Roofline(H100), hides.build.tokens)
+    times = hides.costs.forward, hides.costs.input_grad
+    assert hides.costs.messages == pytest.approx([share * time for share, time in zip(shares, times, strict=True)])
+    found = estimate(hides)
+    hidden, exposed = found.messages
+    assert hidden > 0 and exposed > 0 and found.seconds < estimate(plain).seconds
+    assert estimate(plain).messages == (0.0, 0.0)
+    # Without a W of its own a schedule hides none.
+    assert estimate(setting("1F1B", HIDES)).messages[0] == 0
+    assert estimate(setting("1F1B", HIDES)).seconds == pytest.approx(estimate(setting("1F1B")).seconds)
+
+
+def test_the_grid_search_finds_what_trying_everything_finds():
+    question = Question(model(8, HIDES), H100, 16, 64)
+    tried = [found for each in question.settings(NAMED["V-Half"]) if (found := estimate(each)).fits]
+    assert search(question, NAMED["V-Half"]).best[0].seconds == min(found.seconds for found in tried)
