@@ -110,6 +110,16 @@ def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
     assert (wheel / "page.md").read_text() == PAGE.read_text()
 
 
+def test_of_two_settings_that_exclude_each_other_one_is_left_out(wheel: Path):
+    script = wheel / "train.sh"
+    experts = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall \\\n"
+    both = "  --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap "
+    script.write_text(SCRIPT.replace("--recompute-granularity selective --cuda-graph-impl local", experts + both))
+    found = said(str(script), "--gpus", "16", "--search-seconds", "0", "--json", f"{wheel}/a.json")
+    assert found.returncode == 0, found.stderr
+    assert list(read(wheel / "a.json")[str(script)].left_out) == ["moe_shared_expert_overlap"]
+
+
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)

@@ -142,7 +142,7 @@ def _counts(answers: Sequence[Answer]) -> str:
     stock, half = _fitting(answers, "without"), _fitting(answers, "half")
     named = [(each.ours, each.gib) for each in answers if each.ours is not None and not each.refused]
     auto = [(each.auto, each.gib) for each in answers if each.auto is not None]
-    lines += ["", *_gain("the named schedule in the row", named), *_gain("`auto`", auto)]
+    lines += ["", *_gain("A named schedule", named), *_gain("`auto`", auto)]
     lines += [
         f"- {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their GPU under",
         f"  stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
@@ -155,8 +155,8 @@ def _gain(what: str, plans: Sequence[tuple[Planned, float]]) -> list[str]:
     times = [plan.time for plan, gib in plans if plan.gib <= gib]
     shorter, gain = sum(time < 1 for time in times), 100 * (1 - median(times or [1.0]))
     return [
-        f"- Under {what} the planned iteration is shorter than stock's in {shorter} of {len(plans)} recipes, in the",
-        f"  median by {gain:.0f} %. {len(times)} of the plans fit the GPU.",
+        f"- {what} was planned for {len(plans)} recipes, and {len(times)} of these plans fit the GPU. Of those,",
+        f"  {shorter} have a shorter iteration than stock's schedule. The median gain is {gain:.0f} %.",
     ]
 
 
@@ -322,5 +322,7 @@ _NOT_COUNTED = """## Not counted
 - Low-rank adapters (`peft`), hyper-connections and hybrid models: no figures are given.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
-- CUDA graphs: neither their memory nor their speed. Messages between experts are not in the time.
+- CUDA graphs: neither their memory nor their speed.
+- The rows leave out messages between experts, and that `fp8_param_gather` stores weights in FP8 only. A dry run counts
+  both.
 """
