@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.schedules.cli.ending import run
+from megatron.schedules.integration.flags.automatic import RESERVED
 from tools.recipes.__main__ import as_json, main, read
 from tools.recipes.page import as_page
 
@@ -90,6 +92,9 @@ def test_a_script_and_a_recipe_of_bridge_are_dry_run(wheel: Path):
     assert (of_script.sizes, of_script.microbatches, of_script.recompute) == ("T2 P4 V2", 8, "core_attn")
     assert list(of_script.left_out) == ["cuda_graph_impl", "overlap_moe_expert_parallel_comm"]
     assert of_script.stock is not None and of_script.stock.schedule == "interleaved-1f1b:2"
+    auto, named = of_script.auto, of_script.ours
+    assert auto is not None and named is not None and auto.layers == named.layers == "1,1,1,1,1,1,1,1"
+    assert auto.time <= named.time
     assert of_script.half is not None and of_script.without is not None
     assert of_script.half.activations < 0.8 * of_script.without.activations
     assert "leave out cuda_graph_impl: does not work with --cuda-graph-impl: CUDA graphs are not" in found.stdout
@@ -105,17 +110,53 @@ def test_recipes_that_bridge_cannot_make_are_left_out_and_named(wheel: Path):
     assert (wheel / "page.md").read_text() == PAGE.read_text()
 
 
+def test_of_two_settings_that_exclude_each_other_one_is_left_out(wheel: Path):
+    script = wheel / "train.sh"
+    experts = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall \\\n"
+    both = "  --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap "
+    script.write_text(SCRIPT.replace("--recompute-granularity selective --cuda-graph-impl local", experts + both))
+    found = said(str(script), "--gpus", "16", "--search-seconds", "0", "--json", f"{wheel}/a.json")
+    assert found.returncode == 0, found.stderr
+    assert list(read(wheel / "a.json")[str(script)].left_out) == ["moe_shared_expert_overlap"]
+
+
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)
     for arguments, line in (
         ([str(script)], f"--gpus is missing: the GPUs of {script}"),
+        (["--acceptance"], "--acceptance needs the recipes' plans: name their file with --json"),
         ([KNOWN], f"--bridge is missing: the unpacked wheel of megatron-bridge, which has {KNOWN}"),
         (["--bridge", str(tmp_path)], f"{tmp_path} has no megatron/bridge/perf_recipes"),
     ):
         assert run(main, "recipes", arguments) == 2
         error = capsys.readouterr().err
         assert line in error and error.count("\n") == 1
+
+
+def test_acceptance_is_asked_again_and_plans_stay(wheel: Path):
+    known = read(JSON)[KNOWN]
+    file = wheel / "a.json"
+    file.write_text(as_json([replace(known, left_out={"another": "of an earlier version"}, microbatches=7)]))
+    found = said("--bridge", str(wheel), "--json", str(file), "--acceptance", folder=wheel)
+    assert found.returncode == 0, found.stderr
+    assert read(file)[KNOWN] == replace(known, microbatches=7)
+
+
+def test_a_plan_that_recomputes_is_dropped_if_the_rules_have_changed(wheel: Path):
+    known = read(JSON)[KNOWN]
+    assert known.auto is not None
+    before = replace(known, left_out={"another": ""}, auto=replace(known.auto, recomputed=0.5))
+    file = wheel / "a.json"
+    file.write_text(as_json([before]))
+    assert said("--bridge", str(wheel), "--json", str(file), "--acceptance", folder=wheel).returncode == 0
+    assert read(file)[KNOWN] == replace(known, auto=None)
+
+
+def test_auto_is_never_longer_than_the_named_schedule_that_fits():
+    for each in read(JSON).values():
+        if each.auto is not None and each.ours is not None and each.ours.gib <= (1 - RESERVED) * each.gib:
+            assert each.auto.time <= each.ours.time + 0.001, each.name  # times are rounded
 
 
 def test_the_page_is_written_from_its_results():

@@ -1,4 +1,4 @@
-"""Dry-runs recipes: says whether a schedule of ours is accepted, and plans it next to stock's schedule.
+"""Dry-runs recipes: says whether a schedule of ours is accepted, and plans it and auto next to stock's schedule.
 
 RECIPES are names of Megatron-Bridge's performance recipes (without names all with pipeline parallelism), or scripts
 with Megatron-LM's flags. Needs no GPU.
@@ -22,11 +22,12 @@ from megatron.schedules.cli.ending import emit, run
 from megatron.schedules.planner.registry import AUTO, NAMES
 from megatron.schedules.utils.errors import PlanError
 from tools.recipes import arguments, bridge
-from tools.recipes.answer import TRIED, Answer, answer
+from tools.recipes.answer import SEARCH_SECONDS, TRIED, Answer, answer, with_acceptance
 from tools.recipes.page import as_page, as_text
 
 # Memory of each GPU by its data sheet, GiB.
 DEVICES = {"H100": 80, "B200": 180, "GB200": 186, "B300": 268, "GB300": 279, "VR200": 288}
+_NAMED = [name for name in NAMES if name not in (AUTO, "adaptive", "file")]
 _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 
 
@@ -37,11 +38,24 @@ _NAME = re.compile(r"_(?P<gpus>\d+)gpu_(?P<device>[a-z]+\d+)_")
 @click.option("--device", type=click.Choice(list(DEVICES)), default="H100", show_default=True, help="GPU of a script.")
 @click.option(
     "--schedule",
-    type=click.Choice([AUTO, *NAMES]),
+    type=click.Choice(_NAMED),
     multiple=True,
     default=TRIED,
     show_default=True,
-    help="Our schedules; the first that fits counts. auto searches for minutes.",
+    help="Our schedules; the first that fits counts.",
+)
+@click.option(
+    "--search-seconds",
+    "seconds",
+    type=click.FloatRange(min=0),
+    default=SEARCH_SECONDS,
+    show_default=True,
+    help="Time of each search of auto on a typical core, which plans each recipe too; 0 leaves it out.",
+)
+@click.option(
+    "--acceptance",
+    is_flag=True,
+    help="Only ask again which settings of the recipes in --json have to be left out. Their plans stay.",
 )
 @click.option("--json", "output", type=click.Path(path_type=Path), help="File for all answers; those in it are kept.")
 @click.option("--page", type=click.Path(path_type=Path), help="Markdown page of the answers in --json.")
@@ -51,6 +65,8 @@ def main(
     gpus: int | None,
     device: str,
     schedule: Sequence[str],
+    seconds: float,
+    acceptance: bool,
     output: Path | None,
     page: Path | None,
 ) -> None:
@@ -62,10 +78,16 @@ def main(
         raise PlanError(f"--gpus is missing: the GPUs of {scripts[0]}")
     if names and folder is None:
         raise PlanError(f"--bridge is missing: the unpacked wheel of megatron-bridge, which has {names[0]}")
+    if acceptance and not known:
+        raise PlanError("--acceptance needs the recipes' plans: name their file with --json")
     asked = [(each, arguments.of_script(Path(each), gpus or 1), device) for each in scripts]
-    of_bridge = iter(()) if folder is None else _of_bridge(folder, names, known)
+    done = {name for name, each in known.items() if each.ours is None or each.auto is not None or not seconds}
+    of_bridge = iter(()) if folder is None else _of_bridge(folder, names or sorted(known) * acceptance, done)
     for name, args, gpu in itertools.chain(asked, of_bridge):
-        known[name] = answer(name, args, gpu, DEVICES[gpu], schedule)
+        is_known = acceptance and name in known
+        known[name] = (
+            with_acceptance(known[name], args) if is_known else answer(name, args, gpu, DEVICES[gpu], schedule, seconds)
+        )
         click.echo(as_text(known[name]))
         if output is not None:
             emit(as_json(known.values()), output)

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from megatron.schedules.integration.flags.automatic import RESERVED
 from megatron.schedules.report.table import markdown
-from tools.recipes.answer import Answer, Planned
+from tools.recipes.answer import SEARCH_SECONDS, Answer, Planned
 
 _FAMILIES = {
     "deepseek_v3": "DeepSeek-V3",
@@ -25,8 +26,6 @@ _FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen35_vl": "Qwen3.5-VL",
 }
-# Recipes of Megatron-Bridge 0.6.2 with pipeline parallelism.
-_ALL = 207
 # What is left out, in a few words.
 _SHORT = {
     "cuda_graph_impl": "CUDA graphs",
@@ -45,12 +44,16 @@ _HEADS = (
     ("linears", ""),
     ("stock:", "bubble"),
     ("GiB", ""),
-    ("ours", ""),
+    ("named", ""),
     ("bubble", ""),
+    ("GiB", ""),
+    ("time", ""),
+    ("auto:", "bubble"),
     ("GiB", ""),
     ("time", ""),
     ("accepted", ""),
 )
+_FLAG_HEADS = (("recipe", ""), ("named", ""), ("auto:", "schedule"), ("recompute", ""), ("layers of each stage", ""))
 _HALF_HEADS = (
     ("recipe", ""),
     ("recomputes", ""),
@@ -71,14 +74,18 @@ def as_text(answer: Answer) -> str:
     for name, planned in (
         ("stock", answer.stock),
         ("ours", answer.ours),
+        ("auto", answer.auto),
         ("stock without recompute", answer.without),
         ("half the activation memory, without recompute", answer.half),
     ):
         if planned is not None:
+            again = f", {100 * planned.recomputed:.0f} % of the layers recomputed" * bool(planned.recomputed)
             lines.append(
-                f"  {name}: {planned.schedule}, planned bubble {100 * planned.bubble:.1f} %, {planned.gib:.1f} GiB of "
-                f"{answer.gib:g} on the fullest rank, {planned.activations:.1f} of them activations, "
-                f"iteration time {planned.time:.3f} of stock's"
+                f"  {name}: {planned.schedule}{again}, planned bubble {100 * planned.bubble:.1f} %, "
+                f"{planned.gib:.1f} GiB of {answer.gib:g} on the fullest rank, "
+                f"{planned.activations:.1f} of them activations, iteration time {planned.time:.3f} of stock's"
+                + f", layers {planned.layers}"
+                * (planned in (answer.ours, answer.auto))
             )
     lines += [f"  not counted: {what}" for what in answer.unknown]
     lines += [f"  leave out {argument}: {why}" for argument, why in answer.left_out.items()]
@@ -91,19 +98,25 @@ def as_text(answer: Answer) -> str:
 def as_page(answers: Sequence[Answer]) -> str:
     """Returns docs/recipes.md."""
     families: dict[str, list[Answer]] = {}
-    for each in sorted(answers, key=lambda each: each.name):
+    ordered = sorted(answers, key=lambda each: each.name)
+    for each in ordered:
         family = next((title for start, title in _FAMILIES.items() if each.name.startswith(start)), "Others")
         families.setdefault(family, []).append(each)
     tables = (f"### {family}\n\n{markdown(_HEADS, [_row(each) for each in rows])}" for family, rows in families.items())
     return _HEAD + "\n".join(
         [
             _counts(answers),
+            "## What blocks the others\n",
+            _BLOCKED,
+            _left_out(answers),
             _GUIDE,
             "## Every recipe\n",
             _LEGEND,
             *tables,
-            "## What has to be left out\n",
-            _left_out(answers),
+            "## Flags of each recipe\n",
+            _FLAGS,
+            markdown(_FLAG_HEADS, [_flags(each) for each in ordered if each.auto is not None]),
+            _OWN,
             "## Recipes that recompute\n",
             _HALF,
             markdown(_HALF_HEADS, [_half(each) for each in _recomputing(answers)]),
@@ -119,22 +132,31 @@ def _counts(answers: Sequence[Answer]) -> str:
     lines = [
         "| recipes | |",
         "|---|---|",
-        f"| {len(answers)} | of {_ALL} with pipeline parallelism are on this page |",
+        f"| {len(answers)} | have pipeline parallelism |",
         f"| **{len(accepted)}** | are accepted as they are |",
-        f"| **{len(without)}** | are accepted without [settings](#what-has-to-be-left-out) that their rows name |",
+        f"| **{len(without)}** | are accepted after a [setting](#what-blocks-the-others) or more is left out |",
     ]
     reasons = Counter(each.refused for each in refused)
     lines += [f"| **{count}** | are refused: *{_reason(why)}* |" for why, count in reasons.most_common()]
-    times = [each.ours.time for each in answers if each.ours is not None and not each.refused]
-    shorter, gain = sum(time < 1 for time in times), 100 * (1 - median(times or [1.0]))
     stock, half = _fitting(answers, "without"), _fitting(answers, "half")
+    named = [(each.ours, each.gib) for each in answers if each.ours is not None and not each.refused]
+    auto = [(each.auto, each.gib) for each in answers if each.auto is not None]
+    lines += ["", *_gain("A named schedule", named), *_gain("`auto`", auto)]
     lines += [
-        "",
-        f"By plan our iteration is shorter than stock's in {shorter} of {len(times)} recipes, in the median by",
-        f"{gain:.0f} %. {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their",
-        f"GPU under stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
+        f"- {len(_recomputing(answers))} recipes recompute. Without recompute {stock} of them fit their GPU under",
+        f"  stock's schedule, and {half} under `v-half` ([table](#recipes-that-recompute)).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _gain(what: str, plans: Sequence[tuple[Planned, float]]) -> list[str]:
+    """Lines about plans of the recipes, each with the GPU's memory."""
+    times = [plan.time for plan, gib in plans if plan.gib <= gib]
+    shorter, gain = sum(time < 1 for time in times), 100 * (1 - median(times or [1.0]))
+    return [
+        f"- {what} was planned for {len(plans)} recipes, and {len(times)} of these plans fit the GPU. Of those,",
+        f"  {shorter} have a shorter iteration than stock's schedule. The median gain is {gain:.0f} %.",
+    ]
 
 
 def _recomputing(answers: Sequence[Answer]) -> list[Answer]:
@@ -182,6 +204,7 @@ def _row(each: Answer) -> list[str]:
     if found := re.search(r"--[a-z0-9-]+", each.refused):
         said = f"no: `{found[0]}`"
     ours = None if each.refused else each.ours
+    auto = each.auto
     return [
         each.name.removesuffix("_config"),
         f"{each.gpus} {each.device}",
@@ -192,8 +215,17 @@ def _row(each: Answer) -> list[str]:
         "" if ours is None else ours.schedule,
         *_cells(ours, each.gib, mark),
         "" if ours is None else f"{ours.time:.2f}",
+        *_cells(auto, each.gib, mark),
+        "" if auto is None else f"{auto.time:.2f}",
         said,
     ]
+
+
+def _flags(each: Answer) -> list[str]:
+    assert each.ours is not None and each.auto is not None, "both are planned"
+    recomputed = f"{100 * each.auto.recomputed:.0f} %" if each.auto.recomputed else ""
+    name = each.name.removesuffix("_config")
+    return [name, each.ours.schedule, each.auto.schedule, recomputed, each.auto.layers]
 
 
 def _cells(planned: Planned | None, gib: float, mark: str) -> tuple[str, str]:
@@ -220,33 +252,34 @@ def _much(planned: Planned, gib: float) -> str:
 
 _HEAD = """# NVIDIA's recipes
 
-Megatron-Bridge 0.6.2 has performance recipes for H100, B200, B300, GB200, GB300 and VR200. For each recipe with
-pipeline parallelism this page says whether our schedules accept it, which settings have to be left out, and which
-bubble and memory are planned, next to stock's schedule. `tools/recipes` writes this page. Nothing on it was measured on
-a GPU.
+Can you train your recipe with a schedule of this package, and what do you gain? Megatron-Bridge 0.6.2 has performance
+recipes for H100, B200, B300, GB200, GB300 and VR200. This page has a row for [each](#every-recipe) with pipeline
+parallelism. All figures are planned. Nothing on this page was measured on a GPU.
 
 """
-_GUIDE = """To train a recipe of Megatron-Bridge with a schedule, put two lines at the top of the script, and set two
-chunks in the recipe ([other loops](loops.md)):
+_BLOCKED = """These settings have to be left out. The first number counts the recipes with a setting. The second one
+counts those that have no other of the table.
+"""
+_GUIDE = """## How to train a recipe
+
+Put two lines at the top of the script, and set two chunks in the recipe ([other loops](loops.md)):
 
 ```python
 import megatron.schedules
-megatron.schedules.install(schedule="v-half")  # or v-zb, as the recipe's row says
+megatron.schedules.install(schedule="v-half", layers="8,8,8,8,8,8,8,5")  # as the recipe's row says
 cfg.model.virtual_pipeline_model_parallel_size = 2
 ```
 
-If the layers do not divide evenly over the stages, give the number of each stage in model order, such as
-`layers="8,8,8,8,8,8,8,5"`: the first and the last one have the embedding and the output layer. A script of Megatron-LM
-takes `--pipeline-schedule v-half --pipeline-layers auto` instead. Layers of stages that the recipe sets
-(`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`) are left out. The figures of this
-page are without a search for layers. The schedule `auto` searches for minutes, also for layers and recompute
-([which schedule](which-schedule.md)).
+`layers` are the layers of each stage in model order, see [flags of each recipe](#flags-of-each-recipe). The first stage
+and the last one have the embedding and the output layer. Leave the recipe's own layers of stages out
+(`pipeline_model_parallel_layout`, `account_for_..._in_pipeline_split`). A script of Megatron-LM takes
+`--pipeline-schedule v-half --pipeline-layers 8,8,8,8,8,8,8,5` instead, or `--pipeline-layers auto`.
 
 A schedule switches off some settings by itself: the bulk overlaps of `tp_comm_overlap`
 ([tensor parallel](gpu.md#what-overlaps-with-computing)) and `defer_embedding_wgrad_compute`. These recipes count as
 accepted.
-
-## Your own recipe
+"""
+_OWN = """## Your own recipe
 
 ```sh
 python -m tools.recipes train.sh --gpus 64 --device H100          # a script with Megatron-LM's flags
@@ -259,14 +292,24 @@ The tool calls the recipe and reads the `ConfigContainer` that it returns. No GP
 not installed, such as Transformer Engine, is replaced by empty modules. Models of the recipes on this page are not
 downloaded from Hugging Face.
 """
-_LEGEND = """- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under stock's
+_LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel ranks, V chunks of a rank under stock's
   interleaved schedule; *n*: microbatches
 - *Stock*: 1F1B, interleaved if the recipe has V, with its layers and recompute
-- *Ours*: the first of `v-zb`, `v-half` and `v-min` that fits, otherwise `v-min`
+- *Named*: the first of `v-zb`, `v-half` and `v-min` that fits in {100 * (1 - RESERVED):.0f} % of the GPU, otherwise
+  `v-min`. Its stages have the [layers](#flags-of-each-recipe) with which ranks take about equal time
+- *Auto*: the schedule `auto` within the same {100 * (1 - RESERVED):.0f} % and with the same layers, on two chunks of
+  each rank. It may recompute layers in addition to the recipe. Each of its searches took {SEARCH_SECONDS:g} s of a
+  typical core (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`). A job searches much longer, up to 40 s in
+  all, and for layers too
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if it is more than
   the GPU has; ≈ if a part of the model is [not counted](#not-counted)
 - *Time*: our planned iteration time over stock's, both by the model's arithmetic, with recompute as in the recipe.
   Above 1 stock's interleaving is better: many chunks, few microbatches
+"""
+_FLAGS = """The named schedule and `auto` use the same layers: `layers="..."` of `install`, or `--pipeline-layers`. The
+third column is what `auto` chose: a named schedule, or an order of its own (`adaptive`). If it is a named one, give its
+name, and nothing is searched. Otherwise give `schedule="auto"`, or `--pipeline-schedule auto`. *Recompute* is the
+share of layers that `auto` recomputes.
 """
 _HALF = """These recipes recompute parts of each layer. The last columns show what half of 1F1B's activation memory
 buys: `v-half` without any recompute. *Time* is its planned iteration time over that of stock's schedule with recompute.
@@ -275,9 +318,10 @@ have experts, is taken as free, so the real gain is larger.
 """
 _NOT_COUNTED = """## Not counted
 
-- Low-rank adapters (`peft`) and hyper-connections: no figures are given.
-- `nemotron_3_super_pretrain_64gpu_h100_bf16` is left out: the sizes of this hybrid model would have to be downloaded.
+- Low-rank adapters (`peft`), hyper-connections and hybrid models: no figures are given.
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
-- CUDA graphs: neither their memory nor their speed. Messages between experts are not in the time.
+- CUDA graphs: neither their memory nor their speed.
+- The rows leave out messages between experts, and that `fp8_param_gather` stores weights in FP8 only. A dry run counts
+  both.
 """

@@ -15,7 +15,7 @@ from megatron.schedules.planner.adaptive import placements
 from megatron.schedules.planner.request import Request
 
 # Fraction of a device reserved for the CUDA context, NCCL's buffers, cuBLAS's workspace, and fragmentation.
-_RESERVED = 0.1
+RESERVED = 0.1
 
 
 def choices(spec: JobSpec) -> Iterator[JobSpec]:
@@ -49,7 +49,7 @@ def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
         device = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
     if device is None:
         return None
-    left = (1 - _RESERVED) * device - _static_bytes(model, request)
+    left = (1 - RESERVED) * device - _static_bytes(model, request)
     return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
 
 
