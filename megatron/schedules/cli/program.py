@@ -243,7 +243,9 @@ def _how_good(plan: Plan) -> str:
     if least is None:
         return ""
     chosen = "" if by_name == "adaptive" else f"The shortest found within this memory is {title(by_name)}. "
-    bubble = "" if timeline.costs.saved else f", a bubble of {percent(1 - timeline.ideal / least)}"
+    # Recompute, and weight gradients behind messages, differ between plans, and with them what counts as computing.
+    comparable = not (timeline.costs.saved or timeline.costs.has_messages)
+    bubble = f", a bubble of {percent(1 - timeline.ideal / least)}" if comparable else ""
     return (
         f"{chosen}"
         f"No schedule within this memory ends before {number(least)}{bubble}: this one, which ends at "
