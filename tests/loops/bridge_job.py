@@ -13,29 +13,41 @@ from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
+from tests.loops.frameworks import Job
 from tests.loops.ours import install
-from tools.gpu_tests.weights import named_parameters, start_equal
+from tools.gpu_tests.weights import gradient_digests, named_parameters, start_equal
 
 
 def prepare(folder: Path) -> None:
     """Data are mock data, and weights are drawn by name."""
 
 
-def train(
-    pipeline: int, chunks: int, schedule: str | None, folder: Path, experts: int = 0
-) -> tuple[list[float], dict[str, int]]:
+def train(job: Job, folder: Path) -> tuple[list[float], dict[str, int], dict[str, str]]:
     """Losses of three iterations, of evaluations after the second and at the end, and of the test, where they are."""
-    passes = install(schedule)
+    passes = install(job.schedule)
     losses: list[float] = []
-    _listen(losses)
+    gradients: dict[str, str] = {}
+    _listen(losses, gradients)
     config = _small(vanilla_gpt_pretrain_1gpu_h100_bf16_config())
-    config.model.pipeline_model_parallel_size = pipeline
-    config.model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    if experts:
-        _with_experts(config, experts, hidden=schedule is not None)
+    config.model.pipeline_model_parallel_size = job.pipeline
+    config.model.virtual_pipeline_model_parallel_size = job.chunks if job.chunks > 1 else None
+    config.optimizer.clip_grad = job.clip
+    if job.experts:
+        _with_experts(config, job.experts, hidden=job.schedule is not None)
+    if job.checkpoint:
+        _keep(config.checkpoint, folder / job.checkpoint)
     config.model.register_pre_wrap_hook(_start_equal)
     pretrain(config, forward_step)
-    return losses, dict(passes)
+    return losses, dict(passes), gradients
+
+
+def _keep(checkpoint: Any, folder: Path) -> None:
+    """Writes a checkpoint after the second iteration, or starts from it."""
+    if (folder / "iter_0000002").exists():
+        checkpoint.load, checkpoint.ckpt_step = str(folder), 2
+    else:
+        checkpoint.save, checkpoint.save_interval = str(folder), 2
+    checkpoint.async_save = False
 
 
 def _small(config: Any) -> Any:
@@ -68,7 +80,7 @@ def _with_experts(config: Any, ranks: int, *, hidden: bool) -> None:
     model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size = 4, 2, 64
     model.expert_model_parallel_size, model.moe_token_dispatcher_type = ranks, "alltoall"
     model.add_bias_linear = False
-    config.mixed_precision, config.optimizer.clip_grad = "bf16_mixed", 0.0
+    config.mixed_precision = "bf16_mixed"
     if hidden:
         config.comm_overlap = CommOverlapConfig(
             tp_comm_overlap=False, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True
@@ -84,12 +96,13 @@ def _start_equal(model: list[Any]) -> list[Any]:
     return model
 
 
-def _listen(losses: list[float]) -> None:
+def _listen(losses: list[float], gradients: dict[str, str]) -> None:
     step, evaluate = loop.train_step, evaluation.evaluate
 
     def train_step(*args: Any, **named: Any) -> Any:
         result = step(*args, **named)
         losses.extend(float(loss) for loss in result[0].values())
+        gradients.update(gradient_digests(args[2]))
         return result
 
     def evaluated(*args: Any, **named: Any) -> Any:

@@ -47,22 +47,39 @@ FRAMEWORKS = {
 
 
 class Job(NamedTuple):
-    """A job: pipeline ranks, model chunks of a rank, and a schedule; None for a job without this package.
+    """A job.
 
-    With ``experts`` a mixture of experts, spread over so many ranks: weight gradients hide their messages.
+    Args:
+        pipeline: pipeline ranks.
+        chunks: model chunks of a rank.
+        schedule: ours; None for a job without this package.
+        experts: ranks over which a mixture of experts is spread: weight gradients hide their messages; 0 without.
+        clip: the gradient norm from which gradients are clipped; 0 for no clipping.
+        checkpoint: folder of a checkpoint of iteration 2, which the job writes, or starts from if it is there; empty
+            without one.
     """
 
     pipeline: int
     chunks: int
     schedule: str | None
     experts: int = 0
+    clip: float = 0.0
+    checkpoint: str = ""
 
 
 class Outcome(NamedTuple):
-    """What each rank of a job returned, and how many of our passes ran on it, by kind; or why it failed."""
+    """What each rank of a job returned, or why it failed.
+
+    Args:
+        losses: losses that the rank has.
+        passes: number of our passes that ran on it, by kind.
+        gradients: digest of each parameter's gradient in the last iteration.
+        error: why the job failed; empty if it did not.
+    """
 
     losses: list[Any]
     passes: list[dict[str, int]]
+    gradients: list[dict[str, str]]
     error: str
 
 

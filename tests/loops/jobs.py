@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 from megatron.schedules import without_gpu
@@ -26,12 +25,11 @@ def main(name: str, jobs: str, folder: Path) -> None:
     outcomes = []
     for each in (Job(*fields) for fields in json.loads(jobs)):
         try:
-            train = partial(job.train, experts=each.experts) if each.experts else job.train
-            ranks = run_ranks(each.pipeline * max(1, each.experts), train, *each[:3], folder)
-            losses, passes = zip(*ranks, strict=True)
-            outcomes.append(Outcome(list(losses), list(passes), ""))
+            ranks = run_ranks(each.pipeline * max(1, each.experts), job.train, each, folder)
+            losses, passes, gradients = zip(*ranks, strict=True)
+            outcomes.append(Outcome(list(losses), list(passes), list(gradients), ""))
         except JobError as error:
-            outcomes.append(Outcome([], [], str(error)))
+            outcomes.append(Outcome([], [], [], str(error)))
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
 
 

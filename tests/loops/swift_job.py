@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.loops import small_qwen
+from tests.loops.frameworks import Job
 from tests.loops.ours import install
+from tools.gpu_tests.weights import gradient_digests
 
 _FLAGS = """
     --model_type qwen2 --template default --check_model false --ddp_backend gloo --micro_batch_size 1
@@ -37,26 +39,28 @@ def prepare(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("\n".join(lines))
 
 
-def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[float], dict[str, int]]:
+def train(job: Job, folder: Path) -> tuple[list[float], dict[str, int], dict[str, str]]:
     """Losses of three iterations and two evaluations, where they are."""
     passes = install(None)
     losses: list[float] = []
+    gradients: dict[str, str] = {}
     log = BaseMegatronTrainer.on_log
 
     def on_log(self: Any, logs: Any, prefix: str = "") -> None:
         log(self, logs, prefix)
         losses.extend(logs[name] for name in ("loss",) if name in logs)
+        gradients.update(gradient_digests(self.wrapped_models))
 
     BaseMegatronTrainer.on_log = on_log
     BaseMegatronTrainer.save_checkpoint = lambda self: None  # at the end, by processes that import all anew
-    output = folder / f"{pipeline}-{chunks}-{schedule}"
+    output = folder / f"{job.pipeline}-{job.chunks}-{job.schedule}-{job.clip}"
     flags = f"--model {folder} --dataset {folder}/rows.jsonl --output_dir {output} {_FLAGS}"
-    flags += f" --pipeline_model_parallel_size {pipeline}"
-    if schedule:
-        plugin = folder / f"{schedule}-{os.environ['RANK']}.py"
-        plugin.write_text(f"import megatron.schedules\nmegatron.schedules.install(schedule={schedule!r})\n")
+    flags += f" --pipeline_model_parallel_size {job.pipeline} --clip_grad {job.clip}"
+    if job.schedule:
+        plugin = folder / f"{job.schedule}-{os.environ['RANK']}.py"
+        plugin.write_text(f"import megatron.schedules\nmegatron.schedules.install(schedule={job.schedule!r})\n")
         flags += f" --external_plugins {plugin}"
-    if chunks > 1:
-        flags += f" --virtual_pipeline_model_parallel_size {chunks}"
+    if job.chunks > 1:
+        flags += f" --virtual_pipeline_model_parallel_size {job.chunks}"
     megatron_pretrain_main(flags.split())
-    return losses, dict(passes)
+    return losses, dict(passes), gradients

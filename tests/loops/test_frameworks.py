@@ -18,6 +18,12 @@ from tests.tolerances import likely
 PIPELINES = (2, 4)
 SCHEDULES = {"zb-1p": 1, "v-half": 2, "auto": 2}
 """Model chunks that the loop builds for each."""
+CLIPPED = {
+    schedule: Job(2, chunks, schedule, clip=1.0) for schedule, chunks in ((None, 1), ("zb-1p", 1), ("v-half", 2))
+}
+SAVED = Job(2, 2, "v-half", checkpoint="v-half")
+LOADED = {schedule: Job(2, chunks, schedule, checkpoint="v-half") for schedule, chunks in (("auto", 2), ("zb-1p", 1))}
+SAVING = {"Megatron-Bridge": (SAVED, *LOADED.values())}
 OF_THE_INDEX = [name for name in CALLS if name.split()[0] in FRAMEWORKS]
 
 
@@ -31,10 +37,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[Job, O
         except UnreachableError as error:
             pytest.skip(f"{name} cannot be downloaded: {error}")
         ours = [Job(ranks, SCHEDULES[schedule], schedule) for ranks, schedule in product(PIPELINES, SCHEDULES)]
-        jobs = [*(Job(ranks, 1, None) for ranks in PIPELINES), *ours]
+        jobs = [*(Job(ranks, 1, None) for ranks in PIPELINES), *ours, *CLIPPED.values(), *SAVING.get(name, ())]
         return dict(zip(jobs, outcomes(name, jobs, tmp_path_factory.mktemp(name)), strict=True))
 
     return cache(of)
+
+
+def merged(outcome: Outcome) -> dict[str, str]:
+    """Returns the gradients of all ranks."""
+    return {name: digest for gradients in outcome.gradients for name, digest in gradients.items()}
 
 
 def close(found: Any, expected: Any, apart: float) -> bool:
@@ -56,8 +67,30 @@ def test_losses_are_those_of_the_same_job_without_us(run: Any, name: str, schedu
     assert not stock.error and not ours.error, stock.error or ours.error
     assert stock.losses[-1] and not any(stock.passes)
     assert all(passes["F"] for passes in ours.passes) and any("W" in passes for passes in ours.passes)
-    # Gradients are equal to the bit. Their norm, which clips them, is summed over other ranks' parameters in a V.
+    assert ours.losses == stock.losses
+    assert merged(ours) == merged(stock)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_clipping_differs_only_by_the_order_of_sums_in_the_norm(run: Any, name: str, schedule: str) -> None:
+    stock, ours = (run(name)[CLIPPED[each]] for each in (None, schedule))
+    assert not stock.error and not ours.error, stock.error or ours.error
+    # A V has other parameters on a rank, and the norm adds up the ranks' norms.
     assert close(ours.losses, stock.losses, 0.0 if schedule == "zb-1p" else likely(100))
+    assert ours.losses[-1][0] == stock.losses[-1][0]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("schedule", LOADED)
+def test_bridge_goes_on_from_a_checkpoint_of_a_v_under_any_schedule(run: Any, schedule: str) -> None:
+    saved, loaded = (run("Megatron-Bridge")[job] for job in (SAVED, LOADED[schedule]))
+    assert not saved.error and not loaded.error, saved.error or loaded.error
+    assert merged(loaded) == merged(saved)  # of the third iteration
+    assert loaded.losses[-1] and loaded.losses[-1] == saved.losses[-1][-len(loaded.losses[-1]) :]
 
 
 @pytest.mark.full_matrix

@@ -20,7 +20,9 @@ from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig, MtpConf
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from tests.loops import small_qwen
+from tests.loops.frameworks import Job
 from tests.loops.ours import install
+from tools.gpu_tests.weights import gradient_digests
 
 _UPDATES, _ROWS = 3, 8
 
@@ -30,17 +32,17 @@ def prepare(folder: Path) -> None:
     small_qwen.write(folder)
 
 
-def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tuple[list[Any], dict[str, int]]:
+def train(job: Job, folder: Path) -> tuple[list[Any], dict[str, int], dict[str, str]]:
     """Outputs of updates with 8 and 4 microbatches of varied lengths, each after a forward-only pass."""
     passes = install(None)
-    if schedule:  # as the package verl does with VERL_USE_EXTERNAL_MODULES
-        os.environ["PIPELINE_SCHEDULE"] = schedule
+    if job.schedule:  # as the package verl does with VERL_USE_EXTERNAL_MODULES
+        os.environ["PIPELINE_SCHEDULE"] = job.schedule
         import_module("megatron.schedules.installed")
     torch.distributed.init_process_group("gloo")
     engine = MegatronEngineWithLMHead(
         _model(folder),
-        _parallel(pipeline, chunks),
-        McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10),
+        _parallel(job.pipeline, job.chunks),
+        McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, clip_grad=job.clip),
         CheckpointConfig(),
     )
     model_parallel_cuda_manual_seed(7)  # as verl does where it sees a GPU
@@ -52,8 +54,9 @@ def train(pipeline: int, chunks: int, schedule: str | None, folder: Path) -> tup
         with engine.train_mode():
             engine.optimizer_zero_grad()
             outputs.append(_plain(engine.forward_backward_batch(_batch(update, 1 + update % 2), _loss)))
+            gradients = gradient_digests(engine.module)
             engine.optimizer_step()
-    return outputs, dict(passes)
+    return outputs, dict(passes), gradients
 
 
 def _model(folder: Path) -> Any:
