@@ -26,7 +26,7 @@ class MessageBudget:
 
     def __init__(self, costs: StageCosts | None = None) -> None:
         # Time of the messages and time of W, by stage; no times where the plan has no messages.
-        known = costs is not None and any(map(any, costs.messages.values()))
+        known = costs is not None and costs.has_messages
         self._messages, self._weights = (costs.of_messages, costs.times[Kind.W]) if costs and known else ({}, ())
         self._pass: tuple[Kind, int] | None = None
         self._sent: Counter[tuple[Kind, int]] = Counter()  # bytes of the last pass, by kind and stage

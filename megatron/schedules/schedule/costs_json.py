@@ -67,7 +67,7 @@ class StageCostsForm[Value](Form, frozen=True, kw_only=True):
             one_way=costs.one_way,
             latencies=tuple((source, to, latency) for (source, to), latency in costs.latencies.items()),
             messages=MessagesForm(**{kind.name: each for kind, each in costs.messages.items()})
-            if any(map(any, costs.messages.values()))
+            if costs.has_messages
             else UNSET,
         )
 
