@@ -21,6 +21,8 @@ def slow_spans(schedule: Schedule, costs: Costs) -> Spans | None:
     rank_of = {work: rank for rank, row in enumerate(schedule.order) for work in row}
     needs = _needs(schedule, rank_of)
     length = {work: _length(work, schedule, costs) for work in rank_of}
+    for row in schedule.order:
+        _hide(row, length, costs)
     start = dict.fromkeys(rank_of, 0.0)
     latency = costs.on(schedule.placement).latency
     for _ in range(len(rank_of) + 1):
@@ -51,6 +53,25 @@ def _needs(schedule: Schedule, rank_of: dict[Pass, int]) -> dict[Pass, list[Pass
             wanted = [Pass(stage, Kind.F, m), Pass(stage + 1, Kind.I, m), Pass(stage + 1, Kind.B, m)]
         needs[work] += [source for source in wanted if source in rank_of]
     return needs
+
+
+def _hide(row: tuple[Pass, ...], length: dict[Pass, float], costs: Costs) -> None:
+    """Takes from each W what runs behind messages of experts: of those that come next and are due, in order."""
+    again = costs.stock_recompute
+    shares = {
+        Kind.F: costs.messages[0] / costs.forward,
+        Kind.I: (costs.messages[1] + again * costs.messages[0]) / (costs.input_grad + again * costs.forward),
+    }
+    ends = {work.stage: work for work in row if work.kind in (Kind.W, Kind.B)}
+    for place, work in enumerate(row):
+        message = shares.get(work.kind, 0.0) * length[work]
+        for weights in [later for later in row[place:] if later.kind in (Kind.W, Kind.B)]:
+            due = weights.kind is Kind.W and Pass(weights.stage, Kind.I, weights.microbatch) in row[:place]
+            if not due or weights in ends.values():
+                break
+            behind = min(message, length[weights])
+            length[weights] -= behind
+            message -= behind
 
 
 def _length(work: Pass, schedule: Schedule, costs: Costs) -> float:

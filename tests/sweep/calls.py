@@ -17,7 +17,9 @@ from tests.sweep.values import Kind
 
 # Words that stand in metavars for a value, in capitals; small ones stand for themselves.
 _WORDS = {
-    Kind.NUMBER: "D N V X S K L A B F I W COMM LATENCY COST COLUMNS GIB GBPS GPUS GB/S STAGE FACTOR CHUNKS".split(),
+    Kind.NUMBER: (
+        "D N V X S K L A B F I W COMM LATENCY MESSAGES COST COLUMNS GIB GBPS GPUS GB/S STAGE FACTOR CHUNKS".split()
+    ),
     Kind.NAME: ["NAME", "KEY"],
     Kind.INPUT: ["FILE", "CSV", "JSON", "LOG"],
     Kind.OUTPUT: ["PREFIX"],
