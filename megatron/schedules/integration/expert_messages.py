@@ -28,12 +28,12 @@ RunAhead = Callable[[int], Callable[[], None]]
 
 # Settings with which stock hides these messages, in arguments and in configurations. Its schedule then runs parts of
 # layers of two microbatches at a time, and asks for other settings with them.
-_STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release")
+STOCKS_OWN = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release")
 
 
 def reset_stocks_own(settings: Any) -> list[str]:
     """Resets what makes stock hide the messages itself, in arguments or in a configuration; returns what was set."""
-    found = [name for name in _STOCKS_OWN if getattr(settings, name, False)]
+    found = [name for name in STOCKS_OWN if getattr(settings, name, False)]
     for name in found:
         setattr(settings, name, False)
     return found
@@ -50,6 +50,14 @@ class MessageWatch(NamedTuple):
 
     message: Callable[[], Callable[[], None]]
     exposes: bool
+
+
+def _nothing() -> None:
+    """Called when a message has arrived that nobody measures."""
+
+
+EXPOSED = MessageWatch(lambda: _nothing, exposes=True)
+"""Runs nothing behind messages, and measures none."""
 
 
 class ExpertMessages:
@@ -106,8 +114,11 @@ class ExpertMessages:
         """
         if self._run_ahead is None or group.size() == 1:
             return stock(group, rows, output_split_sizes_, input_split_sizes, use_nccl_stream)
-        sent: Tensor = _AllToAll.apply(rows, group, output_split_sizes_, input_split_sizes, self._run_ahead)
-        return sent
+        received, sent = output_split_sizes_, input_split_sizes
+        there = partial(_exchanged, group=group, received=received, sent=sent, run_ahead=self._run_ahead)
+        back = partial(_exchanged, group=group, received=sent, sent=received, run_ahead=self._run_ahead)
+        moved: Tensor = _Moved.apply(rows, there, back)
+        return moved
 
     def gather(
         self,
@@ -130,7 +141,8 @@ class ExpertMessages:
         """
         if self._run_ahead is None or group is None or group.size() == 1 or not rows.is_floating_point():
             return stock(rows, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
-        whole: Tensor = _Gather.apply(rows, group, output_split_sizes, use_global_buffer, self._run_ahead)
+        how = group, output_split_sizes, use_global_buffer, self._run_ahead
+        whole: Tensor = _Moved.apply(rows, lambda rows: _gathered(rows, *how), lambda rows: _scattered(rows, *how))
         return whole
 
     def scatter(
@@ -152,7 +164,8 @@ class ExpertMessages:
         """
         if self._run_ahead is None or group is None or group.size() == 1:
             return stock(rows, group, input_split_sizes, use_global_buffer)
-        part: Tensor = _Scatter.apply(rows, group, input_split_sizes, use_global_buffer, self._run_ahead)
+        how = group, input_split_sizes, use_global_buffer, self._run_ahead
+        part: Tensor = _Moved.apply(rows, lambda rows: _scattered(rows, *how), lambda rows: _gathered(rows, *how))
         return part
 
     def through(self, buffer: Any) -> Any:
@@ -235,49 +248,17 @@ class _Event:
         arrived()
 
 
-class _AllToAll(torch.autograd.Function):
-    """One message in the forward, and the gradients' message in the backward."""
+class _Moved(torch.autograd.Function):
+    """Moves rows in the forward, and their gradients the other way in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: ProcessGroup, received: Sizes, sent: Sizes, run_ahead: RunAhead
-    ) -> Tensor:
-        ctx.back = group, sent, received, run_ahead
-        return _exchanged(rows, group, received, sent, run_ahead)
+    def forward(ctx: Any, rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(gradient, *ctx.back), None, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers in the forward, and sums and scatters the gradients in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead
-    ) -> Tensor:
-        ctx.how = group, sizes, buffered, run_ahead
-        return _gathered(rows, *ctx.how)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered(gradient, *ctx.how), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sums and scatters in the forward, and gathers the gradients in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: ProcessGroup, sizes: Sizes, buffered: bool, run_ahead: RunAhead
-    ) -> Tensor:
-        ctx.how = group, sizes, buffered, run_ahead
-        return _scattered(rows, *ctx.how)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(gradient, *ctx.how), None, None, None, None
+        return ctx.back(gradient), None, None
 
 
 def _exchanged(rows: Tensor, group: ProcessGroup, received: Sizes, sent: Sizes, run_ahead: RunAhead) -> Tensor:
@@ -323,10 +304,6 @@ def _behind(start: Callable[..., Any], rows: Tensor, result: Tensor, run_ahead: 
     message.wait()
     arrived()
     return result
-
-
-def _nothing() -> None:
-    """Called when a message has arrived that nobody measures."""
 
 
 def _bytes(sent: Tensor, received: Tensor) -> int:

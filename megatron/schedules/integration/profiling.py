@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.schedules.integration.cpu import standin
-from megatron.schedules.integration.expert_messages import MessageWatch
+from megatron.schedules.integration.expert_messages import EXPOSED, MessageWatch
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.measuring import Measured
 from megatron.schedules.integration.flags.planner import Planner
@@ -131,7 +131,7 @@ class Profiler:
             if standin.enabled() and meter is None:
                 meter = ActivationMeter(parameter for chunk in chunks for parameter in chunk.parameters())
             self._bytes = ByteCounter(torch.cuda.memory_allocated if meter is None else lambda: meter.current)
-            return Watching([self._bytes], meter=meter, messages=MessageWatch(lambda: _nothing, exposes=True))
+            return Watching([self._bytes], meter=meter, messages=EXPOSED)
         if self._bytes is None or not first <= number <= last or self.profile is not None:
             return Watching(meter=meter)
         exposes = number < last or first == last
@@ -207,10 +207,6 @@ class Profiler:
         else:
             said = f"costs written to {file}, for --pipeline-costs"
         print_rank_0(one_line(f"pipeline schedule: {said}"))
-
-
-def _nothing() -> None:
-    """Called for messages of the iteration in which bytes are counted."""
 
 
 def _waits(messages: Iterable[Message]) -> Iterable[tuple[Pass, float]]:

@@ -178,7 +178,7 @@ class ScheduleFunction:
             exchange,
             deferred.recompute,
             deferred.offloads,
-            None if self._hiding is None else MessageBudget(self._planner.stage_costs),
+            None if self._hiding is None else MessageBudget(self._planner.timeline.costs),
         )
         transport = self._messages.transport(spec, variable_lengths=config.variable_seq_lengths)
         observers = [*self._observers, *measuring.observers]

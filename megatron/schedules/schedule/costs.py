@@ -265,10 +265,11 @@ class Costs:
     def _messages(self) -> dict[Kind, float]:
         """Share of F, I and R of a decoder layer in which it waits for messages of experts."""
         forward, input_grad = self.messages
+        repeated = self.stock_recompute * self.forward
         both = input_grad + self.stock_recompute * forward
         return {
             Kind.F: forward / self.forward,
-            Kind.I: both / (self.input_grad + self.stock_recompute * self.forward),
+            Kind.I: both / (self.input_grad + repeated),
             Kind.R: min(1.0, forward / (self.recompute_time * self.forward)),
         }
 

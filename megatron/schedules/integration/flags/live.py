@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.schedules.integration.expert_messages import STOCKS_OWN
 from megatron.schedules.integration.flags.config_fields import FIELDS, layout_text
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.early import stock_parser
@@ -72,8 +73,8 @@ def _refuse_what_comes_too_late(args: Namespace, *, placed: bool) -> None:
     if args.pipeline_layers not in (None, "even") and not placed:
         refuse(f"{FLAGS['layers']} {args.pipeline_layers} needs a schedule such as v-half in this loop: leave it out")
     args.pipeline_layers = "even"  # the layout says where layers were placed
-    for field in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
-        if getattr(args, field):
+    for field in STOCKS_OWN:
+        if getattr(args, field, False):
             refuse(f"{field} was set after the configuration was made, when layers may be built for it: set it before")
 
 

@@ -59,11 +59,6 @@ class Planner:
         return self._request.costs
 
     @property
-    def stage_costs(self) -> StageCosts:
-        """Costs of each stage used for planning."""
-        return self._request.costs_on(self.placement)
-
-    @property
     def decisions(self) -> Decisions:
         """Layer partition, recompute and offload."""
         return self._request.decisions
@@ -134,7 +129,7 @@ class Planner:
         """Timeline of the plan for ``num_microbatches``, with its costs."""
         if num_microbatches not in self._timelines:
             schedule = self.schedule(num_microbatches)
-            self._timelines[num_microbatches] = simulate(schedule, self.stage_costs)
+            self._timelines[num_microbatches] = simulate(schedule, self._request.costs_on(self.placement))
         return self._timelines[num_microbatches]
 
     def program(self, num_microbatches: int, rank: int, *, forward_only: bool) -> Program:
