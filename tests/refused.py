@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 
 
 def assert_refused(arguments: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

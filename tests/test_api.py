@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import megatron.schedules as ms
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.integration.flags.early import stock_parser
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.schedule.costs import Costs

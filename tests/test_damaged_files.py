@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.measure.profile_facts import CopyRates, Facts

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 
 sys.exit(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.recorded_run import read_recorded, to_text
 from megatron.schedules.planner.registry import NAMES, Request, plan
@@ -196,7 +196,7 @@ def test_a_run_is_drawn_in_the_terminal_too(tmp_path, capsys):
 
 
 def test_what_is_too_large_to_look_at_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("megatron.schedules.cli.program.FORMS", {"svg": 10, "html": 1000, "trace": 20})
+    monkeypatch.setattr("megatron.schedules.cli.commands.FORMS", {"svg": 10, "html": 1000, "trace": 20})
     said = "would be too large to look at: 10 at most; use --format html or text"
     assert_refused(["draw", *SIZE, "--format", "svg"], said, capsys)
     assert main(["draw", *SIZE, "--format", "html"]) == 0
@@ -460,7 +460,7 @@ def test_starting_takes_under_half_a_second_and_no_torch():
     # Processor time: a busy machine makes the wall clock say anything.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     code = (
-        "import sys; from megatron.schedules.cli.program import main; "
+        "import sys; from megatron.schedules.cli.commands import main; "
         "main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     )
     found = subprocess.run([sys.executable, "-c", code, *PLAN], cwd=ROOT, capture_output=True, text=True, check=True)

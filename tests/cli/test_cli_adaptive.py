@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.job import plans
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.planner import plan_cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from tests.refused import assert_refused
 
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.job.plans import JobPlans
 from megatron.schedules.measure.recorded_run import to_text
 from megatron.schedules.schedule.costs import Costs

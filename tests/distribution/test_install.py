@@ -153,7 +153,7 @@ def test_the_namespace_has_no_init_of_ours() -> None:
 def test_the_base_install_asks_for_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert not [name for name in project["dependencies"] if "torch" in name or "megatron" in name]
-    assert project["scripts"] == {"megatron-schedules": "megatron.schedules.cli.program:main"}
+    assert project["scripts"] == {"megatron-schedules": "megatron.schedules.cli.commands:main"}
 
 
 def test_the_constraints_are_exact_and_the_installed_megatron_core_is_in_range() -> None:

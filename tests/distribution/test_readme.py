@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.job.flags import SHARED
 
 ROOT = Path(__file__).parents[2]

@@ -84,13 +84,13 @@ def test_a_schedule_is_a_file_and_a_row(package: Path):
     said = python(
         package,
         """
-from megatron.schedules.cli import program
+from megatron.schedules.cli import commands
 from megatron.schedules.planner.registry import Request, every_named, plan, stages
 from megatron.schedules.schedule.text_forms import to_csv
 print(to_csv(plan(Request("gpipe", 2, 2))), end="")
 assert "gpipe" in {timeline.schedule.name for timeline in every_named(Request("", 2, 2))}
 assert stages(Request("gpipe", 2, 2)) == 2
-program.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatches 8".split())
+commands.main("compare --schedule gpipe --schedule 1f1b --pipeline-size 4 --microbatches 8".split())
 """,
     )
     assert said.startswith("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.schedules.estimate.activations import activations, whole
 from megatron.schedules.estimate.build import Build, Kind
+from megatron.schedules.estimate.build_flags import numbers
 from megatron.schedules.estimate.grid import Question
-from megatron.schedules.estimate.model_build import numbers
 from megatron.schedules.estimate.models import find_model
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.roofline import DEVICES, Roofline

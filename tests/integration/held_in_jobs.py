@@ -13,7 +13,7 @@ from megatron.training import arguments, training
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.costs import costs_of
+from megatron.schedules.integration.flags.job_costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.reader import completed
 from megatron.schedules.integration.linears.products import memory_of

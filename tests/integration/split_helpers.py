@@ -216,7 +216,7 @@ def compare(
     ``bind`` makes a model's linears split into a store; without it those are Megatron's local ones. Where ``order`` has
     R the whole model is recomputed.
     """
-    from megatron.schedules.integration.layers.recompute import capture_state
+    from megatron.schedules.integration.layers.recomputed_layers import capture_state
     from megatron.schedules.integration.linears.local import split_linears
 
     bind = bind or split_linears

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.integration.flags.check import check
 from megatron.schedules.integration.flags.early import stock_parser

@@ -11,7 +11,7 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration.flags.check import PlannedJob, check
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.replan import with_room_for
+from megatron.schedules.integration.flags.replan_checks import with_room_for
 from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.measure.job_profile import JobProfile
 from megatron.schedules.schedule.kinds import Kind, Share

@@ -13,7 +13,7 @@ from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.integration import late_imports
 from megatron.schedules.integration.flags.declared import add_stock_arguments
 from megatron.schedules.integration.flags.incompatible import refusal
-from megatron.schedules.integration.layers import arithmetic
+from megatron.schedules.integration.layers import model_shape
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
@@ -28,7 +28,7 @@ def parsed(flags: str) -> argparse.Namespace:
 
 
 def vocabulary(args: Any) -> int:
-    shape = arithmetic.shape_of(args)
+    shape = model_shape.shape_of(args)
     assert shape is not None
     return shape.vocabulary
 
@@ -52,7 +52,7 @@ def test_a_tokenizer_is_asked_and_stocks_arguments_stay_as_they_were(monkeypatch
         seen.append(own.rank)
         return SimpleNamespace(vocab_size=5000)
 
-    monkeypatch.setattr(arithmetic, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
+    monkeypatch.setattr(model_shape, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
     assert vocabulary(args) == 5120
     assert seen == [-1]
     assert args.padded_vocab_size is None
@@ -62,20 +62,20 @@ def test_a_tokenizer_that_cannot_be_built_leaves_it_open(monkeypatch: pytest.Mon
     def build_tokenizer(own: Any) -> Any:
         raise FileNotFoundError("no such vocabulary")
 
-    monkeypatch.setattr(arithmetic, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
+    monkeypatch.setattr(model_shape, "after_megatron", lambda name: SimpleNamespace(build_tokenizer=build_tokenizer))
     assert vocabulary(parsed("")) == 0
 
 
 def test_before_megatron_is_imported_nobody_knows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(late_imports.sys.modules, "megatron.core", raising=False)
     with pytest.raises(late_imports.TooEarlyError):
-        arithmetic.shape_of(parsed(""))
+        model_shape.shape_of(parsed(""))
 
 
 def test_sizes_left_to_a_checkpoint_leave_the_model_open():
     args = parsed("--vocab-size 1000")
     args.hidden_size = None
-    assert arithmetic.shape_of(args) is None
+    assert model_shape.shape_of(args) is None
 
 
 @pytest.mark.parametrize(

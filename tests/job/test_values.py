@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli.program import _program
+from megatron.schedules.cli.commands import _program
 from megatron.schedules.integration.flags.declared import OURS, add_arguments
 from megatron.schedules.job import values
 from megatron.schedules.job.flags import COMMAND_LINE, SHARED, TRAINING

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.measure.cost_profile import read_profile
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import Kind, Share

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from megatron.schedules.cli.program import main
+from megatron.schedules.cli.commands import main
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from megatron.schedules.measure.job_profile_json import to_text as job_profile_text
 from megatron.schedules.planner.plan_json import PlanForm, from_text, schema, to_text

@@ -8,7 +8,7 @@ import pty
 import re
 from contextlib import suppress
 
-from megatron.schedules.report.progress import shown
+from megatron.schedules.report.progress_bar import shown
 from tests.waiting import until
 
 

@@ -24,7 +24,7 @@ def named(name: str) -> Program:
 
 def command_line() -> Program:
     """``megatron-schedules``."""
-    from megatron.schedules.cli.program import main
+    from megatron.schedules.cli.commands import main
 
     return main
 

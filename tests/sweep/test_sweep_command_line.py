@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.schedules.cli.program import PROGRAM, _program
+from megatron.schedules.cli.commands import PROGRAM, _program
 from megatron.schedules.job.flags import SEARCH_VARIABLE
 from tests.sweep import files
 from tests.sweep.calls import Flag, of_click

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.schedules.estimate.build_flags import stock_recompute
 from megatron.schedules.estimate.device_memory import model_memory
-from megatron.schedules.estimate.model_build import recomputed_share, stock_recompute
+from megatron.schedules.estimate.model_build import recomputed_share
 from megatron.schedules.estimate.models import built, gpt
 from megatron.schedules.estimate.work import layer_work
 from megatron.schedules.planner.adaptive import least_limit

@@ -15,7 +15,7 @@ from megatron.schedules.job.flags import COMMAND_LINE, SHARED, flags_of
 from megatron.schedules.job.plans import JobPlans, job_plans
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.service import Plan
-from megatron.schedules.report.progress import shown
+from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.utils.parsing import integer
 
 Command = Callable[..., None]

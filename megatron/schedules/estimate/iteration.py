@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron.schedules.estimate.build import Build
+from megatron.schedules.estimate.build_flags import trained_model
 from megatron.schedules.estimate.device_memory import RankMemory, model_memory
 from megatron.schedules.estimate.model_build import (
     MESSAGES,
     TrainedModel,
     rank_memory,
-    trained_model,
     with_model,
 )
 from megatron.schedules.estimate.models import Model, built

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
 from megatron.schedules.estimate.build import Build
-from megatron.schedules.estimate.model_build import as_built
+from megatron.schedules.estimate.build_flags import as_built
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.estimate.parameters import parameters
 from megatron.schedules.estimate.work import layer_work, output_layer

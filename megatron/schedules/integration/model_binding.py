@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.layers.recompute import capture_state, recompute_layers
+from megatron.schedules.integration.layers.recomputed_layers import capture_state, recompute_layers
 from megatron.schedules.integration.linears.local import split_linears
 from megatron.schedules.integration.linears.transformer_engine import split_te_linears
 from megatron.schedules.integration.offloaded_layers import offloads_of

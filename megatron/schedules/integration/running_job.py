@@ -11,17 +11,17 @@ from megatron.schedules.integration.expert_messages import ExpertMessages
 from megatron.schedules.integration.flags.measuring import Measured, measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.replan import replans_by_itself
+from megatron.schedules.integration.flags.replan_checks import replans_by_itself
 from megatron.schedules.integration.flags.run_flags import RunFlags
 from megatron.schedules.integration.flags.switched_off import switched_off
 from megatron.schedules.integration.gpu_libraries import found
+from megatron.schedules.integration.job_replanning import UNTIL_NEW, JobReplan, first_measurement
 from megatron.schedules.integration.late_checks import LateChecks
-from megatron.schedules.integration.lengths.background import BackgroundPlans
+from megatron.schedules.integration.lengths.background_plans import BackgroundPlans
 from megatron.schedules.integration.log.rank_lines import print_rank_0
 from megatron.schedules.integration.log.run_log import RunLog
 from megatron.schedules.integration.messages import Messages
 from megatron.schedules.integration.profiling import Profiler
-from megatron.schedules.integration.replan import UNTIL_NEW, JobReplan, first_measurement
 from megatron.schedules.integration.schedule_function import ScheduleFunction
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.planner.registry import AUTO

@@ -20,8 +20,8 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.layers import mtp, tied
 from megatron.schedules.integration.layers.losses import ResultRelay
-from megatron.schedules.integration.lengths.background import BackgroundPlans, Planned, Sizes, in_loaders_order
-from megatron.schedules.integration.log import first_iteration
+from megatron.schedules.integration.lengths.background_plans import BackgroundPlans, Planned, Sizes, in_loaders_order
+from megatron.schedules.integration.log import first_training_call
 from megatron.schedules.integration.log.host_waits import host_waits
 from megatron.schedules.integration.log.rank_lines import print_rank_last
 from megatron.schedules.integration.log.run_log import RunLog
@@ -210,8 +210,8 @@ class ScheduleFunction:
         if self._log is not None and not self._reported:
             self._reported = True
             peak = max(self._peaks.bytes, self._log.peak or 0)
-            seen = first_iteration.seen(chunks, self._model.offloads, peak, self._waits)
-            first_iteration.report(self._planner, self._group, seen)
+            seen = first_training_call.seen(chunks, self._model.offloads, peak, self._waits)
+            first_training_call.report(self._planner, self._group, seen)
         if self.profiler is not None:
             self.profiler.end()
 

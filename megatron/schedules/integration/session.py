@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from torch.nn import Module
 
 from megatron.schedules.integration.expert_messages import ExpertMessages
+from megatron.schedules.integration.flags.job_request import placement_with
 from megatron.schedules.integration.flags.planner import Planner
-from megatron.schedules.integration.flags.request import placement_with
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob

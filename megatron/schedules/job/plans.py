@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from megatron.schedules.estimate.build_flags import trained_model
 from megatron.schedules.estimate.device_memory import RankMemory
-from megatron.schedules.estimate.model_build import rank_memory, trained_model, with_model
+from megatron.schedules.estimate.model_build import rank_memory, with_model
 from megatron.schedules.estimate.models import built, find_model
 from megatron.schedules.estimate.parallel_sizes import Sizes
 from megatron.schedules.estimate.times import loads

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, NoReturn
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.integration.flags.automatic import choices
-from megatron.schedules.integration.flags.costs import assumed
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
+from megatron.schedules.integration.flags.job_costs import assumed
+from megatron.schedules.integration.flags.job_request import LimitedRequest, request_of
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
-from megatron.schedules.integration.flags.memory_saving import check_host
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
 from megatron.schedules.integration.flags.reader import check_unscheduled, completed, settings_of, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.flags.replan import check_replan
-from megatron.schedules.integration.flags.request import LimitedRequest, request_of
+from megatron.schedules.integration.flags.replan_checks import check_replan
+from megatron.schedules.integration.flags.save_memory import check_host
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import layers_by_stage
 from megatron.schedules.job.spec import JobSpec, Settings
@@ -28,7 +28,7 @@ from megatron.schedules.planner.adaptive import limit_in_microbatches, search_se
 from megatron.schedules.planner.plan_cache import takes_long
 from megatron.schedules.planner.registry import AUTO, Request, check_parts
 from megatron.schedules.planner.service import Plan, make_plan
-from megatron.schedules.report.progress import shown
+from megatron.schedules.report.progress_bar import shown
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.host_memory import taken

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.model_build import as_built, numbers, stock_recompute
+from megatron.schedules.estimate.build_flags import as_built, numbers, stock_recompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
-from megatron.schedules.integration.layers.arithmetic import hybrid_pattern, shape_of
+from megatron.schedules.integration.layers.model_shape import hybrid_pattern, shape_of
 from megatron.schedules.job import values
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts

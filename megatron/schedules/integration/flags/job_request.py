@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from megatron.schedules.estimate.model_build import MESSAGES
 from megatron.schedules.integration.flags.automatic import device_limit
-from megatron.schedules.integration.flags.costs import costs_of, layers_of
 from megatron.schedules.integration.flags.declared import FLAGS
-from megatron.schedules.integration.flags.memory_saving import with_memory_saving
-from megatron.schedules.integration.flags.replan import with_first_limit
+from megatron.schedules.integration.flags.job_costs import costs_of, layers_of
+from megatron.schedules.integration.flags.replan_checks import with_first_limit
+from megatron.schedules.integration.flags.save_memory import with_memory_saving
 from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.integration.layers.by_stage import wrong_layers
 from megatron.schedules.job.memory_limit import with_memory_limit

@@ -1,0 +1,117 @@
+"""Reads from Megatron's arguments how a model is built and trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.schedules.estimate.build import Build, Quantized, Shape
+from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.model_build import StockRecompute, TrainedModel
+from megatron.schedules.estimate.parallel_sizes import sizes_of
+
+_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
+# Single-precision tensors of the parameter's size that each optimizer keeps; others as many as Adam.
+_MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2, "soap": 4}
+
+
+def as_built(args: Any, shape: Shape) -> Build:
+    """Returns how Megatron builds ``shape``.
+
+    Args:
+        args: Megatron's arguments, parsed but not validated.
+        shape: sizes with the padded vocabulary.
+    """
+    head = args.kv_channels or args.hidden_size // args.num_attention_heads
+    learned = args.position_embedding_type == "learned_absolute" and not args.use_rotary_position_embeddings
+    # Megatron's parser makes it an enum member. Ours, used before Megatron is imported, does not read it.
+    backend = getattr(args, "attention_backend", None)
+    one_kernel = args.transformer_impl != "local" and getattr(backend, "name", "auto") != "unfused"
+    number = number_bytes(args)
+    return Build(
+        replace(shape, fused=one_kernel),
+        head,
+        tensor=args.tensor_model_parallel_size,
+        sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
+        expert_tensor=sizes_of(args).expert_tensor,
+        experts=args.num_experts or 0,
+        biases=args.add_bias_linear,
+        attention_biases=args.add_qkv_bias,
+        two_norms=args.normalization == "LayerNorm",
+        head_norms=args.qk_layernorm,
+        shared_gate=args.moe_shared_expert_gate,
+        positions=(args.max_position_embeddings or 0) if learned and args.add_position_embedding else 0,
+        rotary=args.position_embedding_type in ("rope", "yarn", "mrope") or args.use_rotary_position_embeddings,
+        fused_rotary=args.apply_rope_fusion,
+        given_mask=args.create_attention_mask_in_dataloader,
+        fused_activation=args.bias_swiglu_fusion if args.swiglu else True,
+        fused_gradients=args.gradient_accumulation_fusion,
+        fused_loss=args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        contiguous=args.transformer_impl != "local",
+        plain=args.distributed_backend == "gloo" and args.transformer_impl == "local",
+        samples=args.micro_batch_size or 1,
+        context=args.context_parallel_size,
+        number=number,
+        residual=4 if args.fp32_residual_connection else number,
+        quantized=_quantized(args),
+    )
+
+
+def _quantized(args: Any) -> Quantized | None:
+    """Reads Megatron's FP8 and FP4 flags. Local linears do not know them."""
+    if not (args.fp8 or args.fp4) or args.transformer_impl == "local":
+        return None
+    recipe = str(args.fp8_recipe) if args.fp8 else "nvfp4"
+    ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+    return Quantized(
+        recipe,
+        ends if args.first_last_layers_bf16 else (0, 0),
+        output=bool(args.fp8_output_proj) and recipe == "mxfp8",
+        primary=bool(args.fp8_param_gather if args.fp8 else args.fp4_param_gather),
+    )
+
+
+def trained_model(args: Any, build: Build) -> TrainedModel:
+    """Returns ``build`` as trained with Megatron's ``args``, which need not be validated."""
+    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
+    each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
+    return TrainedModel(build, each, stock_recompute(args).kept, stand_in)
+
+
+def stock_recompute(args: Any) -> StockRecompute:
+    """Reads Megatron's recompute flags."""
+    modules = tuple(args.recompute_modules or ())
+    return StockRecompute(args.recompute_granularity, args.recompute_method, args.recompute_num_layers, modules)
+
+
+def number_bytes(args: Any) -> int:
+    """Bytes of a number in the model's precision."""
+    return 2 if args.bf16 or args.fp16 else 4
+
+
+def numbers(args: Any) -> Numbers:
+    """Bytes of each parameter, without a distributed optimizer."""
+    weight, quantized = float(number_bytes(args)), _quantized(args)
+    copies = 0.0 if quantized is None else quantized.weight
+    return Numbers(weight, _gradient(args), _state(args, weight == 2), on_host=_on_host(args), copies=copies)
+
+
+def _gradient(args: Any) -> float:
+    """Bytes of a gradient: single precision for bf16 and half precision for fp16, unless a flag changes it."""
+    half = bool(args.fp16) or (bool(args.bf16) and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"))
+    return 2.0 if half and not args.accumulate_allreduce_grads_in_fp32 else 4.0
+
+
+def _state(args: Any, half: bool) -> float:
+    """Bytes of the optimizer state: a master copy of half-precision parameters, and moments."""
+    if args.optimizer == "sgd":
+        return (4.0 if half else 0.0) + (4.0 if args.sgd_momentum else 0.0)
+    if args.use_precision_aware_optimizer:
+        # Only the lower half of the single-precision copy is kept.
+        copy = 2.0 if half else 0.0
+        return copy + _BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]
+    return (4.0 if half else 0.0) + 4.0 * _MOMENTS.get(args.optimizer, 2)
+
+
+def _on_host(args: Any) -> float:
+    return float(args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0.0
