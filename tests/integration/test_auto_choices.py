@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron.schedules.estimate.device_memory import Numbers
+from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.automatic import choices
-from megatron.schedules.job.spec import JobSpec, Model, Settings, StockLayers
-from megatron.schedules.job.values import ScheduleChoice
+from megatron.schedules.integration.flags.automatic import RESERVED, choices
+from megatron.schedules.integration.flags.check import PlannedJob, planned_job
+from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
+from megatron.schedules.job.values import DryRun, ScheduleChoice
+from megatron.schedules.schedule.simulator import simulate
 
 BUILD = MODELS["9.6B"].whole
 MODEL = Model(BUILD, Numbers(2, 4, 12))
@@ -31,3 +35,31 @@ def test_layers_are_chosen_where_no_flag_says_where_they_are(flag: Any, stock: S
     settings = Settings(ScheduleChoice("auto", "auto"), layers=flag)
     first = next(choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL)))
     assert first.settings.layers == chosen
+
+
+@pytest.mark.parametrize("recompute", [StockRecompute(), StockRecompute("selective")], ids=["plain", "selective"])
+@pytest.mark.parametrize("layers", [(5, 4, 4, 4, 4, 3, 3, 3), (3, 3, 3, 4, 4, 4, 4, 5)], ids=["first", "last"])
+def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
+    layers: tuple[int, ...], recompute: StockRecompute
+):
+    """Ranks have different parameters, and the rank with most of them need not have the most activations."""
+    settings = Settings(ScheduleChoice("v-zb", "v-zb"), layers=layers)
+    job = JobSpec(settings, Sizes(4, 4), Batch(1, 16), StockLayers(30), recompute, model=MODEL)
+    named = planned_job(job)
+    device = _most(named) * (1 + 1e-9) / (1 - RESERVED)
+    asked = ScheduleChoice("auto", "auto")
+    within = replace(settings, schedule=asked, dry_run=DryRun(device_bytes=device), search_seconds=0.1)
+    found = planned_job(replace(job, settings=within), quiet=True)
+    assert _time(found) <= _time(named) * (1 + 1e-9)
+    assert _most(found) <= (1 - RESERVED) * device
+
+
+def _time(job: PlannedJob) -> float:
+    return simulate(job.schedule, job.request.costs_on(job.schedule.placement)).makespan
+
+
+def _most(job: PlannedJob) -> float:
+    """Memory of the rank that needs most, bytes."""
+    assert job.spec.trained is not None
+    costs = job.request.costs_on(job.schedule.placement)
+    return max(rank.device for rank in rank_memory(job.spec.trained, job.schedule, costs, job.request))

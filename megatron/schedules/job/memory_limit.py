@@ -37,14 +37,14 @@ def with_memory_limit(
         raise PlanError(f"{flag} {limit.text} needs the model's sizes: give their flags")
     of_1f1b = request.ranks * memory.of_rank(request.ranks)
     set_aside = messages * message_bytes + memory.most_passing
-    fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request)
+    fraction, least = (limit.size - set_aside) / of_1f1b, least_limit(request) + limit.reserved / of_1f1b
     if fraction < least:
         smallest = _rounded_up((least * of_1f1b + set_aside) / 2**30)
         raise PlanError(
             f"{flag} {limit.text} is too small for this model on {request.ranks} ranks: {smallest:g}GiB is the "
             "smallest that works"
         )
-    return replace(request, memory_limit=fraction)
+    return replace(request, memory_limit=fraction, recompute_room=memory.most_passing / of_1f1b)
 
 
 def _rounded_up(number: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import PLAIN, Decisions
+from megatron.schedules.schedule.model_memory import activation_bytes
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.simulator import Timeline
@@ -26,6 +27,8 @@ class Request:
         csv: text of a compute-only CSV, for ``file``.
         memory_limit: for ``adaptive`` and ``auto``, the activation memory of the worst rank, as a fraction of 1F1B's
             d microbatches.
+        recompute_room: memory that ``memory_limit`` leaves free for Megatron's own recompute in backward passes, as a
+            fraction of 1F1B's.
         chunk_choices: for ``adaptive``, the allowed numbers of chunks per rank.
         placement: for ``adaptive``, a fixed placement; None to search it. A running job cannot change its placement.
         start: for ``adaptive``, a schedule that the search may start from, such as one that the search for the layer
@@ -45,6 +48,7 @@ class Request:
     chunks: int = 2
     csv: str | None = None
     memory_limit: float | None = None
+    recompute_room: float = 0.0
     chunk_choices: tuple[int, ...] = (1, 2, 4)
     placement: Placement | None = None
     start: Schedule | None = None
@@ -64,7 +68,17 @@ class Request:
 
     def allows(self, timeline: Timeline) -> bool:
         """Checks that a plan keeps within the memory limit."""
-        return self.memory_limit is None or timeline.limit <= self.memory_limit * self.ranks + EPSILON
+        if self.memory_limit is None:
+            return True
+        limit, memory = self.memory_limit * self.ranks + EPSILON, self.costs.memory
+        if timeline.limit <= limit or memory is None or not self.recompute_room:
+            return timeline.limit <= limit
+        # A plan's peak is often between backward passes, when nothing is recomputed.
+        schedule, costs = timeline.schedule, timeline.costs
+        counts, unit = self.layers_on(schedule.placement), memory.of_rank(self.ranks)
+        assert counts is not None, "the model is known"
+        held = [peak / unit for peak in activation_bytes(schedule, costs, memory, counts)]
+        return costs.within(schedule.placement, held) <= limit + self.recompute_room * self.ranks
 
     def around_one(self) -> Request:
         """Returns the request with costs scaled to around 1, so that plans do not depend on their unit."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron.schedules.planner.adaptive import bound, least_limit, search_seconds
+from megatron.schedules.planner.adaptive import bound, least_limit, placements, search_seconds
 from megatron.schedules.planner.explanation import explanation
 from megatron.schedules.planner.partition_plans import with_layers
 from megatron.schedules.planner.plan_cache import cached_partition, cached_plan, cached_saving
@@ -34,8 +34,8 @@ from megatron.schedules.utils.progress import Parts, Progress, unheard
 # Seconds on a typical core: for all searches of auto together, the minimum for each search, and for a layer partition
 # on one placement in addition to full searches.
 _AUTO_SECONDS, _LEAST_SECONDS, _PARTITION_SECONDS = 40.0, 2.0, 10.0
-# Largest memory limit that auto searches with, as a fraction of 1F1B's. With more memory, searches take longer and do
-# not find shorter plans.
+# Largest memory of a rank that auto searches with, as a fraction of 1F1B's. With more memory, searches take longer and
+# do not find shorter plans.
 _ENOUGH = 1.0
 # Iteration times with a smaller relative difference count as equal.
 _ROUNDING = 1e-9
@@ -188,7 +188,7 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
     """Plans ``auto``: returns the searched plan, or a named schedule within the same limit that is shorter."""
     limit = 1.0 if asked.memory_limit is None else asked.memory_limit
     request = replace(asked, schedule="adaptive", memory_limit=limit)
-    request = replace(request, memory_limit=min(limit, max(_ENOUGH, least_limit(request))))
+    request = replace(request, memory_limit=min(limit, max(_enough(request), least_limit(request))))
     if asked.search_seconds is None:
         fixed, each = (sum(taken for _, taken in _searches(request, seconds)) for seconds in (0.0, 1.0))
         share = max(_LEAST_SECONDS, (_AUTO_SECONDS - fixed) / (1 + each - fixed))
@@ -207,6 +207,12 @@ def _shortest(asked: Request, progress: Progress) -> Plan:
     name, chunks = best.name, best.placement.chunks
     settled = replace(request, schedule=name, chunks=chunks, partition=False, recompute=False, offload=False)
     return Plan(asked, settled, best, named)
+
+
+def _enough(request: Request) -> float:
+    """Memory limit with which each rank may hold :data:`_ENOUGH`, also beside more parameters than others have."""
+    everywhere = [_ENOUGH * request.ranks] * request.ranks
+    return max(request.costs_on(where).within(where, everywhere) for where in placements(request)) / request.ranks
 
 
 _Search = Callable[[Request, Progress], Request]

@@ -12,7 +12,7 @@ from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.job.spec import JobSpec
 from megatron.schedules.job.values import MemoryLimit, MemorySaving
 from megatron.schedules.planner.adaptive import placements
-from megatron.schedules.planner.request import Request
+from megatron.schedules.planner.registry import AUTO, Request
 
 # Fraction of a device reserved for the CUDA context, NCCL's buffers, cuBLAS's workspace, and fragmentation.
 RESERVED = 0.1
@@ -33,32 +33,37 @@ def choices(spec: JobSpec) -> Iterator[JobSpec]:
     return (replace(spec, settings=each) for each in dict.fromkeys((saving, placed, settings)))
 
 
-def device_limit(spec: JobSpec, request: Request) -> MemoryLimit | None:
-    """Device memory left for activations; None if unknown.
+def device_bytes(spec: JobSpec) -> float | None:
+    """Memory of a device, bytes, if ``auto`` has to keep within it and the model is known; None otherwise."""
+    settings = spec.settings
+    if settings.schedule.name != AUTO or settings.memory_limit is not None or spec.trained is None:
+        return None
+    if settings.dry_run is not None:
+        return settings.dry_run.device_bytes
+    size: float | None = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
+    return size
+
+
+def device_limit(model: TrainedModel, request: Request, device: float) -> MemoryLimit:
+    """Memory of a device left for activations on a rank with average parameters.
 
     Args:
-        spec: the job, without a memory limit.
-        request: its request, without a memory limit.
+        model: the model as trained.
+        request: its request, whose costs reserve the memory of parameters above the average.
+        device: memory of a device, bytes.
     """
-    dry_run, model = spec.settings.dry_run, spec.trained
-    if model is None or request.costs.memory is None:
-        return None
-    if dry_run is not None:
-        device = dry_run.device_bytes
-    else:
-        device = after_megatron("megatron.schedules.integration.free_device_memory").device_bytes()
-    if device is None:
-        return None
-    left = (1 - RESERVED) * device - _static_bytes(model, request)
-    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0))
+    average, most = _static_bytes(model, request)
+    left = (1 - RESERVED) * device - average
+    return MemoryLimit(f"{left / 2**30:.2f}GiB", size=max(left, 1.0), reserved=most - average)
 
 
-def _static_bytes(model: TrainedModel, request: Request) -> float:
-    """Bytes of weights, gradients and optimizer on the rank that has most, for any placement."""
-    most = 0.0
+def _static_bytes(model: TrainedModel, request: Request) -> tuple[float, float]:
+    """Bytes of weights, gradients and optimizer: on an average rank, and the most on a rank of any placement."""
+    average = most = 0.0
     for where in placements(request):
         counts = request.layers_on(where)
         assert counts is not None, "the model is known"
         sizes = parameters(model.build).by_stage(counts, where.rank_of, request.costs.shared_vocabulary)
-        most = max(most, *(RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes))
-    return most
+        held = [RankMemory.static_of(size, model.numbers, 0.0).device for size in sizes]
+        average, most = max(average, sum(held) / len(held)), max(most, *held)
+    return average, most

@@ -28,12 +28,13 @@ class _File(NamedTuple):
     custom: CustomCosts | None = None
 
 
-def costs_of(spec: JobSpec, stages: int) -> Costs:
+def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
     """Costs of a job's pipeline, from the flag or from the model's arithmetic.
 
     Args:
         spec: the job.
         stages: number of stages of the plan; the largest number if the planner searches it.
+        reserves: true to reserve memory for parameters also if the planner does not partition the layers.
 
     Raises:
         PlanError: a flag is wrong; the error names it.
@@ -44,7 +45,7 @@ def costs_of(spec: JobSpec, stages: int) -> Costs:
     profile, custom = _read(spec)
     costs = _times(spec, profile, custom)
     if model is not None:
-        shared, placed = settings.vocabulary_parallel, settings.layers == "auto"
+        shared, placed = settings.vocabulary_parallel, reserves or settings.layers == "auto"
         hides = settings.hides_messages
         costs = with_model(costs, model, stages, shared=shared, placed=placed, profile=profile, hides=hides)
     if not settings.hides_messages:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.schedules.estimate.model_build import MESSAGES
-from megatron.schedules.integration.flags.automatic import device_limit
+from megatron.schedules.integration.flags.automatic import device_bytes, device_limit
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.job_costs import costs_of, layers_of
 from megatron.schedules.integration.flags.replan_checks import with_first_limit
@@ -76,16 +76,17 @@ def _request_of(spec: JobSpec, most_chunks: int | None) -> LimitedRequest:
         choices = _chunk_choices(spec, most_chunks or 4)
         request = replace(request, search_seconds=settings.search_seconds, chunk_choices=choices)
     number = stages(request)
+    device = device_bytes(spec)
     request = replace(
         request,
-        costs=costs_of(spec, number),
+        costs=costs_of(spec, number, reserves=device is not None),
         decisions=Decisions(layers=layers_of(spec, number)),
         partition=settings.layers == "auto",
     )
     request = with_memory_saving(spec, request)
     limit = settings.memory_limit
-    if limit is None and request.schedule == AUTO:
-        limit = device_limit(spec, request)
+    if device is not None and spec.trained is not None and request.costs.memory is not None:
+        limit = device_limit(spec.trained, request, device)
     found = LimitedRequest(spec, request, limit)
     return found._replace(request=found.within(request))
 
