@@ -19,8 +19,8 @@ from tools.gpu_tests.weights import gradient_digests
 
 _FLAGS = """
     --model_type qwen2 --template default --check_model false --ddp_backend gloo --micro_batch_size 1
-    --global_batch_size 8 --train_iters 3 --eval_iters 1 --eval_steps 2 --split_dataset_ratio 0.3 --lr 1e-3
-    --max_length 64 --recompute_granularity none --logging_steps 1 --save_steps 100 --dataloader_num_workers 0
+    --global_batch_size 8 --train_iters 3 --eval_iters 1 --eval_steps 2 --split_dataset_ratio 0.25 --lr 1e-3
+    --max_length 64 --recompute_granularity none --logging_steps 1 --dataloader_num_workers 0
     --dataset_num_proc 1 --torch_dtype float32 --fp16 false --bf16 false --masked_softmax_fusion false
     --bias_dropout_fusion false --gradient_accumulation_fusion false --cross_entropy_loss_fusion false
     --attention_backend unfused --use_distributed_optimizer false
@@ -52,9 +52,7 @@ def train(job: Job, folder: Path) -> tuple[list[float], dict[str, int], dict[str
         gradients.update(gradient_digests(self.wrapped_models))
 
     BaseMegatronTrainer.on_log = on_log
-    BaseMegatronTrainer.save_checkpoint = lambda self: None  # at the end, by processes that import all anew
-    output = folder / f"{job.pipeline}-{job.chunks}-{job.schedule}-{job.clip}"
-    flags = f"--model {folder} --dataset {folder}/rows.jsonl --output_dir {output} {_FLAGS}"
+    flags = f"--model {folder} --dataset {folder}/rows.jsonl {_FLAGS} {_keep(job, folder)}"
     flags += f" --pipeline_model_parallel_size {job.pipeline} --clip_grad {job.clip}"
     if job.schedule:
         plugin = folder / f"{job.schedule}-{os.environ['RANK']}.py"
@@ -64,3 +62,13 @@ def train(job: Job, folder: Path) -> tuple[list[float], dict[str, int], dict[str
         flags += f" --virtual_pipeline_model_parallel_size {job.chunks}"
     megatron_pretrain_main(flags.split())
     return losses, dict(passes), gradients
+
+
+def _keep(job: Job, folder: Path) -> str:
+    """Returns the flags with which ms-swift writes a checkpoint after the second iteration, or starts from it."""
+    kept = folder / job.checkpoint / "checkpoint-2"
+    if job.checkpoint and not kept.exists():
+        return f"--output_dir {kept.parent} --add_version false --save_steps 2"
+    BaseMegatronTrainer.save_checkpoint = lambda self: None  # it would save at the end, whatever the flags
+    output = f"--output_dir {folder / f'{job.pipeline}-{job.chunks}-{job.schedule}-{job.clip}'}"
+    return f"{output} --mcore_model {kept} --finetune false" if job.checkpoint else output

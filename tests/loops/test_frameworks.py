@@ -22,8 +22,15 @@ CLIPPED = {
     schedule: Job(2, chunks, schedule, clip=1.0) for schedule, chunks in ((None, 1), ("zb-1p", 1), ("v-half", 2))
 }
 SAVED = Job(2, 2, "v-half", checkpoint="v-half")
-LOADED = {schedule: Job(2, chunks, schedule, checkpoint="v-half") for schedule, chunks in (("auto", 2), ("zb-1p", 1))}
-SAVING = {"Megatron-Bridge": (SAVED, *LOADED.values())}
+SAVED_BY_STOCK = Job(2, 1, None, checkpoint="stock")
+LOADED = {
+    schedule: Job(2, chunks, schedule, checkpoint="v-half")
+    for schedule, chunks in (("auto", 2), ("zb-1p", 1), (None, 1))
+}
+SAVING = {
+    "Megatron-Bridge": (SAVED, *LOADED.values()),
+    "ms-swift": (SAVED, *LOADED.values(), SAVED_BY_STOCK),
+}
 OF_THE_INDEX = [name for name in CALLS if name.split()[0] in FRAMEWORKS]
 
 
@@ -38,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[Job, O
             pytest.skip(f"{name} cannot be downloaded: {error}")
         ours = [Job(ranks, SCHEDULES[schedule], schedule) for ranks, schedule in product(PIPELINES, SCHEDULES)]
         jobs = [*(Job(ranks, 1, None) for ranks in PIPELINES), *ours, *CLIPPED.values(), *SAVING.get(name, ())]
-        return dict(zip(jobs, outcomes(name, jobs, tmp_path_factory.mktemp(name)), strict=True))
+        return dict(zip(jobs, outcomes(name, jobs, tmp_path_factory.mktemp(name, numbered=False)), strict=True))
 
     return cache(of)
 
@@ -86,11 +93,26 @@ def test_clipping_differs_only_by_the_order_of_sums_in_the_norm(run: Any, name: 
 @pytest.mark.full_matrix
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedule", LOADED)
-def test_bridge_goes_on_from_a_checkpoint_of_a_v_under_any_schedule(run: Any, schedule: str) -> None:
-    saved, loaded = (run("Megatron-Bridge")[job] for job in (SAVED, LOADED[schedule]))
+@pytest.mark.parametrize("name", SAVING)
+def test_a_checkpoint_of_a_v_goes_on_under_any_schedule_and_without_us(
+    run: Any, name: str, schedule: str | None
+) -> None:
+    saved, loaded = (run(name)[job] for job in (SAVED, LOADED[schedule]))
     assert not saved.error and not loaded.error, saved.error or loaded.error
     assert merged(loaded) == merged(saved)  # of the third iteration
     assert loaded.losses[-1] and loaded.losses[-1] == saved.losses[-1][-len(loaded.losses[-1]) :]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.timeout(3600)
+def test_swift_exports_from_a_v_the_file_that_it_exports_without_us(
+    run: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    ours, stock = (run("ms-swift")[job] for job in (SAVED, SAVED_BY_STOCK))
+    assert not ours.error and not stock.error, ours.error or stock.error
+    folder = tmp_path_factory.getbasetemp() / "ms-swift"
+    files = [folder / job.checkpoint / "checkpoint-2/model.safetensors" for job in (SAVED, SAVED_BY_STOCK)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.full_matrix
