@@ -156,8 +156,8 @@ _ADAPTIVE = "adaptive --pipeline-memory-limit"
 ORDERS = {
     "zb-1p": "zb-1p",
     "v-half": "v-half",
-    "recompute": f"{_ADAPTIVE} 0.4 --pipeline-save-memory recompute",
-    "offload": f"{_ADAPTIVE} 0.4 --pipeline-save-memory offload=0.1 --pipeline-costs 4,4,3",
+    "recompute": f"{_ADAPTIVE} 0.45 --pipeline-save-memory recompute",
+    "offload": f"{_ADAPTIVE} 0.45 --pipeline-save-memory offload=0.1 --pipeline-costs 4,4,3",
     "vocabulary": "v-half --pipeline-vocabulary-parallel",
     "hidden messages": "v-zb --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
@@ -186,7 +186,7 @@ USUAL = {
 _LEFT_OUT = {(job, "recompute") for job in JOBS if "delayed" in job or job.endswith("full recompute")}
 # Memory of hybrid models is not estimated.
 _LEFT_OUT |= {(job, order) for job in JOBS if "hybrid" in job for order in ("recompute", "offload", "vocabulary")}
-_LEFT_OUT |= {("packed documents", "vocabulary")}
+_LEFT_OUT |= {("packed documents", "vocabulary"), ("multi-token prediction", "vocabulary")}
 _LEFT_OUT |= {(name, "hidden messages") for name, job in JOBS.items() if "--expert-model-parallel" not in job.flags}
 _LEFT_OUT |= {("shared experts overlapped", "hidden messages")}  # both run behind the same messages
 _LEFT_OUT |= {("dropout", order) for order in ORDERS if order != "zb-1p"}  # random numbers come in another order
