@@ -299,8 +299,8 @@ _LEGEND = f"""- *Sizes*: T tensor, C context, E expert and P pipeline parallel r
   `v-min`. Its stages have the [layers](#flags-of-each-recipe) with which ranks take about equal time
 - *Auto*: the schedule `auto` within the same {100 * (1 - RESERVED):.0f} % and with the same layers, on two chunks of
   each rank. It may recompute layers in addition to the recipe. Each of its searches took {SEARCH_SECONDS:g} s of a
-  typical core (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`), or 0.1 s if ranks times *n* are 4096 or
-  more. A job searches much longer, up to 40 s in all, and for layers too. Rows without *auto* were not searched so far
+  typical core (`MEGATRON_SCHEDULES_SEARCH_SECONDS={SEARCH_SECONDS:g}`). A job searches much longer, up to 40 s in all,
+  and for layers too
 - *GiB*: memory of the fullest rank as a [dry run](dry-run.md) counts it, with eight messages; bold if it is more than
   the GPU has; ≈ if a part of the model is [not counted](#not-counted)
 - *Time*: our planned iteration time over stock's, both by the model's arithmetic, with recompute as in the recipe.
@@ -322,6 +322,4 @@ _NOT_COUNTED = """## Not counted
 - Linear, sparse and compressed attention are counted as full attention, and vision encoders are left out.
 - Offloading of activations (`fine_grained_activation_offloading`) is counted as if it were off.
 - CUDA graphs: neither their memory nor their speed.
-- Rows without figures of `auto` also leave out messages between experts, and that `fp8_param_gather` stores weights in
-  FP8 only. The others count both, and messages as exposed.
 """
