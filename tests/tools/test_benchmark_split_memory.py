@@ -50,13 +50,13 @@ def test_the_slowest_engine_decides(most, found, verdict):
     assert "I + W" not in split.section(rows)
 
 
-def peaks(*planned: float, whole: float = 4, one: int = 1000, times: float = 1.0) -> list[Peaks]:
-    return [Peaks(whole, count, one, round(count * one * times)) for count in planned]
+def peaks(*planned: float, one: int = 1000, times: float = 1.0) -> list[Peaks]:
+    return [Peaks(count, one, round(count * one * times)) for count in planned]
 
 
 def test_bytes_are_compared_rank_by_rank():
-    found = [Peaks(4, 4, 1000, 4000), Peaks(4, 3, 1000, 2400)]
-    row = memory_row("zb-1p", 2, found, peaks(8, 4, whole=8))
+    found = [Peaks(4, 1000, 4000), Peaks(3, 1000, 2400)]
+    row = memory_row("zb-1p", 2, found, peaks(8, 4))
     assert row["planned_bytes"] == [4000, 3000] and row["measured_bytes"] == [4000, 2400]
     assert row["worst_error"] == pytest.approx(-0.2)
     assert (row["ratio"], row["planned_ratio"]) == (0.5, 0.5)
@@ -73,7 +73,7 @@ def test_the_worst_rank_decides(times, verdict):
 @pytest.mark.parametrize(("schedule", "held", "missed"), [("v-half", 0.70, 0.71), ("v-min", 0.55, 0.56)])
 def test_shares_of_1f1b_are_claimed_at_eight_ranks(schedule, held, missed):
     def claims(share: float, size: int) -> list[Claim]:
-        rows = [memory_row(schedule, size, peaks(8 * share, whole=8 * share), peaks(8, whole=8))]
+        rows = [memory_row(schedule, size, peaks(8 * share), peaks(8))]
         return [claim for claim in memory.claims(rows) if claim.text == text]
 
     text = f"`{schedule}` holds at most {held:.2f} of 1F1B's activations at 8 ranks"

@@ -44,13 +44,11 @@ class Peaks(NamedTuple):
     """Peak memory of one rank.
 
     Args:
-        whole: the most by plan, in microbatches' worth of the rank's activations, held to the end of W.
-        planned: the same where I gives back what W does not need, as it does.
+        planned: the most by plan, in microbatches' worth of the rank's activations.
         one: bytes at most while a single microbatch goes through the whole pipeline.
         full: bytes at most with all of them.
     """
 
-    whole: float
     planned: float
     one: int
     full: int
@@ -96,7 +94,7 @@ def memory_row(schedule: str, size: int, found: Sequence[Peaks], baseline: Seque
         "measured_bytes": [rank.full for rank in found],
         "worst_error": max(errors, key=abs),
         "ratio": max(rank.full for rank in found) / max(rank.full for rank in baseline),
-        "planned_ratio": max(rank.whole for rank in found) / max(rank.whole for rank in baseline),
+        "planned_ratio": max(rank.planned for rank in found) / max(rank.planned for rank in baseline),
     }
 
 
@@ -135,10 +133,8 @@ def _train(schedule: str, size: int, share: float) -> Peaks:
         self.count_next_call()
         losses = step(self, **asked)
         schedule = self._planner.first
-        whole, shared = (
-            peaks(schedule, Costs(weight_share=part).on(schedule.placement))[dist.get_rank()] for part in (1.0, share)
-        )
-        seen.append(Peaks(whole, shared, one, self.peak_activation_bytes))
+        planned = peaks(schedule, Costs(weight_share=share).on(schedule.placement))[dist.get_rank()]
+        seen.append(Peaks(planned, one, self.peak_activation_bytes))
         return losses
 
     ScheduleFunction.__call__ = noted  # type: ignore[method-assign]
