@@ -37,8 +37,11 @@ def test_layers_are_chosen_where_no_flag_says_where_they_are(flag: Any, stock: S
     assert first.settings.layers == chosen
 
 
-@pytest.mark.parametrize("recompute", [StockRecompute(), StockRecompute("selective")], ids=["plain", "selective"])
-@pytest.mark.parametrize("layers", [(5, 4, 4, 4, 4, 3, 3, 3), (3, 3, 3, 4, 4, 4, 4, 5)], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("layers", "recompute"),
+    [((5, 4, 4, 4, 4, 3, 3, 3), StockRecompute("selective")), ((3, 3, 3, 4, 4, 4, 4, 5), StockRecompute())],
+    ids=["first", "last"],
+)
 def test_a_named_schedule_that_just_fits_the_device_is_never_shorter(
     layers: tuple[int, ...], recompute: StockRecompute
 ):

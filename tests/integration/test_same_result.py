@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from megatron.schedules.planner.registry import Request, plan
 from megatron.schedules.schedule.text_forms import to_csv
@@ -41,6 +42,11 @@ def assert_same_losses(ours: Result, stock: Result, relative: float = tolerances
 
 # Fewer microbatches than ranks, and a number that nothing divides.
 SIZES = [(4, 2), (4, 7)]
+
+
+def _wide(*schedules: str) -> list[ParameterSet]:
+    """Schedules that are run with ``--full-matrix`` alone."""
+    return [pytest.param(each, marks=pytest.mark.full_matrix) for each in schedules]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +144,7 @@ def test_an_odd_number_of_chunks_puts_the_output_layer_on_the_last_rank(train, t
 
 
 @pytest.mark.parametrize("layers", [2, 6], ids=["ends without a layer", "ends with one layer less"])
-@pytest.mark.parametrize("schedule", ["v-half", "interleaved-1f1b", "adaptive"])
+@pytest.mark.parametrize("schedule", ["v-half", *_wide("interleaved-1f1b", "adaptive")])
 def test_ends_made_lighter(train, schedule, layers):
     """The embedding and the output layer stand in for a layer each, as in the paper's models."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--num-layers", str(layers))
@@ -150,7 +156,7 @@ def test_ends_made_lighter(train, schedule, layers):
 
 
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer"])
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b", "adaptive"])
+@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", *_wide("interleaved-1f1b", "adaptive")])
 def test_tied_embeddings(train, schedule, flags):
     """Two copies of one weight: their gradients are added in another order than stock's, so equal to rounding only."""
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *flags.split())
@@ -163,7 +169,7 @@ def test_tied_embeddings(train, schedule, flags):
         tolerances.assert_gradients(ours.gradients, stock.gradients)
 
 
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "adaptive"])
+@pytest.mark.parametrize("schedule", ["adaptive", *_wide("zb-1p", "v-half")])
 def test_loss_per_token(train, schedule):
     job = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
     job += ("--calculate-per-token-loss",)
@@ -172,7 +178,7 @@ def test_loss_per_token(train, schedule):
     assert differing(ours, stock) == []
 
 
-@pytest.mark.parametrize("schedule", ["zb-1p", "v-half", "interleaved-1f1b", "adaptive"])
+@pytest.mark.parametrize("schedule", ["v-half", *_wide("zb-1p", "interleaved-1f1b", "adaptive")])
 def test_bf16(train, schedule):
     """The stages of a V differ from stock's, not the arithmetic: gradients are the same to the bit in bf16 too."""
     job = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", "--bf16")
