@@ -66,7 +66,7 @@ def outcomes_of(
     """
     # A server that has imported them once forks the ranks: a fork of this process would inherit its threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([*preload, "tests.quick_forks"])
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         pipes: list[Connection] = []

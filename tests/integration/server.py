@@ -13,6 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,6 +90,8 @@ def _serve(requests: BinaryIO, results: BinaryIO) -> None:
         without_gpu()  # before :mod:`.jobs` imports Megatron, which imports Transformer Engine
     from tests.integration import jobs
     from tests.integration.forked_ranks import JobError
+
+    import_module("tests.quick_forks")
 
     while True:
         try:

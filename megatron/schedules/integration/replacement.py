@@ -36,7 +36,13 @@ def put_in(hooks: Iterable[Hook], session: Session) -> None:
     Training loops that imported a name from one of Megatron's modules before get the replacement too. A name that is
     missing ends the process with one line and status 2.
     """
-    loops = [module for name, module in sys.modules.items() if not name.startswith(_MEGATRON)]
+    hooks = list(hooks)
+    names = {hook.name for hook in hooks}
+    loops: dict[str, list[ModuleType]] = {}
+    for path, module in list(sys.modules.items()):
+        if not path.startswith(_MEGATRON):
+            for name in names.intersection(getattr(module, "__dict__", ())):
+                loops.setdefault(name, []).append(module)
     for hook in hooks:
         if not hasattr(hook.module, hook.name):
             refuse(
@@ -48,8 +54,8 @@ def put_in(hooks: Iterable[Hook], session: Session) -> None:
             continue
         replacement = _replacement(hook, stock, session)
         setattr(hook.module, hook.name, replacement)
-        for module in loops:
-            if _stock(getattr(module, "__dict__", {}).get(hook.name)) is stock:
+        for module in loops.get(hook.name, ()):
+            if _stock(vars(module)[hook.name]) is stock:
                 setattr(module, hook.name, replacement)
 
 

@@ -231,6 +231,7 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
 
 
+_REPLACED = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
 # Generator for random numbers that a GPU machine draws on the CPU. The default generator here replaces the GPU's.
 _HOST_NUMBERS = torch.Generator()
 
@@ -239,6 +240,8 @@ class OnTheCpu(TorchFunctionMode):
     """Replaces the CUDA device by the CPU in every torch call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _REPLACED:  # nearly all: soon done
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
