@@ -71,18 +71,18 @@ def test_a_warned_job_saves_is_queued_again_and_goes_on(
     cluster: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUS_PER_NODE", "2")
-    monkeypatch.setenv("TRAIN_ITERS", "80")
+    monkeypatch.setenv("TRAIN_ITERS", "40")
     monkeypatch.setenv("EXTRA_FLAGS", f"{CPU} --num-workers 1")  # a signal must not end the data loader either
     monkeypatch.setenv("STANDIN_WARN_AT", "iteration        3/")
     output = submit(SLURM / "one_node.sbatch", cluster / "tiny.sh")
     assert output.count("stand-in: job") == 2, output[-4000:]
     first, second = output.split("queued again")
-    saved = int(re.search(r"ended with status 0 at iteration (\d+) of 80: $", first)[1])
-    assert 3 <= saved < 80
+    saved = int(re.search(r"ended with status 0 at iteration (\d+) of 40: $", first)[1])
+    assert 3 <= saved < 40
     assert iterations(first) == list(range(1, saved + 1))
-    assert f"from iteration {saved} of 80" in second
-    assert iterations(second) == list(range(saved + 1, 81))
-    assert "done: 80 iterations" in second
+    assert f"from iteration {saved} of 40" in second
+    assert iterations(second) == list(range(saved + 1, 41))
+    assert "done: 40 iterations" in second
     for restart in (0, 1):  # a log for each rank of each start
         logs = list((cluster / "run" / "logs" / f"100-{restart}" / "node-0").rglob("stdout.log"))
         assert sorted(log.parent.name for log in logs) == ["0", "1"]

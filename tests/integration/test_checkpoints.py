@@ -72,7 +72,7 @@ SHARED = "--pipeline-vocabulary-parallel"
 ENOUGH = ("zb-1p", "v-half")  # where the schedule has no part in what is resumed
 RESUMED = {
     "dropout": (2, False, DROPOUT, SCHEDULES, ("adaptive",)),
-    "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ENOUGH, ("v-half",)),
+    "fp16": (2, False, "--fp16 --initial-loss-scale 65536 --loss-scale-window 1", ENOUGH, ()),
     "tied, DP2, shared reading": (4, True, "--ckpt-fully-parallel-load", ENOUGH, ("v-half",)),
     "tied, DP2, bf16, distributed optimizer": (4, True, f"--bf16 {DISTRIBUTED}", SCHEDULES, ("v-half",)),
     "tied, DP2, distributed optimizer in fp32": (4, True, RESHARDABLE, ENOUGH, ()),
@@ -173,7 +173,7 @@ CROSSINGS = [
     ("PP1", "adaptive", True, False),
     ("1F1B", "v-min", False, False),
     ("v-zb", "1F1B", False, False),
-    ("shared v-half", "1F1B", False, True),
+    ("shared v-half", "1F1B", False, False),
     ("PP1", "shared v-half", False, False),
     ("1F1B TP2", "shared zb-1p PP4", False, False),
     ("shared zb-1p PP4", "shared v-half TP2", False, False),

@@ -12,7 +12,7 @@ from tests.integration.test_same_result import under
 from tests.integration.test_te_jobs import assert_stocks
 
 MODEL = f"{MODERN} {MOE_ALLTOALL} --moe-grouped-gemm --spec tests.integration.plain_mixer STACK"
-JOB = "--train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2 --clip-grad 0".split()
+JOB = "--train-iters 3 --global-batch-size 4 --pipeline-model-parallel-size 2 --clip-grad 0".split()
 # Every kind of layer, in stages of unequal length, by chunks of a rank. Where a rank has no experts, stock cannot log
 # their auxiliary loss; where a stage has no layers, stock frees its output before it is read.
 PATTERNS = {1: "E*E-|ME-*M*-E", 2: "E*|E-M|E-*M|*-E", 4: "E|*E|-|M|E-|*|M*|-E"}

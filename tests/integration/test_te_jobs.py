@@ -51,6 +51,11 @@ class Job(NamedTuple):
     capability: str = "9.0"
     samples: str = "plain"
 
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return 1 if TENSOR in self.flags or "--context-parallel" in self.flags else self.ranks
+
 
 JOBS = {
     "GPT": Job(flags=UNFUSED),
@@ -162,16 +167,14 @@ ORDERS = {
     "hidden messages": "v-zb --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
 }
 USUAL = {
-    ("sequence parallel", "zb-1p"),
     ("distributed optimizer", "v-half"),
-    ("expert parallel", "v-half"),
     ("context parallel", "v-half"),
     ("fused accumulation", "recompute"),
     ("fused accumulation", "offload"),
     ("FP8 tensorwise, grouped experts", "v-half"),
     ("FP8 delayed", "vocabulary"),
     ("MXFP8, sequence parallel", "v-half"),
-    ("NVFP4, sequence parallel", "zb-1p"),
+    ("NVFP4", "zb-1p"),
     ("MXFP8, primary weights", "v-half"),
     ("FP8 tensorwise, tensor-parallel overlap", "zb-1p"),
 }
@@ -209,8 +212,8 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
     wanted = JOBS[job]
     monkeypatch.setenv(CAPABILITY_VARIABLE, wanted.capability)
     monkeypatch.setenv(ROUNDING_VARIABLE, "1")
-    flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2")
-    flags += ("--clip-grad", "0", *wanted.flags.split())
+    flags = ("--train-iters", "3", "--global-batch-size", str(4 * wanted.replicas), "--clip-grad", "0")
+    flags += ("--pipeline-model-parallel-size", "2", *wanted.flags.split())
     settings = {"model": tuple(wanted.model.split()), "tied": wanted.tied, "samples": wanted.samples}
     if order == "vocabulary":  # sums of words are in another order than stock's: the same with whole backwards
         whole = ("--pipeline-schedule", "1f1b", "--pipeline-vocabulary-parallel")
@@ -219,8 +222,7 @@ def test_the_result_is_stocks(te_train: Training, monkeypatch: pytest.MonkeyPatc
         stock = te_train.stock(2 * wanted.ranks, *flags, **settings)
     ours = te_train(2 * wanted.ranks, *flags, "--pipeline-schedule", *ORDERS[order].split(), **settings)
     # Of a gradient that data-parallel ranks share, each has only its part.
-    replicas = wanted.ranks if TENSOR not in wanted.flags else 1
-    assert_stocks(ours, stock, "--use-distributed-optimizer" in wanted.flags and replicas > 1)
+    assert_stocks(ours, stock, "--use-distributed-optimizer" in wanted.flags and wanted.replicas > 1)
 
 
 @pytest.mark.full_matrix
@@ -266,7 +268,7 @@ def test_gradients_rounded_at_random_are_stocks_where_backwards_come_in_its_orde
 ) -> None:
     wanted = JOBS["NVFP4"]
     monkeypatch.setenv(CAPABILITY_VARIABLE, wanted.capability)
-    flags = ("--train-iters", "3", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", *FP4.split())
+    flags = ("--train-iters", "3", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2", *FP4.split())
     model = tuple(wanted.model.split())
     stock, ours = (te_train(2, *flags, *more, model=model) for more in ((), ("--pipeline-schedule", "zb-1p")))
     assert_stocks(ours, stock, shards=False)

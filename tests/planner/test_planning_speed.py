@@ -29,7 +29,10 @@ def test_32_ranks_and_128_microbatches_take_less_than_two_seconds(name: str):
     assert seconds(name, 32, 128, most=2) < 2
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-1p", "v-half"])
+@pytest.mark.parametrize(
+    "name",
+    ["1f1b", *(pytest.param(each, marks=pytest.mark.full_matrix) for each in ("interleaved-1f1b", "zb-1p", "v-half"))],
+)
 def test_four_times_the_microbatches_take_about_four_times_the_work(name: str):
     """In lines of Python, at most twice that; growing with the square it would be four times."""
     assert lines(name, 8, 512) < 2 * 4 * lines(name, 8, 128)

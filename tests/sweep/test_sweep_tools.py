@@ -27,7 +27,7 @@ BASES: dict[str, list[str]] = {
     "--micro-batch-size 1".split(),
 }
 # These start processes that work for a second or two in each call that is good: of their values, one of so many.
-SLOW = {"emulate_run": 16, "grid_search": 12}
+SLOW = {"emulate_run": 32, "grid_search": 24}
 # What goes wrong together is told of any of these.
 RELATED = {
     "--slow": ["--costs"],
@@ -87,7 +87,7 @@ def test_every_program_of_tools_is_swept():
 def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(
     tool: str, places: tuple[list[str], list[str]], folder: Path, pytestconfig: pytest.Config
 ):
-    every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 4)
+    every = 1 if pytestconfig.getoption("--full-matrix") else SLOW.get(tool, 8)
     calls = calls_of(tool, places, every)
     said = "\n".join(faults(Calls(f"tools.{tool}", folder).ended(calls), tool))
     assert not said, said

@@ -35,7 +35,7 @@ COMPANY = {
 ASSERTED = "--use-checkpoint-args"
 # One flag of Megatron's after the other has the same values. Of all calls, each so-manieth is made by default, so that
 # neighbouring flags get different values.
-SAMPLE = 7
+SAMPLE = 13
 # These launch a job, or say who is who in it.
 VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_RANK", "MEGATRON_SCHEDULES_CACHE")
 LAUNCHERS = {**dict.fromkeys(VARIABLES[:-1]), SEARCH_VARIABLE: "0.01"}
@@ -105,8 +105,9 @@ def before_megatron(calls: list[Call], folder: Path) -> str:
     return "\n".join(faults(Calls("before_megatron", folder).ended(calls), PROGRAM))
 
 
-def test_our_flags_are_refused_in_one_line_before_megatron_is_imported(places, folder: Path):
-    said = before_megatron(list(calls_of(ours(), places, 1)), folder)
+def test_our_flags_are_refused_in_one_line_before_megatron_is_imported(places, folder: Path, pytestconfig):
+    every = 1 if pytestconfig.getoption("--full-matrix") else 4
+    said = before_megatron(list(calls_of(ours(), places, every)), folder)
     assert not said, said
 
 
@@ -146,7 +147,7 @@ def test_an_odd_environment_is_refused_in_one_line_or_left_to_megatron(name: str
 
 def test_dry_runs_end_with_a_plan_or_in_one_line(places, folder: Path, pytestconfig: pytest.Config):
     """Those of flags that the checks before Megatron let pass, or leave to it."""
-    every = 1 if pytestconfig.getoption("--full-matrix") else 24
+    every = 1 if pytestconfig.getoption("--full-matrix") else 48
     flags = [flag for flag in (*ours(), *stock()) if flag.name != ASSERTED]
     calls = list(calls_of(flags, places, every))
     early = Calls("before_megatron", folder).ended(calls if every == 1 else calls[::SAMPLE])
