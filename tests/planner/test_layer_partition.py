@@ -197,7 +197,7 @@ def test_shares_of_progress_add_up_to_the_whole_when_the_search_ends(name: str, 
     assert sum(shares[:-1]) < 1 - 1e-9  # nothing is done after the work is told to be
 
 
-@pytest.mark.parametrize(("name", "d", "n", "layers"), [*SIZES[:4], ("v-min", 4, 32, 32), ("1f1b", 24, 2, 40)])
+@pytest.mark.parametrize(("name", "d", "n", "layers"), [*SIZES[:4], ("v-min", 4, 64, 32), ("1f1b", 24, 2, 40)])
 def test_the_search_keeps_within_its_budget_of_passes(monkeypatch, name: str, d: int, n: int, layers: int):
     """A plan counts for its passes, a bound for two a stage, both for what calling them takes."""
     spent = {"plans": 0.0, "bounds": 0.0}
