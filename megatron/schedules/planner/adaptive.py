@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _PASSES_A_SECOND = 16e6
 _MOST_SECONDS = 1_000_000  # more than eleven days
 # Results of a search depend on chance. Two short searches with other seeds are added. Each takes this share of the
-# search time, of which at most so many seconds count. Searches shorter than the last number find nothing and are
-# skipped.
-_SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS = (400, 700), 0.1, 5.0, 0.1
+# search time, of which at most so many seconds count. Searches of less time, or of fewer rounds for all memory limits
+# together, find nothing and are skipped: each climb takes a few rounds at least, and those of a large plan take long.
+_SEEDS, _SHARE, _MOST_SHARED, _FEWEST_SECONDS, _FEWEST_ROUNDS = (400, 700), 0.1, 5.0, 0.1, 20
 # Chunks per rank if memory is scarce and the request does not say how many.
 _FINER_CHUNKS = 8
 # Factor on the search time with a shared vocabulary: S and T add a third more passes.
@@ -164,7 +164,8 @@ def plan_adaptive(request: Request, named: Callable[[Request], Sequence[Timeline
     known += _start(request, problems, limit)
     short = _SHARE * min(seconds, _MOST_SHARED)
     searches = [(0, seconds)]
-    if short >= _FEWEST_SECONDS and not saved:
+    rounds = effort(request.ranks, short) / sum(problem.effort for problem in problems)
+    if short >= _FEWEST_SECONDS and rounds >= _FEWEST_ROUNDS and not saved:
         searches += [(seed, short) for seed in _SEEDS]
     parts, best = Parts(progress, sum(each for _, each in searches)), None
     for seed, each in searches:
