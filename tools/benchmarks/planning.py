@@ -160,9 +160,9 @@ How short the plans of `adaptive` are within a memory limit, compared with other
 our schedules by name; and how long planning takes. [How it works](adaptive.md).
 
 - {datetime.date.today()}, {_machine()}; `{command}`
-- Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to
-  {default_seconds(64, 512):.0f} for 64 and 512, if nothing else is said. It is counted in scheduled passes, so the
-  bubbles are equal on every machine. The times are not.
+- Search budget: the default, from {default_seconds(8, 32):.0f} nominal seconds for 8 ranks and 32 microbatches to {
+        default_seconds(64, 512):.0f} for 64 and 512, if nothing
+  else is said. It is counted in scheduled passes, so the bubbles are equal on every machine. The times are not.
 - bubble = 1 - computing / makespan. Memory is the worst rank's activation memory in microbatches; 1F1B holds d. d
   ranks, n microbatches. Costs are F,I,W,LATENCY over half a rank's layers.
 
@@ -198,7 +198,7 @@ schedule.
 The same size and costs, with recompute or with copies of activations to host memory. "0.5" says that a copy one way
 takes half as long as all computing of the same layers. The figures are the share of the iteration time that is not
 useful computing: idle time and recompute (without recompute this is the bubble). In brackets: the share of the layers
-that is recomputed or offloaded.
+that is recomputed or offloaded. "Without" is of the longest search above, the others of the default one.
 
 {table.saved(cells.saved, curve, kept.find)}
 ## Random sizes and costs

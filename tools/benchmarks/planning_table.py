@@ -203,7 +203,7 @@ def saved(cells: Mapping[str, Sequence[Cell]], curves: Mapping[float, Result], f
 
 def _lost(found: Result) -> str:
     parts = [f"{100 * found[name]:.0f} %" for name in ("recomputed", "offloaded") if found[name]]
-    return f"{percent(1 - found['useful'])}{f' ({", ".join(parts)})' if parts else ''}, {number(found['makespan'])}"
+    return f"{percent(1 - found['useful'])}{f' ({", ".join(parts)})' if parts else ''}"
 
 
 def lots(results: Sequence[Result]) -> str:
