@@ -18,7 +18,6 @@ from tests.sweep.judged import faults
 from tests.sweep.values import NUMBERS, Kind, values
 from tests.sweep.worker import ROOT, Call, Calls
 
-PAIRS = 200
 SIZE = ["--pipeline-size", "4", "--microbatches", "8"]
 # Calls that work, to which a case adds one flag of its own; a flag given twice counts the second time. A command that
 # is not among them is called as it is.
@@ -119,11 +118,11 @@ def one_flag_odd(folder: Path, every: int) -> Iterator[Call]:
     )
 
 
-def of_two(calls: list[Call]) -> Iterator[Call]:
+def of_two(calls: list[Call], pairs: int) -> Iterator[Call]:
     """Two odd flags at once: whichever is named."""
     draw = random.Random(13)
     with_value = [call for call in calls if len(call.arguments) > 1 and [call.arguments[-2]] == list(call.flags)]
-    for _ in range(PAIRS):
+    for _ in range(pairs):
         one, other = draw.choice(with_value), draw.choice(with_value)
         yield Call([*one.arguments, *other.arguments[-2:]], [*one.flags, *other.flags])
 
@@ -153,8 +152,11 @@ def test_one_odd_flag_ends_soon_and_a_refusal_is_one_line_that_names_it(odd_call
     assert not said, said
 
 
-def test_two_odd_flags_end_soon_and_a_refusal_is_one_line_that_names_one(odd_calls: list[Call], folder: Path):
-    said = judged(list(of_two(odd_calls)), folder)
+def test_two_odd_flags_end_soon_and_a_refusal_is_one_line_that_names_one(
+    odd_calls: list[Call], folder: Path, pytestconfig
+):
+    pairs = 400 if pytestconfig.getoption("--full-matrix") else 200
+    said = judged(list(of_two(odd_calls, pairs)), folder)
     assert not said, said
 
 
