@@ -306,7 +306,9 @@ def test_a_limit_in_gib_is_of_the_bytes_of_a_profile(tmp_path, capsys):
     assert main([*asked, "--memory-limit", f"{24000 / 2**30}GiB"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["memory_limit"] == pytest.approx(0.75)
     assert_refused(
-        [*asked, "--memory-limit", "1GiB", "--costs", "1,1,1"], "needs --model or a profile in --costs", capsys
+        [*asked, "--memory-limit", "1GiB", "--costs", "1,1,1"],
+        "needs bytes, from --model or a profile in --costs",
+        capsys,
     )
     assert_refused([*asked, "--memory-limit", "auto"], "--memory-limit auto is for training", capsys)
 

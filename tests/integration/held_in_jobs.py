@@ -13,12 +13,12 @@ from megatron.training import arguments, training
 from megatron.schedules.estimate.device_memory import RankMemory
 from megatron.schedules.integration import hooks
 from megatron.schedules.integration.flags.check import check
-from megatron.schedules.integration.flags.job_costs import costs_of
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.reader import completed
 from megatron.schedules.integration.linears.products import memory_of
 from megatron.schedules.integration.memory_estimate import estimated
 from megatron.schedules.integration.schedule_function import ScheduleFunction
+from megatron.schedules.job.job_costs import costs_of
 
 
 def estimate_here(*, one_kernel: bool) -> tuple[RankMemory, ...]:

@@ -11,8 +11,9 @@ from megatron.schedules.estimate.device_memory import Numbers
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.models import MODELS
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.integration.flags.automatic import RESERVED, choices
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job
+from megatron.schedules.job.job_request import auto_choices
+from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockLayers
 from megatron.schedules.job.values import DryRun, ScheduleChoice
 from megatron.schedules.schedule.simulator import simulate
@@ -33,7 +34,7 @@ MODEL = Model(BUILD, Numbers(2, 4, 12))
 )
 def test_layers_are_chosen_where_no_flag_says_where_they_are(flag: Any, stock: StockLayers, chosen: Any):
     settings = Settings(ScheduleChoice("auto", "auto"), layers=flag)
-    first = next(choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL)))
+    first = next(auto_choices(JobSpec(settings, Sizes(2, 2), layers=stock, model=MODEL)))
     assert first.settings.layers == chosen
 
 

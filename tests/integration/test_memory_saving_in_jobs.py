@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.schedules.integration.flags import save_memory
+from megatron.schedules.integration.flags import machine_memory
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.model_memory import EndMemory, LayerMemory, ModelMemory
 from megatron.schedules.utils.errors import PlanError
@@ -41,9 +41,9 @@ def test_the_first_lines_say_what_is_recomputed_or_offloaded(megatron, how):
 def test_a_host_without_memory_is_told_before_the_start(monkeypatch):
     layer = LayerMemory(full=2**30, kept=2**30, weights=2**30)
     costs = Costs(memory=ModelMemory((layer,) * 4, input=0.0, first=EndMemory(), last=EndMemory()))
-    monkeypatch.setattr(save_memory, "available_host_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(machine_memory, "available_host_bytes", lambda: 3 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert save_memory.check_host(costs, 1.5, 4, is_dry=False) == 1.5 * 2**30
+    assert machine_memory.check_host(costs, 1.5, 4, is_dry=False) == 1.5 * 2**30
     with pytest.raises(PlanError, match=r"-memory offload takes 2\.0 GiB of host memory for each of 2 ranks"):
-        save_memory.check_host(costs, 2.0, 4, is_dry=False)
-    assert save_memory.check_host(costs, 0.0, 4, is_dry=False) == 0
+        machine_memory.check_host(costs, 2.0, 4, is_dry=False)
+    assert machine_memory.check_host(costs, 0.0, 4, is_dry=False) == 0

@@ -13,6 +13,7 @@ from megatron.schedules.integration.flags.declared import add_arguments, add_sto
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.replan_checks import with_room_for
 from megatron.schedules.integration.memory_estimate import estimated
+from megatron.schedules.job.job_request import auto_choices
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.registry import Request, plan
@@ -84,7 +85,5 @@ def test_without_a_limit_of_its_own_a_job_never_plans_again_for_a_longer_plan():
 
 def test_auto_tries_no_choice_twice():
     """Of a model that is not known nothing can be chosen."""
-    from megatron.schedules.integration.flags.automatic import choices
-
     spec = JobSpec(Settings(ScheduleChoice("auto", "auto")), Sizes(2, 2))
-    assert list(choices(spec)) == [spec]
+    assert list(auto_choices(spec)) == [replace(spec, settings=replace(spec.settings, layers="even"))]

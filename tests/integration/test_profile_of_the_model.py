@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.schedules.integration.flags.declared import add_arguments, add_stock_arguments
-from megatron.schedules.integration.flags.job_costs import costs_of
 from megatron.schedules.integration.flags.measuring import Measured as MeasuredIterations
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.job.job_costs import costs_of
 from megatron.schedules.job.values import Measuring
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.job_profile_json import to_text

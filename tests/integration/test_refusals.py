@@ -311,7 +311,7 @@ REFUSED = {
     "copies that nobody measured": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory offload --pipeline-costs "
         "3,3,2",
-        "--pipeline-save-memory offload takes the speed of copies from --pipeline-costs FILE.json",
+        "--pipeline-save-memory offload takes the time of copies from --pipeline-costs FILE.json",
     ),
     "copies at no speed": (
         "--pipeline-schedule adaptive --pipeline-memory-limit 0.5 --pipeline-save-memory both=fast --pipeline-costs "

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.schedules.estimate.parallel_sizes import Sizes
-from megatron.schedules.job.plans import JobPlans
+from megatron.schedules.job.job_request import request_of
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.job.values import memory_limit, memory_saving, schedule_choice
 from megatron.schedules.planner.adaptive import least_limit
@@ -288,9 +288,8 @@ def test_8_chunks_are_tried_where_a_rank_may_hold_less_than_a_microbatch(
         memory_limit("memory_limit", str(limit)),
         saving=memory_saving("save_memory", saving),
     )
-    spec = JobSpec(settings, Sizes(4, 4), microbatches=16)
     flags = dict.fromkeys(("costs", "layers", "memory_limit", "model", "offload"), "")
-    found = JobPlans([spec], None, flags).request(spec)
+    found = request_of(JobSpec(settings, Sizes(4, 4), microbatches=16, flags=flags)).request
     assert max(found.chunk_choices) == (most if saving == "recompute" else 4)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.schedules.cli.ending import run
-from megatron.schedules.integration.flags.automatic import RESERVED
+from megatron.schedules.job.memory_limit import RESERVED
 from tools.recipes.__main__ import as_json, main, read
 from tools.recipes.page import as_page
 

@@ -84,7 +84,7 @@ def _train(model: Sequence[str], limit: str, memory_saving: str) -> Held:
     import torch.distributed as dist
 
     import pretrain_gpt
-    from megatron.schedules.integration.flags.save_memory import check_host
+    from megatron.schedules.integration.flags.machine_memory import check_host
     from megatron.schedules.integration.schedule_function import ScheduleFunction
     from megatron.schedules.schedule.host_memory import taken
     from megatron.schedules.schedule.simulator import peaks

@@ -11,9 +11,9 @@ from typing import Any
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import StockRecompute, rank_memory
 from megatron.schedules.estimate.times import loads
-from megatron.schedules.integration.flags.automatic import RESERVED
 from megatron.schedules.integration.flags.check import PlannedJob, planned_job, validate
 from megatron.schedules.integration.flags.reader import completed, spec_of
+from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.job.spec import JobSpec, StockFlags
 from megatron.schedules.job.values import ScheduleChoice
 from megatron.schedules.planner.layer_partition import levelled
@@ -222,8 +222,8 @@ def _with_acceptance(found: Answer, spec: JobSpec, ours: PlannedJob) -> Answer:
 def _without(spec: JobSpec, arguments: Container[str]) -> JobSpec:
     """Returns the job without ``arguments``."""
     given = frozenset(each for each in spec.stock.given if each not in arguments)
-    hides = spec.settings.hides_messages and _HIDING not in arguments
-    return replace(spec, stock=replace(spec.stock, given=given), settings=replace(spec.settings, hides_messages=hides))
+    hides = spec.hides_messages and _HIDING not in arguments
+    return replace(spec, stock=replace(spec.stock, given=given), hides_messages=hides)
 
 
 def _chunks(args: Any) -> int | None:

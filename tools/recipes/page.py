@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from megatron.schedules.integration.flags.automatic import RESERVED
+from megatron.schedules.job.memory_limit import RESERVED
 from megatron.schedules.report.table import markdown
 from tools.recipes.answer import SEARCH_SECONDS, Answer, Planned
 

@@ -115,7 +115,7 @@ def _plan(
         footer += _how_good(plan) + _where(plan.decisions.layers) + _savings(plan.decisions)
         if held := plans.memory(plan):
             most = max(rank.activations for rank in held)
-            footer += f"Activations: {amount(most)} on the rank that holds most; {plans.model}.\n"
+            footer += f"Activations: {amount(most)} on the rank that holds most; {plans.counted_for}.\n"
         drawing = of_plans([plan.timeline], _caption(plans), _unit(plans), plans.microbatch_bytes)
         _emit_drawing(form, drawing, output, columns, gradients, footer)
 
@@ -149,7 +149,7 @@ def _compare(
     plans = plans_of(schedules, NAMES, **sizes)
     if room is not None and not plans.knows_bytes:
         why = "which is missing"
-        if plans.model is not None:
+        if plans.has_model:
             why = f"and {plans.instead_of_bytes[0]} goes before them: leave one of the two out"
         raise PlanError(f"--device-memory compares the bytes of --model, {why}")
     rows = []
@@ -219,7 +219,7 @@ def _draw(
 def _counted_for(plans: JobPlans, room: float | None) -> str:
     """Describes the model and the memory that the byte counts cover."""
     of = "Activations, in GiB," if room is None else f"Memory, compared with {room / 2**30:.2f} GiB,"
-    return f"{of} of the rank that holds most: {plans.model}. Not counted: {NOT_COUNTED}."
+    return f"{of} of the rank that holds most: {plans.counted_for}. Not counted: {NOT_COUNTED}."
 
 
 def _form(asked: str | None, output: Path | None, forms: Sequence[str]) -> str:

@@ -73,9 +73,13 @@ def _quantized(args: Any) -> Quantized | None:
 
 def trained_model(args: Any, build: Build) -> TrainedModel:
     """Returns ``build`` as trained with Megatron's ``args``, which need not be validated."""
-    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     each = replace(numbers(args), shared_by=sizes_of(args, args.world_size).optimizer_shared_by)
-    return TrainedModel(build, each, stock_recompute(args).kept, stand_in)
+    return TrainedModel(build, each, stock_recompute(args).kept, stand_in(args))
+
+
+def stand_in(args: Any) -> tuple[bool, bool]:
+    """Reads whether the embedding and the output layer count as a layer each in an even partition."""
+    return bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
 
 
 def stock_recompute(args: Any) -> StockRecompute:

@@ -12,9 +12,9 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
-from megatron.schedules.integration.layers.by_stage import letters_by_stage
 from megatron.schedules.integration.memory_estimate import Estimate, estimated
 from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.stage_layers import letters_by_stage
 from megatron.schedules.job.values import DryRun
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.report.memory_table import NOT_COUNTED, Rank, as_text, verdict

@@ -21,12 +21,12 @@ from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.run_flags import run_flags
 from megatron.schedules.integration.layers import tied
-from megatron.schedules.integration.layers.by_stage import layers_by_stage, letters_by_stage
 from megatron.schedules.integration.layers.layout import PlacedLayout
 from megatron.schedules.integration.running_job import RunningJob, begin
 from megatron.schedules.integration.schedule_function import listed
 from megatron.schedules.integration.session import Session
 from megatron.schedules.job.spec import JobSpec, StockLayers
+from megatron.schedules.job.stage_layers import layers_by_stage, letters_by_stage
 from megatron.schedules.job.values import layers_choice
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError

@@ -79,7 +79,7 @@ def begin(
         log=log,
         lengths=BackgroundPlans(planner, attention_of(spec), flags.groups.timeout) if settings.plan_lengths else None,
         profiler=None if measured is None else profiler(measured),
-        hiding=expert_messages if settings.hides_messages else None,
+        hiding=expert_messages if spec.hides_messages else None,
     )
     if not _replans(spec, planner, first_measurement(measured, flags.begun), flags.end):
         return RunningJob(function, log)

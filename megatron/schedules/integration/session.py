@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -12,13 +13,17 @@ from megatron.core import parallel_state
 from torch.nn import Module
 
 from megatron.schedules.integration.expert_messages import ExpertMessages
-from megatron.schedules.integration.flags.job_request import placement_with
+from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.planner import Planner
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
 from megatron.schedules.integration.late_checks import LateChecks
 from megatron.schedules.integration.running_job import RunningJob
 from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.job.values import schedule_choice
+from megatron.schedules.planner.adaptive import placements
+from megatron.schedules.planner.registry import Request, placement
 from megatron.schedules.schedule.placement import Placement
+from megatron.schedules.utils.parsing import read_text
 
 Stock = Callable[..., Any]
 """A function of stock's, or what replaces it."""
@@ -79,8 +84,8 @@ class Session:
             return self.planner.placement
         if "pipeline_schedule" not in self.settings or chunks is None:
             return None
-        placement = placement_with(self.settings["pipeline_schedule"], ranks, chunks)
-        return placement if placement.chunks == chunks else None  # refused when training begins
+        found = _placement_with(self.settings["pipeline_schedule"], ranks, chunks)
+        return found if found.chunks == chunks else None  # refused when training begins
 
     @property
     def current_placement(self) -> Placement | None:
@@ -121,3 +126,17 @@ class Session:
         if stage is None:
             stage = placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk or 0]
         return stage == 0, stage == placement.last_stage
+
+
+def _placement_with(schedule: str, ranks: int, chunks: int) -> Placement:
+    """Position of the stages of a model that a training loop builds, which planning keeps.
+
+    Args:
+        schedule: value of ``--pipeline-schedule``, checked before.
+        ranks: pipeline ranks.
+        chunks: model chunks of each rank.
+    """
+    choice = schedule_choice(FLAGS["schedule"], schedule)
+    csv = None if choice.file is None else read_text(choice.file, "csv")
+    request = Request(schedule=choice.name, ranks=ranks, microbatches=1, chunks=choice.chunks or chunks, csv=csv)
+    return placement(request) or placements(replace(request, chunk_choices=(chunks,)))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,10 @@ from megatron.schedules.job.values import (
     MemorySaving,
     ScheduleChoice,
 )
+from megatron.schedules.measure.cost_profile import Profile, read_costs
+from megatron.schedules.measure.custom_costs import CustomCosts
 from megatron.schedules.planner.registry import AUTO
+from megatron.schedules.utils.parsing import read_text
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,6 @@ class Settings:
             value of the flag with this name.
         search_seconds: time limit of an adaptive search, seconds; None for the default.
         stall_seconds: the job stops if no pass finishes for this long, seconds; 0 for no limit.
-        hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag.
     """
 
     schedule: ScheduleChoice
@@ -45,7 +48,6 @@ class Settings:
     dry_run: DryRun | None = None
     search_seconds: float | None = None
     stall_seconds: float = 120.0
-    hides_messages: bool = False
 
     @property
     def places_layers(self) -> bool:
@@ -177,8 +179,12 @@ class JobSpec:
         microbatches: microbatches in an iteration, if given; otherwise computed from ``batch``.
         iterations: training iterations; None if not given.
         csv: text of the schedule's CSV; None without a CSV, or before it is read.
+        cost_file: content of the cost file; None without one, or before it is read.
         model: the model; None if a checkpoint has its sizes, or before it is read.
+        hides_messages: whether weight gradients hide the messages of experts, by Megatron's flag; None if they do
+            wherever the costs contain such messages.
         stock: Megatron's other arguments, for rules about single arguments.
+        flags: the user's flag for each part of a request, for errors; see :meth:`.PlanError.told`.
     """
 
     settings: Settings
@@ -191,8 +197,21 @@ class JobSpec:
     microbatches: int | None = None
     iterations: int | None = None
     csv: str | None = None
+    cost_file: Profile | CustomCosts | None = None
     model: Model | None = None
+    hides_messages: bool | None = None
     stock: StockFlags = field(default_factory=StockFlags)
+    flags: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def profile(self) -> Profile | None:
+        """The cost file, if it was measured."""
+        return None if isinstance(self.cost_file, CustomCosts) else self.cost_file
+
+    @property
+    def custom_costs(self) -> CustomCosts | None:
+        """The cost file, if it was written by hand."""
+        return self.cost_file if isinstance(self.cost_file, CustomCosts) else None
 
     @property
     def build(self) -> Build | None:
@@ -216,6 +235,19 @@ class JobSpec:
             return None
         numbers = replace(self.model.numbers, shared_by=self.sizes.optimizer_shared_by)
         return TrainedModel(self.build, numbers, self.recompute.kept, self.layers.stand_in)
+
+    def read(self) -> JobSpec:
+        """Returns this job with the content of its CSV and of its cost file.
+
+        Raises:
+            PlanError: what is wrong with a file.
+        """
+        csv, costs = self.settings.schedule.file, self.settings.costs
+        return replace(
+            self,
+            csv=None if csv is None else read_text(csv, "csv"),
+            cost_file=None if costs is None or costs.file is None else read_costs(costs.file),
+        )
 
     def under(self, name: str, **settings: Any) -> JobSpec:
         """Returns this job with another schedule, without the settings that only the current schedule uses.

@@ -8,21 +8,19 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.schedules.estimate.bounds import check_bounds
 from megatron.schedules.estimate.model_build import MESSAGES
-from megatron.schedules.integration.flags.automatic import choices
+from megatron.schedules.integration.flags.costs_in_training import assumed, check_costs
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import check_environment, is_first
 from megatron.schedules.integration.flags.incompatible import refusal, unsplittable
-from megatron.schedules.integration.flags.job_costs import assumed
-from megatron.schedules.integration.flags.job_request import LimitedRequest, request_of
+from megatron.schedules.integration.flags.machine_memory import check_host, device_bytes
 from megatron.schedules.integration.flags.measuring import check_folder, measured_iterations
 from megatron.schedules.integration.flags.plan_lengths import attention_of, check_plan_lengths
 from megatron.schedules.integration.flags.reader import check_unscheduled, completed, settings_of, spec_of
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.replan_checks import check_replan
-from megatron.schedules.integration.flags.save_memory import check_host
-from megatron.schedules.integration.late_imports import after_megatron
-from megatron.schedules.integration.layers.by_stage import layers_by_stage
+from megatron.schedules.job.job_request import LimitedRequest, auto_choices, request_of
 from megatron.schedules.job.spec import JobSpec, Settings
+from megatron.schedules.job.stage_layers import layers_by_stage
 from megatron.schedules.job.values import MemorySaving
 from megatron.schedules.planner.adaptive import limit_in_microbatches, search_seconds
 from megatron.schedules.planner.plan_cache import takes_long
@@ -35,6 +33,7 @@ from megatron.schedules.schedule.host_memory import taken
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.utils.cache_directory import plans_directory
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.late_imports import after_megatron
 from megatron.schedules.utils.printable import printable
 
 
@@ -174,7 +173,7 @@ def planned_job(spec: JobSpec, *, quiet: bool = False) -> PlannedJob:
     if spec.settings.schedule.name != AUTO:
         return _planned(spec, quiet)
     refused: list[PlanError] = []
-    for each in filter(_is_valid, choices(spec)):
+    for each in filter(_is_valid, auto_choices(spec)):
         try:
             return _planned(each, quiet)
         except PlanError as error:
@@ -193,7 +192,8 @@ def _is_valid(spec: JobSpec) -> bool:
 
 def _planned(spec: JobSpec, quiet: bool) -> PlannedJob:
     settings = spec.settings
-    plan = _made_within(request_of(spec), quiet)
+    check_costs(spec)
+    plan = _made_within(request_of(spec, device_bytes(spec)), quiet)
     held = max(taken(plan.schedule, plan.costs))
     host_bytes = check_host(plan.request.costs, held, plan.request.ranks, is_dry=settings.dry_run is not None)
     if why := refusal(spec, plan.schedule):

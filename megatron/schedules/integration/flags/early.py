@@ -17,8 +17,8 @@ from megatron.schedules.integration.flags.declared import FLAGS, OURS, add_argum
 from megatron.schedules.integration.flags.environment import check_environment, whole_variable
 from megatron.schedules.integration.flags.refuse import refuse
 from megatron.schedules.integration.flags.settings_without_flags import settings_without_flags
-from megatron.schedules.integration.late_imports import TooEarlyError
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.late_imports import TooEarlyError
 
 # Similarity from which a word counts as a misspelt flag of ours. No Megatron flag reaches it.
 LIKE = 0.85

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.schedules.estimate import megatron_flags
-from megatron.schedules.estimate.build_flags import as_built, numbers, stock_recompute
+from megatron.schedules.estimate.build_flags import as_built, numbers, stand_in, stock_recompute
 from megatron.schedules.estimate.parallel_sizes import sizes_of
 from megatron.schedules.integration.flags.declared import FLAGS, OURS
 from megatron.schedules.integration.flags.dry_run_machine import assumed_gpus
@@ -15,11 +15,10 @@ from megatron.schedules.job import values
 from megatron.schedules.job.spec import Batch, JobSpec, Model, Settings, StockFlags, StockLayers
 from megatron.schedules.planner.registry import NAMES, check_parts
 from megatron.schedules.utils.errors import PlanError
-from megatron.schedules.utils.parsing import read_text
 
 
 def spec_of(args: Any) -> JobSpec:
-    """Returns the job in ``args``, which must have a schedule. Model and CSV are read later by :func:`completed`.
+    """Returns the job in ``args``, which must have a schedule. Model and files are read later by :func:`completed`.
 
     Raises:
         PlanError: a flag cannot be read; the error names it.
@@ -36,21 +35,21 @@ def spec_of(args: Any) -> JobSpec:
         getattr(args, "padded_vocab_size", None),
         args.make_vocab_size_divisible_by,
         iterations=getattr(args, "train_iters", None),
+        hides_messages=bool(args.overlap_moe_expert_parallel_comm),
         stock=_stock_flags(args),
+        flags=FLAGS,
     )
 
 
 def completed(spec: JobSpec, args: Any) -> JobSpec:
-    """Returns ``spec`` with its CSV and the model in ``args``.
+    """Returns ``spec`` with its CSV, its cost file and the model in ``args``.
 
     Raises:
         PlanError: a flag or file cannot be read; the error names it.
         TooEarlyError: the vocabulary size comes from a tokenizer, which Megatron builds.
     """
-    file = spec.settings.schedule.file
-    csv, shape = None if file is None else read_text(file, "csv"), shape_of(args)
-    model = None if shape is None else Model(as_built(args, shape), numbers(args))
-    return replace(spec, csv=csv, model=model)
+    shape = shape_of(args)
+    return replace(spec.read(), model=None if shape is None else Model(as_built(args, shape), numbers(args)))
 
 
 def check_unscheduled(args: Any) -> None:
@@ -65,7 +64,6 @@ def check_unscheduled(args: Any) -> None:
 
 
 def _stock_layers(args: Any) -> StockLayers:
-    stand_in = bool(args.account_for_embedding_in_pipeline_split), bool(args.account_for_loss_in_pipeline_split)
     count, ahead, pattern = args.num_layers, args.mtp_num_layers or 0, hybrid_pattern(args)
     if pattern is not None:  # as in stock, it says how many layers there are
         pattern, *predicting = pattern.split("/")
@@ -75,7 +73,7 @@ def _stock_layers(args: Any) -> StockLayers:
         args.decoder_first_pipeline_num_layers,
         args.decoder_last_pipeline_num_layers,
         args.pipeline_model_parallel_layout,
-        stand_in,
+        stand_in(args),
         ahead,
         pattern,
     )
@@ -114,5 +112,4 @@ def settings_of(args: Any) -> Settings:
         values.dry_run(FLAGS["dry_run"], args.pipeline_dry_run),
         values.search_seconds(),
         values.stall_seconds(),
-        bool(args.overlap_moe_expert_parallel_comm),
     )

@@ -1,4 +1,4 @@
-"""Checks for replanning, and the first memory limit of a job that measures its own limit."""
+"""Decides whether a job replans, and within which memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from dataclasses import replace
 
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.job.spec import JobSpec, Settings
-from megatron.schedules.planner.adaptive import least_limit, placements
 from megatron.schedules.planner.registry import AUTO, follows_costs, names_following_costs
 from megatron.schedules.planner.request import Request
 from megatron.schedules.schedule.simulator import Timeline
 from megatron.schedules.utils.errors import PlanError
-
-# Fraction of 1F1B's memory that V-Min uses: the smallest that keeps ranks busy.
-_BEGINNING = 1 / 3
 
 
 def check_replan(settings: Settings) -> None:
@@ -50,12 +46,3 @@ def with_room_for(running: Timeline, request: Request) -> Request:
     if request.memory_limit is None:
         return request
     return replace(request, memory_limit=max(request.memory_limit, running.limit / request.ranks))
-
-
-def with_first_limit(request: Request) -> Request:
-    """Returns ``request`` with a small memory limit, for a job that has not measured its limit yet.
-
-    The first plan fixes the placement of the stages. The limit is one that allows every placement.
-    """
-    least = max(least_limit(replace(request, placement=where)) for where in placements(request))
-    return replace(request, memory_limit=max(_BEGINNING, least))

@@ -6,7 +6,7 @@ import inspect
 import sys
 
 from megatron.schedules.integration.gpu_libraries import TRANSFORMER_ENGINE, is_there
-from megatron.schedules.integration.late_imports import TooEarlyError, after_megatron
+from megatron.schedules.utils.late_imports import TooEarlyError, after_megatron
 
 ENGINE = "transformer_engine.pytorch"
 LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.schedules.integration.late_imports import after_megatron
 from megatron.schedules.job.spec import StockLayers
 from megatron.schedules.job.values import Layers
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.utils.errors import PlanError
+from megatron.schedules.utils.late_imports import after_megatron
 
 
 def layers_by_stage(stock: StockLayers, stages: int, layers: Layers | None = None) -> tuple[int, ...]:

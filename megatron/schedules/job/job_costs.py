@@ -1,0 +1,105 @@
+"""Costs of a job's passes: measured, given by a flag, or computed from the model's arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.schedules.estimate.model_build import with_model
+from megatron.schedules.estimate.times import loads
+from megatron.schedules.job.spec import JobSpec
+from megatron.schedules.measure.profile_facts import CopyRates, copy_time
+from megatron.schedules.schedule.costs import Costs
+from megatron.schedules.utils.errors import PlanError
+
+
+def costs_of(spec: JobSpec, stages: int, *, reserves: bool = False) -> Costs:
+    """Costs of half a rank's layers, with time and memory of each part of the model if it is known.
+
+    Args:
+        spec: the job, with its cost file.
+        stages: number of stages of the plan; the largest number if the planner searches it.
+        reserves: true to reserve memory for parameters also if the planner does not partition the layers.
+
+    Raises:
+        PlanError: a flag is wrong; the error names it.
+    """
+    settings, profile, custom = spec.settings, spec.profile, spec.custom_costs
+    costs = profile.costs(spec.sizes.pipeline) if profile is not None else _times(spec)
+    if spec.trained is not None:
+        if profile is not None and profile.facts.layers != spec.trained.build.shape.layers:
+            raise PlanError(
+                f"{spec.flags['model']} has {spec.trained.build.shape.layers} layers, and {profile_name(spec)} was "
+                f"measured for {profile.facts.layers}"
+            )
+        costs = with_model(
+            costs,
+            spec.trained,
+            stages,
+            shared=settings.vocabulary_parallel,
+            placed=reserves or settings.searches_layers(known=True),
+            profile=profile,
+            hides=bool(spec.hides_messages),
+        )
+    costs = replace(costs, shared_vocabulary=settings.vocabulary_parallel)
+    if spec.hides_messages is False:
+        costs = replace(costs, messages=(0.0, 0.0))
+    if custom is not None:
+        # Shares of memory in a file written by hand replace the model's bytes.
+        costs = custom.added_to(replace(costs, memory=None) if custom.of_memory else costs)
+    return _with_copies(spec, costs) if settings.saving.offload else costs
+
+
+def profile_name(spec: JobSpec) -> str:
+    """The cost file, as the user named it."""
+    return "" if spec.settings.costs is None else spec.settings.costs.text
+
+
+def rank_bytes(spec: JobSpec, costs: Costs) -> float | None:
+    """Activation memory of one microbatch in an average rank's layers, bytes; None if unknown."""
+    ranks, profile = spec.sizes.pipeline, spec.profile
+    if costs.memory is not None:
+        return costs.memory.of_rank(ranks)
+    return profile.layer_bytes * profile.facts.layers / ranks if profile and profile.layer_bytes else None
+
+
+def unknown_bytes(spec: JobSpec, flag: str, instead: str) -> PlanError:
+    """Error for ``flag``, which compares bytes, without a model or a profile that counted them.
+
+    Args:
+        spec: the job.
+        flag: the flag and its value.
+        instead: what works on the command line without bytes.
+    """
+    if "model" not in spec.flags:
+        return PlanError(f"{flag} needs the model's sizes: give their flags")
+    given = f"{spec.flags['model']} or a profile in {spec.flags['costs']} that counted bytes"
+    return PlanError(f"{flag} needs bytes, from {given}: give one of these, or {instead}")
+
+
+def _times(spec: JobSpec) -> Costs:
+    """Times of a cost file written by hand, of the flag, or by the model's arithmetic."""
+    choice, custom = spec.settings.costs, spec.custom_costs
+    given = custom.times if custom is not None else None if choice is None else choice.times
+    return given or (Costs() if spec.build is None else Costs(*loads(spec.build).ratio))
+
+
+def _with_copies(spec: JobSpec, costs: Costs) -> Costs:
+    """Adds the time to copy the activations of half a rank's layers in one direction, which offload needs."""
+    flag, costs_flag, gbps = spec.flags["offload"], spec.flags["costs"], spec.settings.saving.gbps
+    if gbps is None and not costs.copy:
+        raise PlanError(
+            f"{flag} takes the time of copies from {costs_flag} FILE.json: give copy_time in one written by hand "
+            f"(docs/costs.md), or a profile that has it, as tools/profile_passes.py writes; or {flag}=GB/s with "
+            f"{costs_flag} in milliseconds"
+        )
+    if gbps is None:
+        return costs
+    if spec.settings.costs is None:
+        raise PlanError(
+            f"{flag}={gbps:g} compares copies with passes, whose times are not known: give {costs_flag} in "
+            "milliseconds, or a cost file"
+        )
+    held = rank_bytes(spec, costs)
+    if held is None:
+        raise unknown_bytes(spec, f"{flag}={gbps:g}", f"offload and copy_time in a {costs_flag} FILE.json")
+    return replace(costs, copy=copy_time(CopyRates(*[gbps] * 3), held / 2, both_ways=True) or 0.0)
