@@ -131,12 +131,23 @@ def saved(
 def without_saving(request: Request) -> Request:
     """Returns ``request`` without recompute and offload.
 
-    The memory limit is raised where this is needed for a plan to exist.
+    If no plan exists without them, the memory limit is raised, and numbers of chunks are left out with which no plan
+    exists even with them.
     """
     if not (request.recompute or request.offload):
         return request
-    plain = saved(request, None, None, request.chunk_choices)
-    return replace(plain, memory_limit=max(limit_in_microbatches(request) / request.ranks, least_limit(plain)))
+    limit, choices = limit_in_microbatches(request) / request.ranks, request.chunk_choices
+    plain = saved(request, None, None, choices)
+    if limit < least_limit(plain):
+        fitting = [where.chunks for where in placements(request) if _fits(replace(request, placement=where))]
+        plain = replace(plain, chunk_choices=tuple(chunks for chunks in choices if chunks in fitting))
+    return replace(plain, memory_limit=max(limit, least_limit(plain)))
+
+
+def _fits(request: Request) -> bool:
+    """Checks whether a plan for ``request`` exists, with recompute and offload as it allows."""
+    assert request.memory_limit is not None
+    return least_limit(request) <= request.memory_limit + EPSILON
 
 
 class _Climbs:

@@ -157,16 +157,21 @@ def make_plan(asked: Request, progress: Progress = unheard) -> Plan:
         return _shortest(asked, progress)
     if not (asked.partition and (asked.recompute or asked.offload)):
         return _settled(asked, progress)
-    parts = Parts(progress, 2)
-    found = _settled(asked, parts.begin(1))
-    # The layer partition was searched without recompute and offload. Where memory is so scarce that they are used, even
-    # layers may be better.
-    if any(found.decisions.mean_savings.values()):
-        with suppress(PlanError):
+    parts, found = Parts(progress, 2), None
+    # The layer partition is searched without recompute and offload. Where memory is so scarce that they are used, even
+    # layers may be better, or all that fits.
+    with suppress(PlanError):
+        found = _settled(asked, parts.begin(1))
+    if found is None or any(found.decisions.mean_savings.values()):
+        try:
             even = _settled(replace(asked, partition=False), parts.begin(1))
-            if even.iteration_time < (1 - _ROUNDING) * found.iteration_time:
-                layers = even.request.layers_on(even.schedule.placement)
-                assert layers is not None
+        except PlanError:
+            if found is None:
+                raise
+        else:
+            layers = even.request.layers_on(even.schedule.placement)
+            assert layers is not None, "the model is known"
+            if found is None or even.iteration_time < (1 - _ROUNDING) * found.iteration_time:
                 found = replace(even, asked=asked, request=with_layers(even.request, layers))
     parts.end()
     return found

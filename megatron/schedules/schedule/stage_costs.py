@@ -11,6 +11,9 @@ from megatron.schedules.schedule.microbatch_loads import MicrobatchLoads
 from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 
+# Microbatches by which a peak may only seem to exceed a limit: it is a sum in another order, and searches allow 1e-9.
+_ROUNDING = 1e-8
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -152,7 +155,7 @@ class StageCosts:
     def within(self, placement: Placement, peaks: Sequence[float]) -> float:
         """Returns the smallest memory limit of an average rank that allows ``peaks``."""
         of_ranks = zip(peaks, self._beyond(placement), self.least_by_rank(placement), strict=True)
-        return max(peak + more * (peak > least) for peak, more, least in of_ranks)
+        return max(peak + more * (peak > least + _ROUNDING) for peak, more, least in of_ranks)
 
     def _beyond(self, placement: Placement) -> list[float]:
         """Memory of each rank's parameters above the average; at least 0."""
