@@ -113,7 +113,7 @@ from megatron.schedules.runtime import stage_interface
 from megatron.schedules.runtime.engine import run
 from megatron.schedules.runtime.lowering import lower
 from megatron.schedules.runtime.program import ProgramError
-from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.costs_json import ByKind
 from megatron.schedules.schedule.kinds import Kind
 from megatron.schedules.utils.json_files import decode, encode
 

@@ -25,7 +25,7 @@ from megatron.schedules.planner.registry import AUTO, Request, check_parts, stag
 from megatron.schedules.planner.service import Plan, make_plan
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.schedule.placement import check_size
 from megatron.schedules.schedule.text_forms import from_csv
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text

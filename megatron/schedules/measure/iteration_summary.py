@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, OF_RANKS, Pass, Resource
 from megatron.schedules.schedule.simulator import Timeline
 
 

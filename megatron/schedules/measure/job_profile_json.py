@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import MOST_LAYERS, CopyRates, FactsForm, written_facts
-from megatron.schedules.schedule.kind_forms import ByKind
+from megatron.schedules.schedule.costs_json import ByKind
 from megatron.schedules.schedule.kinds import Kind, Share
 from megatron.schedules.schedule.text_forms import PlacementForm
 from megatron.schedules.utils.errors import PlanError

@@ -11,9 +11,8 @@ from megatron.schedules.measure.job_profile import JobProfile, Measured, StagePr
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Resource, Share, StageKind, using
+from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Pass, Resource, Share, StageKind, using
 from megatron.schedules.schedule.model_loads import even
-from megatron.schedules.schedule.passes import Pass
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from megatron.schedules.measure.iteration_summary import iteration_of
 from megatron.schedules.measure.recorded_run import Recorded, Steps
 from megatron.schedules.report.figures import number
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Resource
 from megatron.schedules.schedule.simulator import Copy, Timeline
 
 PLANNED, MEASURED = "planned", "measured"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Action
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 
 
 class ByteCounter(Observer):

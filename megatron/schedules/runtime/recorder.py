@@ -11,8 +11,7 @@ import torch
 
 from megatron.schedules.runtime.engine import Observer
 from megatron.schedules.runtime.program import Action
-from megatron.schedules.schedule.kinds import KINDS, Kind, Resource, using
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Resource, using
 
 # A copy to the host begins with the end of the pass that it needs.
 _COPIED_BY = {need.kinds[0]: kind for kind in using(Resource.TO_HOST) for need in KINDS[kind].needs}

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
-from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, StageKind, sources
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import COUNTS_AS, KINDS, PARTS, SAVING, At, Kind, Pass, StageKind, sources
 from megatron.schedules.schedule.placement import Placement
 
 Rows = tuple[tuple[Pass, ...], ...]

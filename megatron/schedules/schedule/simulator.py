@@ -21,8 +21,7 @@ from operator import sub
 from typing import NamedTuple
 
 from megatron.schedules.schedule.hidden_messages import hide
-from megatron.schedules.schedule.kinds import KINDS, Resource
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Pass, Resource
 from megatron.schedules.schedule.schedule import Rows, Schedule, awaited, gradients_complete, slots
 from megatron.schedules.schedule.stage_costs import StageCosts
 from megatron.schedules.utils.errors import PlanError

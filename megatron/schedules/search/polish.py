@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.schedules.schedule.hidden_messages import pieces
-from megatron.schedules.schedule.kinds import KINDS, WHOLES, everywhere, followers
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, WHOLES, Pass, everywhere, followers
 from megatron.schedules.schedule.schedule import Schedule, in_microbatch_order, slots
 from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.schedule.stage_costs import StageCosts

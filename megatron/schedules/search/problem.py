@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, everywhere, in_dependency_order
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, SAVING, SPLIT, Doing, Kind, Pass, everywhere, in_dependency_order
 from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.schedule.stage_costs import StageCosts

@@ -20,8 +20,7 @@ from megatron.schedules.job.values import MemoryLimit, schedule_choice
 from megatron.schedules.planner.adaptive import chunk_choices, placements, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, placement, stages
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.placement import Placement
-from megatron.schedules.schedule.size_limits import check_size
+from megatron.schedules.schedule.placement import Placement, check_size
 from megatron.schedules.utils.errors import PlanError
 from megatron.schedules.utils.parsing import read_text
 from megatron.schedules.utils.printable import counted

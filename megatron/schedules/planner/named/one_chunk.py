@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from megatron.schedules.planner.request import Request
 from megatron.schedules.planner.vocabulary_passes import share_output
-from megatron.schedules.schedule.kinds import Kind
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import Kind, Pass
 from megatron.schedules.schedule.placement import sequential
 from megatron.schedules.schedule.schedule import Schedule
 from megatron.schedules.search.polish import polish

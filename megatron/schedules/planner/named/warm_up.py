@@ -12,8 +12,7 @@ from collections import defaultdict
 from itertools import count
 
 from megatron.schedules.planner.named.building_blocks import Block
-from megatron.schedules.schedule.kinds import KINDS, Kind, Result
-from megatron.schedules.schedule.passes import Pass
+from megatron.schedules.schedule.kinds import KINDS, Kind, Pass, Result
 from megatron.schedules.schedule.schedule import Schedule
 
 
