@@ -143,7 +143,7 @@ class _Climbs:
     """Climbs on one placement, each made once."""
 
     def __init__(self, request: Request, placement: Placement) -> None:
-        from megatron.schedules.search.trials import Trials
+        from megatron.schedules.search.climb import Trials
 
         self.placement, self._request, self._limit = placement, request, limit_in_microbatches(request)
         self._costs = request.costs.around_one()

@@ -13,7 +13,7 @@ from megatron.schedules.schedule.simulator import Timeline, simulate
 from megatron.schedules.search.list_scheduling import EPSILON
 
 if TYPE_CHECKING:
-    from megatron.schedules.search.trials import Trials
+    from megatron.schedules.search.climb import Trials
 
 Partition = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
@@ -93,7 +93,7 @@ class Planned:
 
     def _climbed(self, partition: Partition) -> float:
         if self._trials is None:
-            from megatron.schedules.search.trials import Trials
+            from megatron.schedules.search.climb import Trials
 
             self._trials = Trials(self._placement, self.microbatches, self._limit, self._rounds)
         return self._trials.makespan(with_layers(self._request, partition).costs_on(self._placement))

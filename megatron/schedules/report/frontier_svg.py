@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import Figures, amount, number, ticks, title
-from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.palette import lines, markup, width
 from megatron.schedules.report.table import Row
 from megatron.schedules.utils.errors import PlanError
 

@@ -18,7 +18,7 @@ from megatron.schedules.report.figures import (
     ticks,
     title,
 )
-from megatron.schedules.report.letters import lines, markup, width
+from megatron.schedules.report.palette import lines, markup, width
 from megatron.schedules.report.views import Lane, copied, lanes
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.schedule import Schedule

@@ -12,8 +12,8 @@ from typing import Any
 from megatron.schedules.report import palette
 from megatron.schedules.report.figures import amount, figures, microbatches
 from megatron.schedules.report.idle import Cause, Idle, Phase, gaps, idle
-from megatron.schedules.report.letters import markup
 from megatron.schedules.report.packed import TICKS, Packer, packed
+from megatron.schedules.report.palette import markup
 from megatron.schedules.report.views import View, extent, slowest_stage
 from megatron.schedules.schedule.kinds import KINDS, Kind
 from megatron.schedules.schedule.simulator import Timeline
