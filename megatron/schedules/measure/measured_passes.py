@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import astuple
+
 from megatron.schedules.measure.job_profile import JobProfile, Measured, StageProfile
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
 from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Pass, Resource, Share, StageKind, using
 from megatron.schedules.schedule.model_loads import even
-from megatron.schedules.schedule.placement import Placement
 from megatron.schedules.schedule.schedule import Schedule
 
 Timed = tuple[Pass, float, float]
@@ -123,7 +124,9 @@ def profile_of(ranks: Sequence[RankMeasured], under: Conditions) -> JobProfile:
     replicas: dict[int, list[RankMeasured]] = defaultdict(list)
     for row in ranks:
         replicas[row.rank].append(row)
-    layers = under.costs.layers_on(placement, under.decisions) or _evenly(under.facts.layers, placement)
+    layers = under.costs.layers_on(placement, under.decisions)
+    # A model whose layers are known only by number is split evenly.
+    layers = layers or even(under.facts.layers, placement.stages)
     planned = under.costs.on(placement, under.decisions).durations
     recomputed = under.decisions.recomputed
     stages = []
@@ -201,10 +204,8 @@ def _slowest(rows: Sequence[RankMeasured], key: StageKind) -> Measured:
 
 def _halves(whole: Measured, input_grad: float, weight_grad: float) -> dict[Kind, Measured]:
     part = input_grad / (input_grad + weight_grad)
-    return {
-        Kind.I: Measured(*(part * each for each in whole)),
-        Kind.W: Measured(*((1 - part) * each for each in whole)),
-    }
+    shares = {Kind.I: part, Kind.W: 1 - part}
+    return {kind: Measured(*(share * each for each in astuple(whole))) for kind, share in shares.items()}
 
 
 def _most(rows: Sequence[RankMeasured], key: StageKind, sign: int) -> float:
@@ -229,8 +230,3 @@ def _moved(stage: StageProfile) -> float:
 
 def _time(stage: StageProfile, way: Resource) -> float:
     return sum(stage.median(kind) for kind in using(way))
-
-
-def _evenly(layers: int, placement: Placement) -> tuple[int, ...]:
-    """Returns an even layer partition, for a model whose layers are known only by number."""
-    return even(layers, placement.stages)

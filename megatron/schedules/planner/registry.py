@@ -284,14 +284,9 @@ def stages(request: Request) -> int:
     return request.ranks * max(request.chunk_choices, default=1) if known is None else known.stages
 
 
-def planned_makespan(request: Request, planned: Callable[[Request], Schedule] | None = None) -> float:
-    """Makespan of the plan for ``request``, in the unit of the costs.
-
-    Args:
-        request: the request to plan.
-        planned: makes the plan; :func:`plan` by default.
-    """
-    schedule = (planned or plan)(request)
+def planned_makespan(request: Request, planned: Callable[[Request], Schedule]) -> float:
+    """Makespan of the plan that ``planned`` makes for ``request``, in the unit of the costs."""
+    schedule = planned(request)
     return simulate(schedule, request.costs_on(schedule.placement)).makespan
 
 
@@ -304,11 +299,7 @@ def _entry(name: str) -> _Entry:
 
 
 def plan(request: Request, progress: Progress = unheard) -> Schedule:
-    """Plans a request and validates the schedule.
-
-    Args:
-        request: the request to plan.
-        progress: receives the progress of a long search.
+    """Plans a request and validates the schedule. A long search reports its ``progress``.
 
     Raises:
         PlanError: one line that says what is wrong with the request, or why it has no plan.

@@ -96,8 +96,6 @@ class _Cells:
     narrowest cell.
 
     Args:
-        sheet: the drawing.
-        schedule: the schedule.
         size: largest font size of the numbers.
     """
 

@@ -83,7 +83,6 @@ def awaited(
     """Dependencies of the passes of every kind and stage: position of microbatch 0 by :func:`slots`, and latency.
 
     Args:
-        schedule: schedule of the passes.
         latency: function of two ranks, the latency of a message from the first to the second; 0 within a rank.
         own: whether to include dependencies on the same stage, which come earlier in the same row.
     """

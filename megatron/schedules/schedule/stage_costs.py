@@ -61,7 +61,6 @@ class MicrobatchLoads:
         Args:
             standard: time of the pass on the standard microbatch.
             attention: attention's part of that time.
-            microbatch: index of the microbatch.
         """
         return (standard - attention) * self.tokens[microbatch] + attention * self.squares[microbatch]
 

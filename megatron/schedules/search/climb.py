@@ -116,13 +116,9 @@ class Climb:
 
 
 class OrderClimb(Climb):
-    """A climb that changes only the order of the passes.
+    """A climb from ``order`` that changes only the order of the passes.
 
-    Args:
-        problem: the scheduling problem.
-        limit: memory limit, microbatches on an average rank.
-        order: the start.
-        seed: random seed.
+    Its ``limit`` is the memory limit, microbatches on an average rank.
     """
 
     def __init__(self, problem: Problem, limit: float, order: TaskOrder, seed: int) -> None:
@@ -226,8 +222,6 @@ class Trials:
     """Climbs that start from one microbatch after another, and from the best order of the previous climbs.
 
     Args:
-        placement: the rank of each stage.
-        microbatches: n.
         limit: memory limit, microbatches on an average rank.
         rounds: rounds of a climb from each start.
     """

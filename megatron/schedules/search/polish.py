@@ -30,6 +30,10 @@ from megatron.schedules.search.rounds import Rounds
 from megatron.schedules.search.tasks import tasks_of
 from megatron.schedules.utils.progress import Progress, unheard
 
+# Scheduling a pass once takes about five microseconds. With this number a plan of usual size takes a second or two. A
+# plan of any size is scheduled at least forward, backward and forward again, so the time is linear in its size.
+_PASSES = 250_000
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 # Number of passes that Python schedules in the time that compiling takes. Compiled code needs almost no time for them.
 _MOST_INTERPRETED = 700_000
 # True within a search that makes enough plans for compiled code to pay off.
@@ -49,8 +53,6 @@ def improve(
     It is never longer than the base order. The time is linear in the number of passes.
 
     Args:
-        schedule: the base order.
-        costs: costs of each stage.
         limits: memory limit of each rank, in microbatches. A larger peak of the base order replaces it.
         policies: policies to try in turn, the most promising first.
         rounds: total rounds of list scheduling. The next policy starts when one gains nothing more.
@@ -58,7 +60,7 @@ def improve(
     """
     best = simulate(schedule, costs).makespan
     tasks, passes = tasks_of(schedule, costs)
-    compiled = _compiled.get() or worth_compiling(rounds * len(passes))
+    compiled = _compiled.get() or rounds * len(passes) > _MOST_INTERPRETED
     list_scheduling = Rounds(tasks, compiled=compiled)
     limits = [max(limit, own) for limit, own in zip(limits, peaks(schedule, costs), strict=True)]
     base = best_order = range(len(passes))
@@ -77,28 +79,17 @@ def improve(
     return found
 
 
-def worth_compiling(passes: float) -> bool:
-    """Checks whether compiled code pays off to schedule ``passes`` passes, in all plans together."""
-    return passes > _MOST_INTERPRETED
-
-
 @contextmanager
 def many_plans(passes: float) -> Iterator[None]:
     """Within the ``with`` block, makes plans with or without compiled code, as suits ``passes`` passes in total.
 
     The plans are the same either way; only the time differs.
     """
-    before = _compiled.set(worth_compiling(passes))
+    before = _compiled.set(passes > _MOST_INTERPRETED)
     try:
         yield
     finally:
         _compiled.reset(before)
-
-
-# Scheduling a pass once takes about five microseconds. With this number a plan of usual size takes a second or two. A
-# plan of any size is scheduled at least forward, backward and forward again, so the time is linear in its size.
-_PASSES = 250_000
-_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
 def polish(base: Schedule, costs: StageCosts, limit: float, progress: Progress = unheard) -> Schedule:
@@ -116,7 +107,6 @@ def polished(base: Schedule, costs: StageCosts, limits: Sequence[float], progres
     """Polishes ``base`` within a separate limit for each rank.
 
     Args:
-        base: the base order.
         costs: costs with times around 1, see :meth:`.costs.Costs.around_one`.
         limits: memory limit of each rank, in microbatches.
         progress: is called after every policy.

@@ -24,13 +24,7 @@ TaskOrder = NDArray[np.int64]
 
 
 class Problem:
-    """All passes of ``microbatches`` on ``placement``, with every backward split.
-
-    Args:
-        placement: the rank of each stage.
-        microbatches: n.
-        costs: costs of each stage of ``placement``.
-    """
+    """All passes of ``microbatches`` on ``placement`` under its ``costs``, with every backward split."""
 
     def __init__(self, placement: Placement, microbatches: int, costs: StageCosts) -> None:
         self.schedule = one_by_one(placement, microbatches, costs.doing(placement))
