@@ -17,8 +17,7 @@ from megatron.schedules.estimate.times import loads
 from megatron.schedules.job import values
 from megatron.schedules.job.memory_limit import with_memory_limit
 from megatron.schedules.job.spec import JobSpec, Settings
-from megatron.schedules.measure.cost_profile import Profile, read_costs
-from megatron.schedules.measure.custom_costs import CustomCosts
+from megatron.schedules.measure.cost_profile import CustomCosts, Profile, read_costs
 from megatron.schedules.measure.profile_facts import CopyRates, copy_time
 from megatron.schedules.planner.adaptive import chunk_choices, with_finer_chunks
 from megatron.schedules.planner.registry import AUTO, Request, check_parts, stages, with_parts

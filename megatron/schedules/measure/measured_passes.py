@@ -13,7 +13,18 @@ from megatron.schedules.measure.job_profile import JobProfile, Measured, StagePr
 from megatron.schedules.measure.profile_facts import CopyRates, Facts
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.schedule.decisions import Decisions
-from megatron.schedules.schedule.kinds import KINDS, SEEN_BY, TO_HOST, Kind, Pass, Resource, Share, StageKind, using
+from megatron.schedules.schedule.kinds import (
+    COMPUTING,
+    KINDS,
+    SEEN_BY,
+    TO_HOST,
+    Kind,
+    Pass,
+    Resource,
+    Share,
+    StageKind,
+    using,
+)
 from megatron.schedules.schedule.model_loads import even
 from megatron.schedules.schedule.schedule import Schedule
 
@@ -66,7 +77,7 @@ def rank_measured(
         waits: time that ``passes`` waited for these messages, milliseconds.
     """
     took: dict[StageKind, list[float]] = defaultdict(list)
-    computing = (each for each in passes if KINDS[each[0].kind].resource is Resource.COMPUTE)
+    computing = (each for each in passes if each[0].kind in COMPUTING)
     for (stage, kind, _), start, end in (*computing, *copies):
         took[stage, kind].append(end - start)
     changed: dict[StageKind, list[float]] = defaultdict(list)

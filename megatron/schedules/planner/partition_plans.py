@@ -20,8 +20,15 @@ Partition = tuple[int, ...]
 
 # Plans longer than the best one by this factor are dropped. Smaller differences between climbs may be chance.
 CLEARLY = 1.03
+# With more microbatches per rank only the steady state gets longer, and the ranking of plans stays the same.
+_MICROBATCHES_A_RANK = 3
 # Python time for each pass of a plan, and for each call, in passes that the compiled function schedules.
 _IN_PYTHON, _CALL = 80, 200
+
+
+def few_microbatches(request: Request) -> int:
+    """Number of microbatches with which plans of ``request`` are compared."""
+    return min(request.microbatches, _MICROBATCHES_A_RANK * request.ranks)
 
 
 def microbatches_held(timeline: Timeline) -> float:

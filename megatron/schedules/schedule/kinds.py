@@ -255,6 +255,8 @@ def using(resource: Resource) -> frozenset[Kind]:
     return frozenset(kind for kind, row in KINDS.items() if row.resource is resource)
 
 
+# Kinds that compute, rather than copy in the background.
+COMPUTING = using(Resource.COMPUTE)
 # Shares that are copied to the host.
 TO_HOST = frozenset(share for kind in using(Resource.TO_HOST) for share in KINDS[kind].gives)
 

@@ -11,8 +11,7 @@ from megatron.schedules.estimate.times import loads
 from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.layers.by_stage import layers_by_stage, wrong_layers
 from megatron.schedules.job.spec import JobSpec
-from megatron.schedules.measure.cost_profile import Profile, read_costs
-from megatron.schedules.measure.custom_costs import CustomCosts
+from megatron.schedules.measure.cost_profile import CustomCosts, Profile, read_costs
 from megatron.schedules.measure.profile_facts import Facts
 from megatron.schedules.planner.layer_partition import as_layout
 from megatron.schedules.planner.request import Request
