@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from megatron.schedules.schedule.kinds import Kind
@@ -56,6 +57,17 @@ HUES: dict[Kind, Rgb] = {
 }
 # Share of white in the last chunk's colour.
 _LIGHTEST = 0.55
+
+
+def document(wide: int, height: str, size: str, heading: str, described: str, style: str, parts: Sequence[str]) -> str:
+    """Returns an SVG of ``parts`` on a page, with plain texts as its title and description, and a style sheet."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" width="{wide}" '
+        f'height="{height}" role="img" aria-labelledby="t d" font-family="{FONT}" font-size="{size}">\n'
+        f'<title id="t">{markup(heading)}</title><desc id="d">{markup(described)}</desc>\n'
+        f"<style>{style}</style>\n"
+        f'<rect class="page" width="{wide}" height="{height}" rx="8"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def blend(first: Rgb, second: Rgb, share: float) -> Rgb:
