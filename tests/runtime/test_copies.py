@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.schedules.runtime import copies, host_buffers
+from megatron.schedules.runtime import copies, free_host_memory
 from megatron.schedules.runtime.copies import Pace, StreamCopies, ThreadCopies, copies_on
-from megatron.schedules.runtime.host_buffers import HostMemory, available_host_bytes
+from megatron.schedules.runtime.free_host_memory import available_host_bytes
+from megatron.schedules.runtime.host_buffers import HostMemory
 
 
 def pair(size: int = 8, value: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,9 +296,9 @@ def test_more_than_the_host_has_is_refused_before_it_is_tried(monkeypatch, tmp_p
 
 def test_what_the_kernel_and_the_control_groups_leave(monkeypatch, tmp_path):
     info, own, groups = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "groups"
-    monkeypatch.setattr(host_buffers, "_MEMORY_INFO", info)
-    monkeypatch.setattr(host_buffers, "_OWN_GROUP", own)
-    monkeypatch.setattr(host_buffers, "_GROUPS", groups)
+    monkeypatch.setattr(free_host_memory, "_MEMORY_INFO", info)
+    monkeypatch.setattr(free_host_memory, "_OWN_GROUP", own)
+    monkeypatch.setattr(free_host_memory, "_GROUPS", groups)
     assert available_host_bytes() is None
     info.write_text("MemTotal: 4000 kB\nMemAvailable:  2000 kB\n")
     own.write_text("0::/job/step\n")

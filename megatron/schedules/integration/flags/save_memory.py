@@ -8,7 +8,7 @@ from megatron.schedules.integration.flags.declared import FLAGS
 from megatron.schedules.integration.flags.environment import whole_variable
 from megatron.schedules.job.spec import JobSpec, Settings
 from megatron.schedules.planner.request import Request
-from megatron.schedules.runtime.host_buffers import available_host_bytes
+from megatron.schedules.runtime.free_host_memory import available_host_bytes
 from megatron.schedules.schedule.costs import Costs
 from megatron.schedules.utils.errors import PlanError
 

@@ -1,0 +1,44 @@
+"""The free memory of a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMORY_INFO, _OWN_GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def available_host_bytes() -> int | None:
+    """Returns how much memory this process may still take on the host, in bytes; None where that is unknown.
+
+    The kernel and the process's control groups limit it; all ranks of a node share it.
+    """
+    found = [*_free_of_machine(), *_free_of_groups()]
+    return min(found) if found else None
+
+
+def _free_of_machine() -> list[int]:
+    lines = _lines(_MEMORY_INFO)
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+
+
+def _free_of_groups() -> list[int]:
+    """Returns what the limits of the process's control group and its parents leave; cached files can go."""
+    path = next((line.removeprefix("0::/") for line in _lines(_OWN_GROUP) if line.startswith("0::/")), None)
+    if path is None:
+        return []
+    group, found = _GROUPS / path, []
+    for each in (group, *group.parents):
+        if not each.is_relative_to(_GROUPS):
+            break
+        limit = next(iter(_lines(each / "memory.max")), "max")
+        held = dict(line.split() for line in _lines(each / "memory.stat") if len(line.split()) == 2)
+        if limit.isdigit() and "anon" in held:
+            found.append(max(0, int(limit) - sum(int(held.get(name, 0)) for name in ("anon", "shmem", "kernel"))))
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
